@@ -1,11 +1,12 @@
-"""Measures over checkpoints: how well they find flipped labels, and whether several checkpoints in one pass are faster.
+"""Measures over checkpoints: how well they find flipped labels, and whether several checkpoints in one pass
+are faster.
 
     python benchmarks/checkpoints.py [--json FILE]
 
-The digits of configs/digits-checkpoints.yaml, 54 of 1,797 labels flipped, at five checkpoints of one run. For each column the area under
-the ROC curve and how many of the flipped digits are among the 54 with the most suspicious values; beside them loss and gradient norm at
-each checkpoint alone. Then the seconds of all five checkpoints one after another and with stacked weights, in one thread, interleaved,
-median of seven.
+The digits of configs/digits-checkpoints.yaml, 54 of 1,797 labels flipped, at five checkpoints of one run. For
+each column the area under the ROC curve and how many of the flipped digits are among the 54 with the most
+suspicious values; beside them loss and gradient norm at each checkpoint alone. Then the seconds of all five
+checkpoints one after another and with stacked weights, in one thread, interleaved, median of seven.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from psgrad.config import load_config
-from psgrad.engine.examples import Examples
-from psgrad.engine.measures.known.moments import Asking
-from psgrad.engine.measures.moments.ensemble import Ensemble
-from psgrad.engine.measures.moments.grouping import grouped
-from psgrad.engine.measures.moments.summaries import moment_summary
-from psgrad.engine.objective import Objective
-from psgrad.inputs.samples import Block
-from psgrad.workflows import analyze
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.measures.builtin.checkpoints import Asking
+from psgrad.engine.measures.checkpoint_history import moment_summary
+from psgrad.engine.measures.checkpoint_passes import Ensemble, grouped
+from psgrad.inputs.rows import Block
+from psgrad.workflows.analyze import analyze
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Column -> whether large values are the suspicious ones.
@@ -59,19 +59,30 @@ CHECKPOINTS, REPEATS, CHUNKS = 5, 7, 12
 def quality() -> dict[str, dict[str, float]]:
     """name -> auc, found: of each column, and of loss and norm at each checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        result = analyze(load_config(CONFIGS / "digits-checkpoints.yaml", [f"output={folder}/run"]), report=False)
+        result = analyze(
+            load_config(CONFIGS / "digits-checkpoints.yaml", [f"output={folder}/run"]), report=False
+        )
     frame = result.samples.sort_values("index")
-    names = {each["id"] for each in json.loads((CONFIGS / "digits" / "flipped.json").read_text(encoding="utf-8"))}
+    names = {
+        each["id"] for each in json.loads((CONFIGS / "digits" / "flipped.json").read_text(encoding="utf-8"))
+    }
     flipped = frame["id"].isin(names).to_numpy()
     scores = {name: (1 if up else -1) * frame[name].to_numpy() for name, up in COLUMNS.items()}
     trajectory = result.measures["trajectory"]
     for t, file in enumerate(trajectory.numbers["checkpoints"]):
-        scores |= {f"{name} at {Path(file).stem}": trajectory.arrays[name][:, t] for name in ("loss", "grad_norm")}
-    return {name: {"auc": float(roc_auc_score(flipped, score)), "found": found(score, flipped)} for name, score in scores.items()}
+        scores |= {
+            f"{name} at {Path(file).stem}": trajectory.arrays[name][:, t] for name in ("loss", "grad_norm")
+        }
+    return {
+        name: {"auc": float(roc_auc_score(flipped, score)), "found": found(score, flipped)}
+        for name, score in scores.items()
+    }
 
 
 def found(score: np.ndarray[Any, Any], flipped: np.ndarray[Any, Any]) -> float:
-    """How many of the flipped are among as many with the largest scores; those that tie at the edge count by their share."""
+    """How many of the flipped are among as many with the largest scores; those that tie at the edge count by
+    their share.
+    """
     count = int(flipped.sum())
     edge = np.sort(score)[-count]
     above, tied = score > edge, score == edge
@@ -86,7 +97,9 @@ def models() -> dict[str, Callable[[], nn.Module]]:
     return {
         "digits CNN, 30k parameters": build,
         "small CNN, 2.6k parameters": lambda: build(4, 16),
-        "perceptron, 3.6k parameters": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10)),
+        "perceptron, 3.6k parameters": lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 10)
+        ),
     }
 
 
@@ -95,11 +108,18 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
     with np.load(CONFIGS / "digits" / "digits.npz") as data:
         x, y = torch.from_numpy(data["image"]), torch.from_numpy(data["label"])
     n = min(len(x), chunk_size * CHUNKS)
-    objectives = [Objective(make().eval(), F.cross_entropy, moment_summary("class")) for _ in range(CHECKPOINTS)]
+    objectives = [
+        Objective(make().eval(), F.cross_entropy, moment_summary("class")) for _ in range(CHECKPOINTS)
+    ]
     ensemble = Ensemble.of(objectives[0], [objective.model for objective in objectives])
 
     def examples(number: int) -> Examples:
-        return Examples(objectives[number], lambda start, stop: Block((x[start:stop],), y[start:stop]), n, {"chunk_size": chunk_size})
+        return Examples(
+            objectives[number],
+            lambda start, stop: Block((x[start:stop],), y[start:stop]),
+            n,
+            {"chunk_size": chunk_size},
+        )
 
     def alone() -> None:
         for number in range(CHECKPOINTS):
@@ -118,11 +138,18 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
             taken[name].append(time.perf_counter() - begin)
     seconds = {name: statistics.median(each) for name, each in taken.items()}
     chosen = grouped(examples(0), objectives[0], CHECKPOINTS, chunk_size)
-    return {**seconds, "rows": n, "chosen": "together" if max(chosen.sizes) > 1 else "alone", "why": chosen.why}
+    return {
+        **seconds,
+        "rows": n,
+        "chosen": "together" if max(chosen.sizes) > 1 else "alone",
+        "why": chosen.why,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures over checkpoints: what they find, and how they pass.")
+    parser = argparse.ArgumentParser(
+        description="Measures over checkpoints: what they find, and how they pass."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -135,7 +162,11 @@ def main() -> None:
         content["speed"][name] = {}
         for chunk_size in (8, 64, 512):
             row = content["speed"][name][str(chunk_size)] = speed(make, chunk_size)
-            print(f"{name:<36}{chunk_size:>8}{row['alone']:>12.3f}{row['together']:>12.3f}  {row['chosen']:<12}", flush=True)
+            print(
+                f"{name:<36}{chunk_size:>8}{row['alone']:>12.3f}{row['together']:>12.3f} "
+                f" {row['chosen']:<12}",
+                flush=True,
+            )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -2,12 +2,12 @@
 
 A contender's ways all take the same batch and return the same thing, whatever they do inside:
 
-    norms          [n]
-    clipped        a list in the order of the model's parameters: the sum over samples of the gradients, each times min(1, bound / norm)
-    materialised   a list in that order: [n, *shape]
+    norms          [n] clipped        a list in the order of the model's parameters: the sum over samples of
+    the gradients, each times min(1, bound / norm) materialised   a list in that order: [n, *shape]
 
-A call is what a training loop would do for one batch: forward, backward, and what follows; nothing is kept from one call to the next.
-Opacus and BackPACK are imported where they take part, and are not needed otherwise.
+A call is what a training loop would do for one batch: forward, backward, and what follows; nothing is kept
+from one call to the next. Opacus and BackPACK are imported where they take part, and are not needed
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import SquareNorms, per_sample_gradients, per_sample_square_norms, per_sample_weighted_sum
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.gradients import (
+    SquareNorms,
+    per_sample_gradients,
+    per_sample_square_norms,
+    per_sample_weighted_sum,
+)
 
 TASKS = ("norms", "clipped", "materialised")
 Way = Callable[[], Any]
@@ -45,7 +50,9 @@ class Problem:
 
 
 def sample_losses(output: Tensor, target: Tensor) -> Tensor:
-    """[n]: the mean over a sample's positions of the cross-entropy; output [n, classes] or [n, t, classes]."""
+    """[n]: the mean over a sample's positions of the cross-entropy; output [n, classes] or [n, t,
+    classes].
+    """
     losses = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none")
     return losses.reshape(len(output), -1).mean(1)
 
@@ -66,7 +73,9 @@ def psgrad(problem: Problem) -> dict[str, Way]:
     objective = Objective(problem.model, F.cross_entropy)
 
     def norms() -> Tensor:
-        found = per_sample_square_norms(objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True)
+        found = per_sample_square_norms(
+            objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True
+        )
         return found.square_norms().sqrt()
 
     def clip(norms: SquareNorms) -> Tensor:
@@ -77,13 +86,16 @@ def psgrad(problem: Problem) -> dict[str, Way]:
         return list(per_sample_weighted_sum(*arguments, weights=clip, has_aux=True).sums.values())
 
     def materialised() -> list[Tensor]:
-        found = per_sample_gradients(objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True)
+        found = per_sample_gradients(
+            objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True
+        )
         return list(found.materialise().values())
 
     return {"norms": norms, "clipped": clipped, "materialised": materialised}
 
 
-# -- what is common to those that materialise ----------------------------------------------------------------------------------------
+# -- what is common to those that materialise
+# ----------------------------------------------------------------------------------------
 
 
 def norms_of(gradients: list[Tensor]) -> Tensor:
@@ -96,7 +108,8 @@ def clipped_sum(gradients: list[Tensor], bound: float) -> list[Tensor]:
     return [torch.tensordot(weights, gradient, 1) for gradient in gradients]
 
 
-# -- torch.func ------------------------------------------------------------------------------------------------------------------------
+# -- torch.func
+# ------------------------------------------------------------------------------------------------------------
 
 
 def torch_func(problem: Problem) -> dict[str, Way]:
@@ -104,7 +117,11 @@ def torch_func(problem: Problem) -> dict[str, Way]:
     parameters, gradient = _functional(problem)
 
     def materialised() -> list[Tensor]:
-        return list(torch.func.vmap(gradient, in_dims=(None, 0, 0))(parameters, problem.inputs, problem.target).values())
+        return list(
+            torch.func.vmap(gradient, in_dims=(None, 0, 0))(
+                parameters, problem.inputs, problem.target
+            ).values()
+        )
 
     return {
         "norms": lambda: norms_of(materialised()),
@@ -121,7 +138,11 @@ def torch_func_in_chunks(problem: Problem) -> dict[str, Way]:
     def chunks() -> Iterator[list[Tensor]]:
         for start in range(0, n, CHUNK):
             part = slice(start, start + CHUNK)
-            yield list(torch.func.vmap(gradient, in_dims=(None, 0, 0))(parameters, problem.inputs[part], problem.target[part]).values())
+            yield list(
+                torch.func.vmap(gradient, in_dims=(None, 0, 0))(
+                    parameters, problem.inputs[part], problem.target[part]
+                ).values()
+            )
 
     def clipped() -> list[Tensor]:
         sums: list[Tensor] = []
@@ -143,11 +164,14 @@ def _functional(problem: Problem) -> tuple[dict[str, Tensor], Callable[..., dict
     return parameters, torch.func.grad(loss_of_one)
 
 
-# -- Opacus ----------------------------------------------------------------------------------------------------------------------------
+# -- Opacus
+# ------------------------------------------------------------------------------------------------------------
 
 
 def opacus(mode: str) -> Callable[[Problem], dict[str, Way]]:
-    """`GradSampleModule`: `hooks` has a formula a layer type, `functorch` takes torch.func's gradient of each layer."""
+    """`GradSampleModule`: `hooks` has a formula a layer type, `functorch` takes torch.func's gradient of each
+    layer.
+    """
 
     def ways(problem: Problem) -> dict[str, Way]:
         from opacus.grad_sample import GradSampleModule
@@ -188,8 +212,12 @@ def opacus(mode: str) -> Callable[[Problem], dict[str, Way]]:
 
 
 def opacus_ghost(problem: Problem) -> dict[str, Way]:
-    """Norms from activations and cotangents where a layer type has a formula for it; the clipped sum by a second backward pass."""
-    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+    """Norms from activations and cotangents where a layer type has a formula for it; the clipped sum by a
+    second backward pass.
+    """
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+        GradSampleModuleFastGradientClipping,
+    )
     from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
@@ -199,7 +227,9 @@ def opacus_ghost(problem: Problem) -> dict[str, Way]:
         def __call__(self, output: Tensor, target: Tensor) -> Tensor:
             return sample_losses(output, target)
 
-    module = GradSampleModuleFastGradientClipping(problem.copied(), loss_reduction="sum", max_grad_norm=problem.bound)
+    module = GradSampleModuleFastGradientClipping(
+        problem.copied(), loss_reduction="sum", max_grad_norm=problem.bound
+    )
     parameters = list(module.parameters())
     optimizer = DPOptimizerFastGradientClipping(
         torch.optim.SGD(parameters, lr=0.0),
@@ -228,7 +258,8 @@ def opacus_ghost(problem: Problem) -> dict[str, Way]:
     return {"norms": norms, "clipped": clipped}
 
 
-# -- BackPACK --------------------------------------------------------------------------------------------------------------------------
+# -- BackPACK
+# ------------------------------------------------------------------------------------------------------------
 
 
 def backpack_gradients(problem: Problem) -> dict[str, Way]:
@@ -256,7 +287,9 @@ def backpack_gradients(problem: Problem) -> dict[str, Way]:
 
 
 def backpack_norms(problem: Problem) -> dict[str, Way]:
-    """`BatchL2Grad`: squared norms without the gradients where its formula allows; the clipped sum by a second backward pass."""
+    """`BatchL2Grad`: squared norms without the gradients where its formula allows; the clipped sum by a
+    second backward pass.
+    """
     from backpack import backpack, extend
     from backpack.extensions import BatchL2Grad
 

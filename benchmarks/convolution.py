@@ -1,8 +1,10 @@
-"""What a convolution's per-sample weight gradients cost, as a multiple of the ordinary summed weight gradient, by each way to them.
+"""What a convolution's per-sample weight gradients cost, as a multiple of the ordinary summed weight
+gradient, by each way to them.
 
-`groups`: the samples are groups of one convolution. `patches`: the patches are written out for a few samples at a time and multiplied.
-`shifted`: a product for each place of the kernel, with the input moved. `pixels`: the norms alone, from the pixels' Gram matrix, where
-that fits into memory. The last column is what psgrad takes for the norms (transforms/rules/windows.py, gradients/terms/convolution.py).
+`groups`: the samples are groups of one convolution. `patches`: the patches are written out for a few samples
+at a time and multiplied. `shifted`: a product for each place of the kernel, with the input moved. `pixels`:
+the norms alone, from the pixels' Gram matrix, where that fits into memory. The last column is what psgrad
+takes for the norms (transforms/rules/convolution.py, gradients/terms/convolution.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from psgrad.engine.gradients.terms import Convolution
-from psgrad.engine.transforms.rules.windows import Geometry, as_groups, as_matrices, grams, shifted
+from psgrad.engine.transforms.rules.convolution import Geometry, as_groups, as_matrices, grams, shifted
 
 # samples, input channels, output channels, side of the input, padding; all kernels are 3x3
 SHAPES = (
@@ -49,29 +51,53 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rounds} rounds\n")
-    print(f"{'samples':>8}{'in':>5}{'out':>5}{'side':>6}{'summed':>12}" + "".join(f"{way:>9}" for way in WAYS) + "   taken")
+    print(
+        f"{'samples':>8}{'in':>5}{'out':>5}{'side':>6}{'summed':>12}"
+        + "".join(f"{way:>9}" for way in WAYS)
+        + "   taken"
+    )
     for n, i, o, side, padding in SHAPES:
         geometry = Geometry((1, 1), (padding,) * 2, (1, 1), False, (0, 0), 1)
         shape = torch.Size((o, i, 3, 3))
-        x, g = torch.randn(n, 1, i, side, side), torch.randn(n, 1, o, side + 2 * padding - 2, side + 2 * padding - 2)
+        x, g = (
+            torch.randn(n, 1, i, side, side),
+            torch.randn(n, 1, o, side + 2 * padding - 2, side + 2 * padding - 2),
+        )
         weight = torch.empty(shape)
 
-        def summed(g: torch.Tensor = g, x: torch.Tensor = x, weight: torch.Tensor = weight, geometry: Geometry = geometry) -> object:
+        def summed(
+            g: torch.Tensor = g,
+            x: torch.Tensor = x,
+            weight: torch.Tensor = weight,
+            geometry: Geometry = geometry,
+        ) -> object:
             mask = [False, True, False]
-            return torch.ops.aten.convolution_backward(g.flatten(0, 1), x.flatten(0, 1), weight, [0], *geometry, mask)
+            return torch.ops.aten.convolution_backward(
+                g.flatten(0, 1), x.flatten(0, 1), weight, [0], *geometry, mask
+            )
 
-        def groups(g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry) -> object:
+        def groups(
+            g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry
+        ) -> object:
             return as_groups(g, x, shape, geometry)
 
-        def patches(g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry) -> None:
+        def patches(
+            g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry
+        ) -> None:
             for start in range(0, len(x), BLOCK):
-                columns, rows = as_matrices(g[start : start + BLOCK], x[start : start + BLOCK], shape, geometry)
+                columns, rows = as_matrices(
+                    g[start : start + BLOCK], x[start : start + BLOCK], shape, geometry
+                )
                 torch.matmul(columns.transpose(-2, -1), rows)
 
-        def moved(g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry) -> object:
+        def moved(
+            g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry
+        ) -> object:
             return list(shifted(g, x, shape, geometry))
 
-        def pixels(g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry) -> object:
+        def pixels(
+            g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry
+        ) -> object:
             left, right = grams(g, x, shape, geometry)
             return left.mul_(right).flatten(1).sum(1)
 
@@ -79,7 +105,9 @@ def main() -> None:
         if n * (side + 2 * padding) ** 4 > LARGEST_GRAM:
             del ways["pixels"]
         seconds = median_seconds({"summed": summed, **ways}, rounds)
-        ratios = "".join(f"{seconds[way] / seconds['summed']:>9.1f}" if way in seconds else f"{'':>9}" for way in WAYS)
+        ratios = "".join(
+            f"{seconds[way] / seconds['summed']:>9.1f}" if way in seconds else f"{'':>9}" for way in WAYS
+        )
         taken = Convolution(g, x, shape, geometry).describe()
         print(f"{n:>8}{i:>5}{o:>5}{side:>6}{1e3 * seconds['summed']:>9.2f} ms{ratios}   {taken}")
 

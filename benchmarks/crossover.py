@@ -1,12 +1,15 @@
-"""Where the order of a product's contraction turns over: both orders timed, and what the planner chooses beside them.
+"""Where the order of a product's contraction turns over: both orders timed, and what the planner chooses
+beside them.
 
     python benchmarks/crossover.py [--rounds 9] [--json FILE] [--device cpu] [--built-in]
 
-The squared norms of per-sample gradients that are sums over positions of outer products cost t*t*(a+b) by Gram matrices and t*a*b by
-the value itself. Each line is a size of a and b: how long each order takes for some positions t, the position from which materialising
-is quicker, as measured and as priced, and the regret: the time of the chosen order as a multiple of the better one's.
+The squared norms of per-sample gradients that are sums over positions of outer products cost t*t*(a+b) by
+Gram matrices and t*a*b by the value itself. Each line is a size of a and b: how long each order takes for
+some positions t, the position from which materialising is quicker, as measured and as priced, and the regret:
+the time of the chosen order as a multiple of the better one's.
 
-The machine's constants are measured first, unless --built-in asks for those of a machine that was never measured.
+The machine's constants are measured first, unless --built-in asks for those of a machine that was never
+measured.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.planning import machines
-from psgrad.engine.gradients.planning.calibration import measure
+from psgrad.engine.execution.calibration import measure
+from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.terms import Product
 
 SIZES = ((16, 16), (64, 64), (64, 576), (256, 256), (256, 1024), (1024, 1024), (10, 512), (8192, 64))
@@ -68,16 +71,23 @@ def crossover(choices: dict[int, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time both orders of contraction, beside the planner's choice.")
+    parser = argparse.ArgumentParser(
+        description="Time both orders of contraction, beside the planner's choice."
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--built-in", action="store_true", help="take the constants of a machine that was never measured")
+    parser.add_argument(
+        "--built-in", action="store_true", help="take the constants of a machine that was never measured"
+    )
     arguments = parser.parse_args()
     device = arguments.device
-    on = machines.built_in(device) if arguments.built_in else measure(device)
-    machines.use(on)
-    print(f"torch {torch.__version__}, {on.name}, {torch.get_num_threads()} threads, constants {on.origin}, {arguments.rounds} rounds")
+    on = machine.built_in(device) if arguments.built_in else measure(device)
+    machine.use(on)
+    print(
+        f"torch {torch.__version__}, {on.name}, {torch.get_num_threads()} threads, constants {on.origin},"
+        f" {arguments.rounds} rounds"
+    )
     print(f"\n{'a x b':>12}{'turns over at':>16}{'priced':>10}   regret by positions")
     rows: list[dict[str, Any]] = []
     regrets: list[float] = []
@@ -93,16 +103,31 @@ def main() -> None:
             regret = taken[priced[positions]] / min(taken.values())
             regrets.append(regret)
             line.append(f"{positions}:{regret:.2f}")
-            rows.append({"a": a, "b": b, "positions": positions, "seconds": taken, "chosen": priced[positions], "regret": regret})
-        print(f"{f'{a} x {b}':>12}{crossover(measured):>16}{crossover(priced):>10}   {' '.join(line)}", flush=True)
+            rows.append(
+                {
+                    "a": a,
+                    "b": b,
+                    "positions": positions,
+                    "seconds": taken,
+                    "chosen": priced[positions],
+                    "regret": regret,
+                }
+            )
+        print(
+            f"{f'{a} x {b}':>12}{crossover(measured):>16}{crossover(priced):>10}   {' '.join(line)}",
+            flush=True,
+        )
     median, worst = statistics.median(regrets), max(regrets)
     print(
-        f"\nregret: median {median:.2f}, at most {MEDIAN_REGRET}: {'pass' if median <= MEDIAN_REGRET else 'FAIL'}; "
-        f"worst {worst:.2f}, at most {WORST_REGRET}: {'pass' if worst <= WORST_REGRET else 'FAIL'}"
+        f"\nregret: median {median:.2f}, at most {MEDIAN_REGRET}:"
+        f" {'pass' if median <= MEDIAN_REGRET else 'FAIL'}; worst {worst:.2f}, at most {WORST_REGRET}:"
+        f" {'pass' if worst <= WORST_REGRET else 'FAIL'}"
     )
     if arguments.json is not None:
         content = {"machine": on.to_json(), "torch": torch.__version__, "samples": SAMPLES, "rows": rows}
-        arguments.json.write_text(json.dumps(content | {"median": median, "worst": worst}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps(content | {"median": median, "worst": worst}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Who takes differentially private steps, each as its own documentation recommends: a whole step of training, from rows to parameters.
+"""Who takes differentially private steps, each as its own documentation recommends: a whole step of training,
+from rows to parameters.
 
-A contender's step is in two parts. `draw` draws the numbers of the records that take part, as that contender does it, out of a dataset in
-memory; `update` takes rows and changes the parameters: forward, backward, clipping, noise, division by the expected batch size, SGD.
+A contender's step is in two parts. `draw` draws the numbers of the records that take part, as that contender
+does it, out of a dataset in memory; `update` takes rows and changes the parameters: forward, backward,
+clipping, noise, division by the expected batch size, SGD.
 
-    plain              a shuffled batch, PyTorch's backward pass, torch.optim.SGD
-    psgrad             Poisson sampling and noise by its default generator (AES in counter mode, keyed by the operating system)
-    Opacus hooks       `GradSampleModule`, a formula a layer type; Poisson sampling and noise by PyTorch's generator (its secure mode needs
-    Opacus functorch   torchcsprng, which there is for no current PyTorch). functorch: torch.func's gradient of each layer.
-    Opacus ghost       `GradSampleModuleFastGradientClipping`: norms first, then a second backward pass
+    plain              a shuffled batch, PyTorch's backward pass, torch.optim.SGD psgrad             Poisson
+    sampling and noise by its default generator (AES in counter mode, keyed by the operating system) Opacus
+    hooks       `GradSampleModule`, a formula a layer type; Poisson sampling and noise by PyTorch's generator
+    (its secure mode needs Opacus functorch   torchcsprng, which there is for no current PyTorch). functorch:
+    torch.func's gradient of each layer. Opacus ghost       `GradSampleModuleFastGradientClipping`: norms
+    first, then a second backward pass
 
 Opacus is imported where it takes part, and is not needed otherwise.
 """
@@ -25,12 +28,12 @@ import torch.nn.functional as F
 from contenders import sample_losses
 from torch import Tensor, nn
 
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 
 
@@ -39,12 +42,10 @@ class Training:
     """What is trained and how: the same for everybody.
 
     Attributes:
-        model: as it is before the first step; everybody trains a copy.
-        records: how many the dataset has.
-        sample_rate: the chance of each to be in a batch.
-        bound: the norm that each record's gradient is clipped to.
-        noise_multiplier: the noise on the sum of gradients has this many times the bound as its standard deviation.
-        learning_rate, momentum: of torch.optim.SGD.
+        model: as it is before the first step; everybody trains a copy. records: how many the dataset has.
+        sample_rate: the chance of each to be in a batch. bound: the norm that each record's gradient is
+        clipped to. noise_multiplier: the noise on the sum of gradients has this many times the bound as its
+        standard deviation. learning_rate, momentum: of torch.optim.SGD.
     """
 
     model: nn.Module
@@ -65,14 +66,18 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """draw() -> record numbers; update(inputs, target); parameters as they are now, in the order of the model's own."""
+    """draw() -> record numbers; update(inputs, target); parameters as they are now, in the order of the
+    model's own.
+    """
 
     draw: Callable[[], Tensor]
     update: Callable[[Tensor, Tensor], Any]
     parameters: list[Tensor]
 
     def forget(self) -> None:
-        """What a step leaves beside the parameters is dropped, so that the next one's memory is counted from nothing."""
+        """What a step leaves beside the parameters is dropped, so that the next one's memory is counted from
+        nothing.
+        """
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -117,7 +122,11 @@ def psgrad(training: Training) -> Step:
         source = batch_source(objective.loss, objective.params, (inputs,), target, has_aux=True)
         private.update(private_sum(source, clipping, noise, "add_or_remove_one", generator).sums)
 
-    return Step(lambda: torch.from_numpy(sampling.draw(training.records, generator)), update, list(parameters.values()))
+    return Step(
+        lambda: torch.from_numpy(sampling.draw(training.records, generator)),
+        update,
+        list(parameters.values()),
+    )
 
 
 def _no_rows(numbers: np.ndarray) -> GradientSource:
@@ -152,8 +161,12 @@ def opacus(mode: str) -> Callable[[Training], Step]:
 
 
 def opacus_ghost(training: Training) -> Step:
-    """Norms from activations and cotangents where a layer type has a formula for it; the clipped sum by a second backward pass."""
-    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+    """Norms from activations and cotangents where a layer type has a formula for it; the clipped sum by a
+    second backward pass.
+    """
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+        GradSampleModuleFastGradientClipping,
+    )
     from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
@@ -163,7 +176,9 @@ def opacus_ghost(training: Training) -> Step:
         def __call__(self, output: Tensor, target: Tensor) -> Tensor:
             return sample_losses(output, target)
 
-    module = GradSampleModuleFastGradientClipping(copy.deepcopy(training.model).train(), max_grad_norm=training.bound)
+    module = GradSampleModuleFastGradientClipping(
+        copy.deepcopy(training.model).train(), max_grad_norm=training.bound
+    )
     optimizer = DPOptimizerFastGradientClipping(
         training.optimizer(module.parameters()),
         noise_multiplier=training.noise_multiplier,

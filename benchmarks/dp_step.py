@@ -1,21 +1,26 @@
 """What a differentially private step costs, as a multiple of the ordinary step, beside Opacus.
 
-    python benchmarks/dp_step.py [--rounds 11] [--only cnn mlp] [--json FILE] [--device cpu] [--no-memory] [--processor-time]
+    python benchmarks/dp_step.py [--rounds 11] [--only cnn mlp] [--json FILE] [--device cpu] [--no-memory]
+    [--processor-time]
 
-For each network of models.py, everybody of dp_contenders.py takes whole steps of training on one dataset in memory: draw the records, take
-their rows, clip, add noise, divide by the expected batch size, SGD. All take turns in every round. The records are drawn by each in its own
-way, and paid for; the rows that are taken are the same for all, a Poisson batch that has the expected size, so that nobody has the luck of
-a small one.
+For each network of models.py, everybody of dp_contenders.py takes whole steps of training on one dataset in
+memory: draw the records, take their rows, clip, add noise, divide by the expected batch size, SGD. All take
+turns in every round. The records are drawn by each in its own way, and paid for; the rows that are taken are
+the same for all, a Poisson batch that has the expected size, so that nobody has the luck of a small one.
 
-Before anything is timed, the noise is left out, and each step is held against a float64 loop over single samples. Where psgrad's is off by
-more than 1e-5, nothing is timed; an Opacus way that is off by more than 1e-3, or refuses the network, is named with its reason.
+Before anything is timed, the noise is left out, and each step is held against a float64 loop over single
+samples. Where psgrad's is off by more than 1e-5, nothing is timed; an Opacus way that is off by more than
+1e-3, or refuses the network, is named with its reason.
 
-Memory is what a step allocates at its highest beyond the parameters and the batch, by PyTorch's allocator, as in memory.py.
+Memory is what a step allocates at its highest beyond the parameters and the batch, by PyTorch's allocator, as
+in memory.py.
 
-`--processor-time` is for a machine that does other things meanwhile: one thread, and the processor's time in place of the clock's.
+`--processor-time` is for a machine that does other things meanwhile: one thread, and the processor's time in
+place of the clock's.
 
-The bars: time at most 1.6 times plain's, and 1 / 1.3 of Opacus's fastest way that takes the network; memory at most 1.4 times plain's.
-Needs opacus of requirements-rivals.txt; where it is not installed its ways are left out, and named.
+The bars: time at most 1.6 times plain's, and 1 / 1.3 of Opacus's fastest way that takes the network; memory
+at most 1.4 times plain's. Needs opacus of requirements-rivals.txt; where it is not installed its ways are
+left out, and named.
 """
 
 from __future__ import annotations
@@ -48,7 +53,9 @@ WRONG = {"psgrad": 1e-5, "rivals": 1e-3}
 
 
 class Dataset:
-    """Rows in memory, and the records of one Poisson batch of them: one that happens to have the expected size."""
+    """Rows in memory, and the records of one Poisson batch of them: one that happens to have the expected
+    size.
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         drawn = [case.draw() for _ in range(BATCHES)]
@@ -69,7 +76,9 @@ def pose(case: Case, device: torch.device) -> tuple[Training, Dataset]:
     model = case.build().to(device)
     data = Dataset(case, device)
     records = len(data.inputs)
-    norms = torch.stack([torch.stack([g.norm() for g in gradients]).norm() for gradients in gradients_of(model, *data.rows())])
+    norms = torch.stack(
+        [torch.stack([g.norm() for g in gradients]).norm() for gradients in gradients_of(model, *data.rows())]
+    )
     return Training(model, records, 1 / BATCHES, float(norms.median()), NOISE_MULTIPLIER), data
 
 
@@ -78,7 +87,9 @@ def gradients_of(model: torch.nn.Module, inputs: Tensor, target: Tensor) -> Any:
     exact = copy.deepcopy(model).double()
     for one, expected in zip(inputs, target, strict=True):
         one = one.double() if one.is_floating_point() else one
-        yield torch.autograd.grad(sample_losses(exact(one[None]), expected[None]).sum(), list(exact.parameters()))
+        yield torch.autograd.grad(
+            sample_losses(exact(one[None]), expected[None]).sum(), list(exact.parameters())
+        )
 
 
 def exact_update(training: Training, data: Dataset) -> list[Tensor]:
@@ -97,7 +108,9 @@ def update_of(build: Callable[[Training], Step], training: Training, data: Datas
     step = build(training)
     before = [parameter.detach().clone() for parameter in step.parameters]
     step.update(*data.rows())
-    return [after.detach().double() - first.double() for after, first in zip(step.parameters, before, strict=True)]
+    return [
+        after.detach().double() - first.double() for after, first in zip(step.parameters, before, strict=True)
+    ]
 
 
 def distance(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -106,10 +119,17 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     return float((apart / sum(float(other.square().sum()) for other in expected)) ** 0.5)
 
 
-def able(training: Training, data: Dataset) -> tuple[dict[str, Callable[[Training], Step]], dict[str, str], dict[str, float]]:
-    """(who can be timed, why the others can't, relative error of each). Raises AssertionError where psgrad is wrong itself."""
-    # The learning rate is large because the update is taken as a difference of parameters, whose own rounding must not show in it.
-    silent = Training(training.model, training.records, training.sample_rate, training.bound, 0.0, learning_rate=1e3)
+def able(
+    training: Training, data: Dataset
+) -> tuple[dict[str, Callable[[Training], Step]], dict[str, str], dict[str, float]]:
+    """(who can be timed, why the others can't, relative error of each). Raises AssertionError where psgrad is
+    wrong itself.
+    """
+    # The learning rate is large because the update is taken as a difference of parameters, whose own rounding
+    # must not show in it.
+    silent = Training(
+        training.model, training.records, training.sample_rate, training.bound, 0.0, learning_rate=1e3
+    )
     expected = exact_update(silent, data)
     ours = update_of(psgrad, silent, data)
     errors = {"psgrad": distance(ours, expected)}
@@ -121,7 +141,9 @@ def able(training: Training, data: Dataset) -> tuple[dict[str, Callable[[Trainin
         except ImportError as error:
             refused[name] = f"not installed: {error.name}"
         except Exception as error:
-            refused[name] = f"not supported: {type(error).__name__}: {str(error).strip().splitlines()[0]}"[:150]
+            refused[name] = f"not supported: {type(error).__name__}: {str(error).strip().splitlines()[0]}"[
+                :150
+            ]
         else:
             if errors[name] < WRONG["rivals"]:
                 found[name] = build
@@ -150,7 +172,10 @@ def peak(step: Step, data: Dataset, device: torch.device) -> int:
 
 def verdicts(seconds: dict[str, Timing], memory: dict[str, int]) -> dict[str, Any]:
     """What psgrad has to keep, and whether it does."""
-    found: dict[str, Any] = {"time": seconds["psgrad"].ratio, "time_kept": seconds["psgrad"].ratio <= BARS["time"]}
+    found: dict[str, Any] = {
+        "time": seconds["psgrad"].ratio,
+        "time_kept": seconds["psgrad"].ratio <= BARS["time"],
+    }
     if memory:
         ratio = memory["psgrad"] / memory["plain"]
         found |= {"memory": ratio, "memory_kept": ratio <= BARS["memory"]}
@@ -163,7 +188,12 @@ def verdicts(seconds: dict[str, Timing], memory: dict[str, int]) -> dict[str, An
 
 
 def contest(
-    case: Case, rounds: int, device: torch.device, *, memory: bool = True, clock: Callable[[], float] = time.perf_counter
+    case: Case,
+    rounds: int,
+    device: torch.device,
+    *,
+    memory: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Everybody on one network: prints the table, and returns what the JSON has of it."""
     training, data = pose(case, device)
@@ -171,7 +201,9 @@ def contest(
     builders = {"plain": plain, "psgrad": psgrad, **rivals}
     peaks = {name: peak(build(training), data, device) for name, build in builders.items()} if memory else {}
     gc.collect()
-    seconds = time_in_turn({name: timed(build(training), data) for name, build in builders.items()}, rounds, device, clock)
+    seconds = time_in_turn(
+        {name: timed(build(training), data) for name, build in builders.items()}, rounds, device, clock
+    )
     verdict = verdicts(seconds, peaks)
     print_table(case, len(data.batch), seconds, peaks, errors, refused, verdict)
     return {
@@ -198,7 +230,9 @@ def print_table(
     for name, timing in seconds.items():
         quartiles = f"{1e3 * timing.lower_quartile:.1f} .. {1e3 * timing.upper_quartile:.1f}"
         line = f"  {name:<18}{1e3 * timing.median:>7.1f} ms{quartiles:>18}{timing.ratio:>9.2f}"
-        line += f"{peaks[name] / MEGABYTE:>9.1f} MB{peaks[name] / peaks['plain']:>9.2f}" if peaks else " " * 21
+        line += (
+            f"{peaks[name] / MEGABYTE:>9.1f} MB{peaks[name] / peaks['plain']:>9.2f}" if peaks else " " * 21
+        )
         print(line + (f"{errors[name]:>8.0e}" if name in errors else ""))
     for name, reason in refused.items():
         print(f"  {name:<18} {reason}")
@@ -210,20 +244,36 @@ def print_table(
     if "memory" in verdict:
         words.append(f"memory at most {BARS['memory']} x plain: {outcome('memory')}")
     if "best" in verdict:
-        words.append(f"{verdict['speedup']:.2f} times as fast as {verdict['best']}, at least {BARS['speedup']}: {outcome('speedup')}")
+        words.append(
+            f"{verdict['speedup']:.2f} times as fast as {verdict['best']}, at least {BARS['speedup']}:"
+            f" {outcome('speedup')}"
+        )
     print("  " + "; ".join(words), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time and memory of a differentially private step, beside the ordinary one and Opacus's.")
+    parser = argparse.ArgumentParser(
+        description="Time and memory of a differentially private step, beside the ordinary one and Opacus's."
+    )
     parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
     parser.add_argument(
-        "--only", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), metavar="NAME", help=f"of {', '.join(NETWORKS)}"
+        "--only",
+        nargs="+",
+        choices=list(NETWORKS),
+        default=list(NETWORKS),
+        metavar="NAME",
+        help=f"of {', '.join(NETWORKS)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
     parser.add_argument("--no-memory", action="store_true", help="times only")
-    parser.add_argument("--processor-time", action="store_true", help="one thread's processor time, for a machine that is busy (CPU)")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="one thread's processor time, for a machine that is busy (CPU)",
+    )
     return parser.parse_args()
 
 
@@ -237,7 +287,10 @@ def main() -> None:
     facts = {"clock": clock.__name__} | machine(arguments.device) | {"opacus": versions()["opacus"]}
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
     options = {"memory": not arguments.no_memory, "clock": clock}
-    cases = {name: contest(NETWORKS[name], arguments.rounds, arguments.device, **options) for name in arguments.only}
+    cases = {
+        name: contest(NETWORKS[name], arguments.rounds, arguments.device, **options)
+        for name in arguments.only
+    }
     if arguments.json is not None:
         content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

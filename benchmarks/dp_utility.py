@@ -2,14 +2,17 @@
 
     python benchmarks/dp_utility.py [--seeds 5] [--json FILE] [--plot docs/dp-accuracy.png]
 
-The task is that of configs/digits-dp.yaml: scikit-learn's handwritten digits with their true labels, a small convolutional network from
-scratch, epsilon = 3 at delta = 1e-5. For each seed the digits are split anew, a fifth held out, and the network is drawn anew; both sides
-train on the same digits from the same network, with the same sample rate, clipping bound, noise multiplier, number of steps, expected batch
-size and optimiser. psgrad takes its steps by the workflow behind `psgrad dp-step`, some of them at a time and each time with `--resume`,
-and what is tested is the model.safetensors that it releases. Opacus is told the noise multiplier that psgrad found for the target.
+The task is that of configs/digits-dp.yaml: scikit-learn's handwritten digits with their true labels, a small
+convolutional network from scratch, epsilon = 3 at delta = 1e-5. For each seed the digits are split anew, a
+fifth held out, and the network is drawn anew; both sides train on the same digits from the same network, with
+the same sample rate, clipping bound, noise multiplier, number of steps, expected batch size and optimiser.
+psgrad takes its steps by the workflow behind `psgrad dp-step`, some of them at a time and each time with
+`--resume`, and what is tested is the model.safetensors that it releases. Opacus is told the noise multiplier
+that psgrad found for the target.
 
-The bar: the held-out accuracy, on average over the seeds, is within one point (a hundredth) of Opacus's. Every side draws its own noise and
-its own batches, so that runs differ: the table has the standard deviation over the seeds, and the standard error of the difference.
+The bar: the held-out accuracy, on average over the seeds, is within one point (a hundredth) of Opacus's.
+Every side draws its own noise and its own batches, so that runs differ: the table has the standard deviation
+over the seeds, and the standard error of the difference.
 
 Needs opacus of requirements-rivals.txt, and all that psgrad needs itself.
 """
@@ -38,8 +41,8 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from psgrad import workflows
 from psgrad.config import load_config
+from psgrad.workflows.dp_step import dp_step
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "digits-dp.yaml"
@@ -90,16 +93,22 @@ def accuracy(model: nn.Module, split: Split) -> float:
 
 
 def by_psgrad(seed: int, split: Split, folder: Path, **changes: Any) -> Iterator[dict[str, Any]]:
-    """What is public after every few steps (the content of step.json), with the accuracy of what was released.
+    """What is public after every few steps (the content of step.json), with the accuracy of what was
+    released.
 
     changes: to the example's section `privacy`.
     """
     model = network(seed)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "start.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "start.safetensors"
+    )
     images, labels = split.rows(held_out=False)
     np.savez(folder / "train.npz", image=images.numpy(), label=labels.numpy())
     content = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    content["model"] = {"factory": f"{CONFIG.with_suffix('') / 'model.py'}:build", "checkpoint": "start.safetensors"}
+    content["model"] = {
+        "factory": f"{CONFIG.with_suffix('') / 'model.py'}:build",
+        "checkpoint": "start.safetensors",
+    }
     content["data"] = {"path": "train.npz", "inputs": "image", "target": "label"}
     content["output"] = str(folder / "run")
     content["privacy"] |= changes
@@ -107,10 +116,13 @@ def by_psgrad(seed: int, split: Split, folder: Path, **changes: Any) -> Iterator
     config = load_config(folder / "config.yaml")
     planned = content["privacy"]["steps"]
     for taken in range(0, planned, EVERY):
-        workflows.dp_step(config, steps=min(EVERY, planned - taken), resume=taken > 0)
+        dp_step(config, steps=min(EVERY, planned - taken), resume=taken > 0)
         public = folder / "run" / "public"
         model.load_state_dict(load_file(public / "model.safetensors"))
-        yield {**json.loads((public / "step.json").read_text(encoding="utf-8")), "accuracy": accuracy(model, split)}
+        yield {
+            **json.loads((public / "step.json").read_text(encoding="utf-8")),
+            "accuracy": accuracy(model, split),
+        }
 
 
 def by_opacus(seed: int, split: Split, noise_multiplier: float, steps: int) -> list[float]:
@@ -166,18 +178,32 @@ def compare(seeds: int) -> dict[str, Any]:
     differences = [one[-1] - other[-1] for one, other in zip(ours, theirs, strict=True)]
     mean = statistics.mean(differences)
     return {
-        "settings": {key: last[key] for key in ("steps", "sample_rate", "noise_multiplier", "expected_batch_size", "delta", "relation")},
+        "settings": {
+            key: last[key]
+            for key in (
+                "steps",
+                "sample_rate",
+                "noise_multiplier",
+                "expected_batch_size",
+                "delta",
+                "relation",
+            )
+        },
         "epsilon": {
             "psgrad, rdp": last["epsilon_rdp"],
             "psgrad, pld": last["epsilon_pld"],
-            "opacus, rdp": opacus_epsilon(last["noise_multiplier"], last["sample_rate"], last["steps"], last["delta"]),
+            "opacus, rdp": opacus_epsilon(
+                last["noise_multiplier"], last["sample_rate"], last["steps"], last["delta"]
+            ),
         },
         "steps": [step["steps"] for step in public],
         "epsilon_after": [step["epsilon_pld"] for step in public],
         "accuracy": {"psgrad": ours, "opacus": theirs},
         "difference": {
             "mean": mean,
-            "standard_error": statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None,
+            "standard_error": (
+                statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
+            ),
             "bar": BAR,
             "kept": abs(mean) <= BAR,
         },
@@ -188,7 +214,10 @@ def print_table(found: dict[str, Any]) -> None:
     settings, epsilon, difference = found["settings"], found["epsilon"], found["difference"]
     print(", ".join(f"{name} {value}" for name, value in settings.items()))
     print("epsilon: " + ", ".join(f"{name} {value:.4f}" for name, value in epsilon.items()))
-    print(f"\n  {'steps':>6}{'epsilon':>9}{'psgrad':>18}{'Opacus':>18}   held-out accuracy in %, mean and standard deviation of seeds")
+    print(
+        f"\n  {'steps':>6}{'epsilon':>9}{'psgrad':>18}{'Opacus':>18}   held-out accuracy in %, mean and"
+        " standard deviation of seeds"
+    )
     for place, (steps, spent) in enumerate(zip(found["steps"], found["epsilon_after"], strict=True)):
         columns = ""
         for name in ("psgrad", "opacus"):
@@ -196,9 +225,16 @@ def print_table(found: dict[str, Any]) -> None:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             columns += f"{statistics.mean(values):>10.2f} ± {spread:4.2f} "
         print(f"  {steps:>6}{spent:>9.3f}{columns}")
-    error = f" ± {difference['standard_error']:.2f} (standard error)" if difference["standard_error"] is not None else ""
+    error = (
+        f" ± {difference['standard_error']:.2f} (standard error)"
+        if difference["standard_error"] is not None
+        else ""
+    )
     outcome = "pass" if difference["kept"] else "FAIL"
-    print(f"\npsgrad minus Opacus: {difference['mean']:+.2f}{error} points; within {difference['bar']:.0f}: {outcome}")
+    print(
+        f"\npsgrad minus Opacus: {difference['mean']:+.2f}{error} points; within {difference['bar']:.0f}:"
+        f" {outcome}"
+    )
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -210,7 +246,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
     spent = np.array(found["epsilon_after"])
-    for name, label, colour, dash in (("psgrad", "psgrad dp-step", "#1f6fb4", "-"), ("opacus", "Opacus", "#c8551b", "--")):
+    for name, label, colour, dash in (
+        ("psgrad", "psgrad dp-step", "#1f6fb4", "-"),
+        ("opacus", "Opacus", "#c8551b", "--"),
+    ):
         values = np.array(found["accuracy"][name])
         middle, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
         axes.plot(spent, middle, dash, color=colour, marker="o", markersize=3, label=label)
@@ -218,7 +257,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     settings, seeds = found["settings"], len(found["accuracy"]["psgrad"])
     axes.set_xlabel(f"ε spent at δ = {settings['delta']:g} (add or remove one digit, Poisson sampling)")
     axes.set_ylabel("held-out digits right, %")
-    axes.set_title(f"Digits from scratch: mean and standard deviation of {seeds} seeds", fontsize=11, loc="left")
+    axes.set_title(
+        f"Digits from scratch: mean and standard deviation of {seeds} seeds", fontsize=11, loc="left"
+    )
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -228,10 +269,16 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Held-out accuracy of private training on digits: psgrad's dp-step beside Opacus.")
-    parser.add_argument("--seeds", type=int, default=5, help="splits, networks and runs (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Held-out accuracy of private training on digits: psgrad's dp-step beside Opacus."
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="splits, networks and runs (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy against epsilon to this file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw accuracy against epsilon to this file"
+    )
     return parser.parse_args()
 
 

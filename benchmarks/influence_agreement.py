@@ -1,11 +1,13 @@
-"""psgrad's influence scores beside other people's: the same trained model, data and definition, and how far apart the numbers are.
+"""psgrad's influence scores beside other people's: the same trained model, data and definition, and how far
+apart the numbers are.
 
     python benchmarks/influence_agreement.py [--only captum dattri] [--json FILE]
 
-A perceptron 64-16-10 is trained on 400 of scikit-learn's digits in float64, and 60 others are its queries; two of its checkpoints have
-learning rates. Each line is one rival's scores, in psgrad's convention by the factor that influence_contenders.py says, and the relative
-error |theirs - ours| / |ours| over the whole matrix. Where definitions differ the worst query's Spearman correlation stands in its place,
-with the reason. Needs the packages of requirements-rivals.txt; a rival that is not installed is left out, and named.
+A perceptron 64-16-10 is trained on 400 of scikit-learn's digits in float64, and 60 others are its queries;
+two of its checkpoints have learning rates. Each line is one rival's scores, in psgrad's convention by the
+factor that influence_contenders.py says, and the relative error |theirs - ours| / |ours| over the whole
+matrix. Where definitions differ the worst query's Spearman correlation stands in its place, with the reason.
+Needs the packages of requirements-rivals.txt; a rival that is not installed is left out, and named.
 """
 
 from __future__ import annotations
@@ -36,16 +38,17 @@ from influence_contenders import (
 from influence_ours import scores
 from torch import Tensor, nn
 
-from psgrad.engine.flat import Flat, as_gradients
-from psgrad.engine.influence.index.projector import Projector
+from psgrad.engine.gradients.flat import Flat, as_gradients
+from psgrad.engine.influence.index.rows import Projector
 from psgrad.engine.influence.methods.ekfac import EKFAC
+from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.methods.influence import Influence
-from psgrad.engine.influence.methods.tracin import TracIn
-from psgrad.engine.influence.methods.trak import TRAK
+from psgrad.engine.influence.methods.projected import TRAK
 
 # Relative error where definitions coincide, Spearman where they do not.
 ERROR, SPEARMAN = 1e-4, 0.99
-# Of the mean loss: enough that the Hessian of this perceptron has no negative eigenvalue, which captum would leave out.
+# Of the mean loss: enough that the Hessian of this perceptron has no negative eigenvalue, which captum would
+# leave out.
 DAMPING = 0.5
 RIDGE = 0.01
 
@@ -97,11 +100,16 @@ class Setting:
 
     @cached_property
     def projections(self) -> list[Tensor]:
-        """[p, k] for each checkpoint: what psgrad's TRAK projects with, had by projecting the unit vectors."""
+        """[p, k] for each checkpoint: what psgrad's TRAK projects with, had by projecting the unit
+        vectors.
+        """
         params = {name: value.detach() for name, value in self.last.model.named_parameters()}
         flat, method = Flat(params), trak(0.0)
         units = as_gradients(flat.split(torch.eye(flat.size, dtype=torch.float64)))
-        return [Projector(method.projection, method.dimension, method.seed, number, params)(units) for number in range(2)]
+        return [
+            Projector(method.projection, method.dimension, method.seed, number, params)(units)
+            for number in range(2)
+        ]
 
     @property
     def parameters(self) -> int:
@@ -158,7 +166,8 @@ COMPARISONS = (
         "dattri",
         "IF explicit",
         True,
-        "Hessian of the mean loss plus the damping, in one batch (of several it adds the inverses); divided by n",
+        "Hessian of the mean loss plus the damping, in one batch (of several it adds the inverses); divided"
+        " by n",
         lambda s: dattri_explicit(s.last, DAMPING),
         lambda s: scores(s.last, hessian()),
     ),
@@ -219,14 +228,26 @@ def compare(comparison: Comparison, setting: Setting) -> Outcome:
 
     theirs, ours = comparison.theirs(setting).double(), comparison.ours(setting)
     error = float((theirs - ours).norm() / ours.norm())
-    spearman = min(float(spearmanr(one, other).statistic) for one, other in zip(theirs.T.numpy(), ours.T.numpy(), strict=True))
+    spearman = min(
+        float(spearmanr(one, other).statistic)
+        for one, other in zip(theirs.T.numpy(), ours.T.numpy(), strict=True)
+    )
     return Outcome(error, spearman, error < ERROR if comparison.same else spearman > SPEARMAN)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold psgrad's influence scores against captum's, dattri's, kronfluence's and TRAK's.")
+    parser = argparse.ArgumentParser(
+        description="Hold psgrad's influence scores against captum's, dattri's, kronfluence's and TRAK's."
+    )
     libraries = sorted({comparison.library for comparison in COMPARISONS})
-    parser.add_argument("--only", nargs="+", choices=libraries, default=libraries, metavar="NAME", help=f"of {', '.join(libraries)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=libraries,
+        default=libraries,
+        metavar="NAME",
+        help=f"of {', '.join(libraries)}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     setting = Setting()
@@ -244,10 +265,19 @@ def main() -> None:
         verdict = "pass" if outcome.passed else "FAIL"
         shown = f"{outcome.error:>16.0e}" if comparison.same else f"{'another scale':>16}"
         print(f"{title:<54}{shown}{outcome.spearman:>14.8f}  {verdict}: {comparison.why}", flush=True)
-        facts = {"library": comparison.library, "name": comparison.name, "same": comparison.same, "why": comparison.why}
+        facts = {
+            "library": comparison.library,
+            "name": comparison.name,
+            "same": comparison.same,
+            "why": comparison.why,
+        }
         found.append(facts | {"version": importlib.metadata.version(comparison.library)} | asdict(outcome))
     if arguments.json is not None:
-        content = {"torch": torch.__version__, "bars": {"error": ERROR, "spearman": SPEARMAN}, "comparisons": found}
+        content = {
+            "torch": torch.__version__,
+            "bars": {"error": ERROR, "spearman": SPEARMAN},
+            "comparisons": found,
+        }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,8 +1,10 @@
-"""Other people's influence scores of one model, each in psgrad's convention: [n, m], positive where a training example helps the query.
+"""Other people's influence scores of one model, each in psgrad's convention: [n, m], positive where a
+training example helps the query.
 
-Each function takes a Problem and says how its library is asked, and what its scores are multiplied by: captum's influence function is that
-of the summed loss already, dattri's and kronfluence's of the mean, n times too large for the removal of one example. The libraries are
-imported where they are used: requirements-rivals.txt has their versions, and README.md how to install them beside a CPU build of PyTorch.
+Each function takes a Problem and says how its library is asked, and what its scores are multiplied by:
+captum's influence function is that of the summed loss already, dattri's and kronfluence's of the mean, n
+times too large for the removal of one example. The libraries are imported where they are used:
+requirements-rivals.txt has their versions, and README.md how to install them beside a CPU build of PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ State = dict[str, Tensor]
 class Problem:
     """A classifier with cross-entropy, n training rows and m queries.
 
-    states: the checkpoints, of which methods for one take the first; empty for the model as it is. learning_rates: one for each of them.
+    states: the checkpoints, of which methods for one take the first; empty for the model as it is.
+    learning_rates: one for each of them.
     """
 
     model: nn.Module
@@ -50,7 +53,9 @@ class Problem:
 
     @property
     def checkpoints(self) -> list[State]:
-        return [dict(state) for state in self.states] or [{name: value.detach().clone() for name, value in self.model.state_dict().items()}]
+        return [dict(state) for state in self.states] or [
+            {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        ]
 
     def load(self, number: int = 0) -> nn.Module:
         """The model at one checkpoint."""
@@ -61,12 +66,17 @@ class Problem:
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Without the libraries' progress bars and warnings."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
         yield
 
 
-# -- captum ----------------------------------------------------------------------------------------------------------------------------
+# -- captum
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _captum_options(problem: Problem, sample_wise: bool) -> dict[str, Any]:
@@ -81,20 +91,29 @@ def _captum_options(problem: Problem, sample_wise: bool) -> dict[str, Any]:
 
 
 def captum_tracin(problem: Problem, batch_size: int = 256, sample_wise: bool = True) -> Tensor:
-    """TracInCP over all checkpoints. sample_wise: gradients from hooks, for linear and convolution layers; else one backward pass each."""
+    """TracInCP over all checkpoints. sample_wise: gradients from hooks, for linear and convolution layers;
+    else one backward pass each.
+    """
     from captum.influence import TracInCP
 
     names = [str(number) for number in range(len(problem.checkpoints))]
     with silent():
-        found = TracInCP(problem.model, problem.training, names, batch_size=batch_size, **_captum_options(problem, sample_wise))
+        found = TracInCP(
+            problem.model,
+            problem.training,
+            names,
+            batch_size=batch_size,
+            **_captum_options(problem, sample_wise),
+        )
         return found.influence((problem.query_inputs, problem.query_target)).T
 
 
 def captum_naive(problem: Problem, damping: float, tolerance: float = 1e-5, batch_size: int = 512) -> Tensor:
-    """NaiveInfluenceFunction at full rank: the Hessian of the summed loss plus n times `damping`, without eigenvalues below `tolerance`.
+    """NaiveInfluenceFunction at full rank: the Hessian of the summed loss plus n times `damping`, without
+    eigenvalues below `tolerance`.
 
-    Its dot products are those of gradients multiplied by the inverse's square root, which leaves negative eigenvalues out: where all are
-    above the tolerance, it is the influence function.
+    Its dot products are those of gradients multiplied by the inverse's square root, which leaves negative
+    eigenvalues out: where all are above the tolerance, it is the influence function.
     """
     from captum.influence._core.influence_function import NaiveInfluenceFunction
 
@@ -113,7 +132,8 @@ def captum_naive(problem: Problem, damping: float, tolerance: float = 1e-5, batc
         return found.influence((problem.query_inputs, problem.query_target)).T
 
 
-# -- dattri ----------------------------------------------------------------------------------------------------------------------------
+# -- dattri
+# ------------------------------------------------------------------------------------------------------------
 
 
 def margin(logits: Tensor, target: Tensor) -> Tensor:
@@ -135,11 +155,17 @@ def _dattri_task(problem: Problem, criterion: Callable[[Tensor, Tensor], Tensor]
         output = torch.func.functional_call(problem.model, params, inputs[None])[0]
         return F.cross_entropy(output, target) if criterion is None else criterion(output, target)
 
-    return AttributionTask(loss_func=loss if criterion is None else loss_of_one, model=problem.model, checkpoints=problem.checkpoints)
+    return AttributionTask(
+        loss_func=loss if criterion is None else loss_of_one,
+        model=problem.model,
+        checkpoints=problem.checkpoints,
+    )
 
 
 def _loaders(problem: Problem, batch_size: int | None = None) -> tuple[Any, Any]:
-    """Of the training set and the queries, in one batch each unless said: dattri's scores depend on the batch size."""
+    """Of the training set and the queries, in one batch each unless said: dattri's scores depend on the batch
+    size.
+    """
     training = DataLoader(problem.training, batch_size=batch_size or len(problem.inputs))
     return training, DataLoader(problem.queries, batch_size=batch_size or len(problem.query_inputs))
 
@@ -149,7 +175,11 @@ def dattri_tracin(problem: Problem, batch_size: int | None = None) -> Tensor:
     from dattri.algorithm.tracin import TracInAttributor
 
     with silent():
-        found = TracInAttributor(_dattri_task(problem, F.cross_entropy), torch.tensor(problem.learning_rates), normalized_grad=False)
+        found = TracInAttributor(
+            _dattri_task(problem, F.cross_entropy),
+            torch.tensor(problem.learning_rates),
+            normalized_grad=False,
+        )
         found.projector_kwargs = None
         return found.attribute(*_loaders(problem, batch_size))
 
@@ -165,7 +195,9 @@ def dattri_cg(problem: Problem, damping: float, iterations: int = 10) -> Tensor:
     """IFAttributorCG: the same by so many steps of conjugate gradient, whatever the residual."""
     from dattri.algorithm.influence_function import IFAttributorCG
 
-    return _dattri_influence(problem, lambda task: IFAttributorCG(task, regularization=damping, max_iter=iterations))
+    return _dattri_influence(
+        problem, lambda task: IFAttributorCG(task, regularization=damping, max_iter=iterations)
+    )
 
 
 def _dattri_influence(problem: Problem, build: Callable[[Any], Any]) -> Tensor:
@@ -176,9 +208,12 @@ def _dattri_influence(problem: Problem, build: Callable[[Any], Any]) -> Tensor:
         return found.attribute(training, queries).detach() / len(problem.inputs)
 
 
-def dattri_trak(problem: Problem, ridge: float, projections: Sequence[Tensor] | None = None, dimension: int = 512) -> Tensor:
-    """TRAKAttributor on the margin. projections: [p, k], one for each checkpoint, in place of its own. ridge: is added to Phi'Phi, where
-    the rows of Phi are the projected gradients over the square root of p."""
+def dattri_trak(
+    problem: Problem, ridge: float, projections: Sequence[Tensor] | None = None, dimension: int = 512
+) -> Tensor:
+    """TRAKAttributor on the margin. projections: [p, k], one for each checkpoint, in place of its own. ridge:
+    is added to Phi'Phi, where the rows of Phi are the projected gradients over the square root of p.
+    """
     from dattri.algorithm import trak
 
     task = _dattri_task(problem, margin)
@@ -191,7 +226,9 @@ def dattri_trak(problem: Problem, ridge: float, projections: Sequence[Tensor] | 
         return lambda rows, ensemble_id: rows @ projections[ensemble_id]
 
     options = {"proj_dim": dimension, "proj_max_batch_size": 32, "proj_seed": 0, "device": "cpu"}
-    replaced = contextlib.nullcontext() if projections is None else mock.patch.object(trak, "random_project", given)
+    replaced = (
+        contextlib.nullcontext() if projections is None else mock.patch.object(trak, "random_project", given)
+    )
     with silent(), replaced:
         found = trak.TRAKAttributor(task, probability, projector_kwargs=options, regularization=ridge)
         training, queries = _loaders(problem)
@@ -199,7 +236,8 @@ def dattri_trak(problem: Problem, ridge: float, projections: Sequence[Tensor] | 
         return found.attribute(queries).detach()
 
 
-# -- kronfluence -----------------------------------------------------------------------------------------------------------------------
+# -- kronfluence
+# ------------------------------------------------------------------------------------------------------------
 
 
 def kronfluence_factored(
@@ -209,7 +247,9 @@ def kronfluence_factored(
     strategy: Literal["ekfac", "kfac", "diagonal"] = "ekfac",
     batch_size: int = 512,
 ) -> Tensor:
-    """Its EK-FAC. damping: None for a tenth of each layer's mean eigenvalue, as in the paper (its own default is 1e-8)."""
+    """Its EK-FAC. damping: None for a tenth of each layer's mean eigenvalue, as in the paper (its own default
+    is 1e-8).
+    """
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
@@ -250,13 +290,19 @@ def kronfluence_factored(
         return analyzer.load_pairwise_scores("s")["all_modules"].T.to(dtype) / len(problem.inputs)
 
 
-# -- TRAK ------------------------------------------------------------------------------------------------------------------------------
+# -- TRAK
+# ------------------------------------------------------------------------------------------------------------
 
 
 def traker(
-    problem: Problem, ridge: float = 0.0, projections: Sequence[Tensor] | None = None, dimension: int = 512, batch_size: int = 359
+    problem: Problem,
+    ridge: float = 0.0,
+    projections: Sequence[Tensor] | None = None,
+    dimension: int = 512,
+    batch_size: int = 359,
 ) -> Tensor:
-    """TRAKer in float32, over all checkpoints, with its projector for a CPU. projections: [p, k], one for each checkpoint, in its place.
+    """TRAKer in float32, over all checkpoints, with its projector for a CPU. projections: [p, k], one for
+    each checkpoint, in its place.
 
     Its scores have no scale: each checkpoint's are divided by the mean size of its inverse's entries.
     """

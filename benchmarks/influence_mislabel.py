@@ -1,10 +1,12 @@
-"""How well scores find labels that were flipped on purpose, on digits: self-influence by several methods, and simpler scores.
+"""How well scores find labels that were flipped on purpose, on digits: self-influence by several methods, and
+simpler scores.
 
     python benchmarks/influence_mislabel.py [--cache DIR] [--flips 5] [--json FILE]
 
-A tenth of the labels is flipped to another class, five times, and the perceptron of influence_truth.py is trained on them, for 80 epochs
-and for twelve, which leave more of the flips unlearnt. Scores are of one model; the cross-validated ones are of five, each of which has not
-seen the rows that it judges. AUC, average precision and recall in the first tenth, with standard deviations over the flips.
+A tenth of the labels is flipped to another class, five times, and the perceptron of influence_truth.py is
+trained on them, for 80 epochs and for twelve, which leave more of the flips unlearnt. Scores are of one
+model; the cross-validated ones are of five, each of which has not seen the rows that it judges. AUC, average
+precision and recall in the first tenth, with standard deviations over the flips.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ import torch
 from influence_ours import examples
 from influence_truth import FIRST_SEED, RECIPE, Array, Bench
 
-from psgrad.engine.influence.evaluation.controls import own_controls
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.mislabel import Detection, detect, flip, folds, over_flips, suspicion
-from psgrad.engine.influence.evaluation.scored import self_influences
+from psgrad.engine.influence.evaluation.mislabel import (
+    Detection,
+    detect,
+    flip,
+    folds,
+    over_flips,
+    own_controls,
+    suspicion,
+)
+from psgrad.engine.influence.evaluation.statistics import self_influences
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.ekfac import EKFAC
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
+from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.methods.influence import Influence
 
 SHARE = 0.1
@@ -50,7 +59,10 @@ def scored(bench: Bench, number: int) -> Iterator[tuple[str, Detection]]:
     parts = folds(len(labels), random)
     seed = FIRST_SEED * (number + 10)
     whole = bench.train([Job("all rows", bench.everything, seed, target)])
-    left = [Job(f"fold {fold}", np.setdiff1d(bench.everything, part), seed + 1 + fold, target) for fold, part in enumerate(parts)]
+    left = [
+        Job(f"fold {fold}", np.setdiff1d(bench.everything, part), seed + 1 + fold, target)
+        for fold, part in enumerate(parts)
+    ]
     judged = np.empty((len(labels), 10))
     for part, outputs in zip(parts, bench.train(left).outputs(training), strict=True):
         judged[part] = outputs[part]
@@ -58,7 +70,8 @@ def scored(bench: Bench, number: int) -> Iterator[tuple[str, Detection]]:
     model = whole.member(0).double()
     rows = examples(model, training.inputs[0].double(), target)
     found: dict[str, Array] = {
-        f"self-influence, {name}": self_influences(method, [method.fit(rows, Checkpoint())]) for name, method in METHODS.items()
+        f"self-influence, {name}": self_influences(method, [method.fit(rows, Checkpoint())])
+        for name, method in METHODS.items()
     }
     found |= own_controls(rows) | suspicion(whole.outputs(training)[0], labels)
     found |= {f"cross-validated {name}": score for name, score in suspicion(judged, labels).items()}
@@ -67,9 +80,15 @@ def scored(bench: Bench, number: int) -> Iterator[tuple[str, Detection]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Find flipped labels by self-influence and by simpler scores.")
+    parser = argparse.ArgumentParser(
+        description="Find flipped labels by self-influence and by simpler scores."
+    )
     parser.add_argument(
-        "--cache", type=Path, default=Path(tempfile.gettempdir()) / "psgrad-influence", metavar="DIR", help="trained models"
+        "--cache",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "psgrad-influence",
+        metavar="DIR",
+        help="trained models",
     )
     parser.add_argument("--flips", type=int, default=5, help="sets of flips (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
@@ -86,8 +105,14 @@ def main() -> None:
         for name, detections in found.items():
             mean = over_flips(detections)
             content[title][name] = asdict(mean)
-            shown = ((mean.auc, mean.auc_deviation), (mean.average_precision, mean.average_precision_deviation))
-            both = "".join(f"{value:>{width}.3f} ± {deviation:.3f}" for width, (value, deviation) in zip((10, 14), shown, strict=True))
+            shown = (
+                (mean.auc, mean.auc_deviation),
+                (mean.average_precision, mean.average_precision_deviation),
+            )
+            both = "".join(
+                f"{value:>{width}.3f} ± {deviation:.3f}"
+                for width, (value, deviation) in zip((10, 14), shown, strict=True)
+            )
             print(f"{name:<36}{both}{mean.recall:>10.3f} ± {mean.recall_deviation:.3f}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

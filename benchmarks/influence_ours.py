@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from influence_contenders import Problem
 from torch import Tensor
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
-from psgrad.engine.influence.scoring import joined_scores
-from psgrad.engine.objective import Objective
+from psgrad.engine.influence.ranking import joined_scores
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,20 +32,34 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output[None], target[None])
 
 
-def examples(model: torch.nn.Module, inputs: Tensor, target: Tensor, criterion: Criterion = cross_entropy, **options: Any) -> Examples:
+def examples(
+    model: torch.nn.Module,
+    inputs: Tensor,
+    target: Tensor,
+    criterion: Criterion = cross_entropy,
+    **options: Any,
+) -> Examples:
     """These rows as `model` sees them, its parameters as they now are. Options are the Stream's."""
     objective = Objective(model, criterion)
     objective.params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Examples(objective, lambda start, stop: Rows((inputs[start:stop],), target[start:stop]), len(inputs), options)
+    return Examples(
+        objective, lambda start, stop: Rows((inputs[start:stop],), target[start:stop]), len(inputs), options
+    )
 
 
-def fitted(problem: Problem, method: Method, criterion: Criterion = cross_entropy, **options: Any) -> tuple[list[Fitted], list[Examples]]:
+def fitted(
+    problem: Problem, method: Method, criterion: Criterion = cross_entropy, **options: Any
+) -> tuple[list[Fitted], list[Examples]]:
     """The method at each checkpoint, and the queries there with `criterion` as their measurement."""
     fits, queries = [], []
     for number in range(len(problem.checkpoints)):
         model = problem.load(number)
         training = examples(model, problem.inputs, problem.target, **options)
-        fits.append(method.fit(training, Checkpoint(number, problem.learning_rates[number] if problem.states else 1.0)))
+        fits.append(
+            method.fit(
+                training, Checkpoint(number, problem.learning_rates[number] if problem.states else 1.0)
+            )
+        )
         queries.append(examples(model, problem.query_inputs, problem.query_target, criterion, **options))
     return fits, queries
 

@@ -1,15 +1,18 @@
-"""How well influence scores foretell retraining: linear datamodeling scores of psgrad's methods, other people's, and controls, on digits.
+"""How well influence scores foretell retraining: linear datamodeling scores of psgrad's methods, other
+people's, and controls, on digits.
 
     python benchmarks/influence_quality.py [--cache DIR] [--models 1 3 10] [--only NAME ...] [--json FILE]
 
-The truth: 100 random halves of the 1,437 training digits, three models trained on each (influence_truth.py), and the loss of 300 queries.
-A method's score is the mean over queries of Spearman's correlation, over the halves, of the summed scores with minus the mean loss. Its
-interval is of resampled halves, which all queries share, and that of differences is paired. The other 60 queries and 30 other halves are
-what dampings are tuned on: each method is there with the damping that it has by default, and with the best of a few.
+The truth: 100 random halves of the 1,437 training digits, three models trained on each (influence_truth.py),
+and the loss of 300 queries. A method's score is the mean over queries of Spearman's correlation, over the
+halves, of the summed scores with minus the mean loss. Its interval is of resampled halves, which all queries
+share, and that of differences is paired. The other 60 queries and 30 other halves are what dampings are tuned
+on: each method is there with the damping that it has by default, and with the best of a few.
 
-Scores are of models of the whole training set, one or the mean of several; TRAK is there with models of halves, too. The bars: psgrad's
-default method at one model at least .58, and ahead of every rival at one model by more than the interval of the difference; at as many
-models ahead of TRAK; EK-FAC at least kronfluence's; TRAK of ten models ahead of TRAK of one.
+Scores are of models of the whole training set, one or the mean of several; TRAK is there with models of
+halves, too. The bars: psgrad's default method at one model at least .58, and ahead of every rival at one
+model by more than the interval of the difference; at as many models ahead of TRAK; EK-FAC at least
+kronfluence's; TRAK of ten models ahead of TRAK of one.
 """
 
 from __future__ import annotations
@@ -24,20 +27,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from influence_contenders import Problem, captum_naive, captum_tracin, dattri_cg, dattri_trak, kronfluence_factored, margin, traker
+from influence_contenders import (
+    Problem,
+    captum_naive,
+    captum_tracin,
+    dattri_cg,
+    dattri_trak,
+    kronfluence_factored,
+    margin,
+    traker,
+)
 from influence_ours import examples, fitted
 from influence_truth import Array, Bench
 
-from psgrad.engine.influence.evaluation.controls import controls
-from psgrad.engine.influence.evaluation.lds import ceiling, lds, lds_mean
-from psgrad.engine.influence.evaluation.scored import damped, has_damping, score_matrix
+from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean
+from psgrad.engine.influence.evaluation.mislabel import controls
+from psgrad.engine.influence.evaluation.statistics import damped, has_damping, score_matrix
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
-from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
+from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot
 from psgrad.engine.influence.methods.influence import Influence
-from psgrad.engine.influence.methods.trak import TRAK
+from psgrad.engine.influence.methods.projected import TRAK
 
 MAIN = "psgrad influence"
 LEAST = 0.58
@@ -63,7 +74,9 @@ Ask = Callable[[Problem, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Rival:
-    """ask: scores by a setting, `default` being the library's own or its paper's. settings: what is tuned over. models: how many."""
+    """ask: scores by a setting, `default` being the library's own or its paper's. settings: what is tuned
+    over. models: how many.
+    """
 
     ask: Ask
     default: Any
@@ -73,13 +86,23 @@ class Rival:
 
 RIVALS = {
     "captum NaiveInfluenceFunction": Rival(
-        lambda problem, damping: captum_naive(problem, damping), 1e-6 / 1437, (1e-6 / 1437, 1e-4, 1e-3, 3e-3, 1e-2)
+        lambda problem, damping: captum_naive(problem, damping),
+        1e-6 / 1437,
+        (1e-6 / 1437, 1e-4, 1e-3, 3e-3, 1e-2),
     ),
     "captum TracInCP": Rival(lambda problem, _: captum_tracin(problem), None, ()),
-    "dattri IF-CG": Rival(lambda problem, damping: dattri_cg(problem, damping), 0.0, (0.0, 1e-4, 1e-3, 3e-3, 1e-2)),
-    "dattri TRAK": Rival(lambda problem, ridge: dattri_trak(problem, ridge), 0.0, (0.0, 0.01, 0.1, 1.0, 10.0), (1, 10)),
-    "kronfluence EK-FAC": Rival(lambda problem, damping: kronfluence_factored(problem, damping), None, (None, 1e-8, 1e-5, 1e-4, 1e-3)),
-    "traker": Rival(lambda problem, ridge: traker(problem, ridge), 0.0, (0.0, 0.1, 1.0, 10.0, 100.0), (1, 10)),
+    "dattri IF-CG": Rival(
+        lambda problem, damping: dattri_cg(problem, damping), 0.0, (0.0, 1e-4, 1e-3, 3e-3, 1e-2)
+    ),
+    "dattri TRAK": Rival(
+        lambda problem, ridge: dattri_trak(problem, ridge), 0.0, (0.0, 0.01, 0.1, 1.0, 10.0), (1, 10)
+    ),
+    "kronfluence EK-FAC": Rival(
+        lambda problem, damping: kronfluence_factored(problem, damping), None, (None, 1e-8, 1e-5, 1e-4, 1e-3)
+    ),
+    "traker": Rival(
+        lambda problem, ridge: traker(problem, ridge), 0.0, (0.0, 0.1, 1.0, 10.0, 100.0), (1, 10)
+    ),
 }
 
 
@@ -131,13 +154,19 @@ def add_ours(table: Table, name: str, models: int, halves: bool = False) -> None
     problem = bench.problem(bench.halves if halves else bench.whole, models)
     label = f"{name} (halves)" if halves else name
     start = time.perf_counter()
-    # TRAK is about the margin, and a query's scalar is a loss; of the other methods' rankings only the scale would change
-    fits, queries = fitted(problem, method, (lambda output, target: -margin(output, target)) if "trak" in name else _loss)
+    # TRAK is about the margin, and a query's scalar is a loss; of the other methods' rankings only the scale
+    # would change
+    fits, queries = fitted(
+        problem, method, (lambda output, target: -margin(output, target)) if "trak" in name else _loss
+    )
     default = score_matrix(method, fits, queries)
     table.add(label, models, default, time.perf_counter() - start)
     if not dampings or not has_damping(method):
         return
-    places = [(examples(problem.load(number), problem.inputs, problem.target), Checkpoint(number)) for number in range(models)]
+    places = [
+        (examples(problem.load(number), problem.inputs, problem.target), Checkpoint(number))
+        for number in range(models)
+    ]
     scored = {}
     for relative in dampings:
         changed, again = damped(method, fits, places, relative)
@@ -190,9 +219,13 @@ def verdicts(means: dict[str, float], found: dict[str, Any]) -> dict[str, bool]:
             if f"{label}, {of}" in means and f"{MAIN}, {of}" in means:
                 bars[f"{MAIN}, {of}, ahead of {label}"] = means[f"{MAIN}, {of}"] > means[f"{label}, {of}"]
     if {"psgrad ekfac, one model", "kronfluence EK-FAC, one model"} <= means.keys():
-        bars["EK-FAC at least kronfluence's"] = means["psgrad ekfac, one model"] >= means["kronfluence EK-FAC, one model"]
+        bars["EK-FAC at least kronfluence's"] = (
+            means["psgrad ekfac, one model"] >= means["kronfluence EK-FAC, one model"]
+        )
     if {"psgrad trak, one model", "psgrad trak, 10 models"} <= means.keys():
-        bars["TRAK of ten models ahead of TRAK of one"] = means["psgrad trak, 10 models"] > means["psgrad trak, one model"]
+        bars["TRAK of ten models ahead of TRAK of one"] = (
+            means["psgrad trak, 10 models"] > means["psgrad trak, one model"]
+        )
     return bars
 
 
@@ -203,11 +236,19 @@ def report(table: Table) -> dict[str, Any]:
     found = lds(scores, truth.subsets, truth.losses, f"{MAIN}, one model")
     best = ceiling(truth.losses)
     print(f"\n{'':<66}{'LDS':>6}{'interval':>18}{'behind the first':>26}")
-    content: dict[str, Any] = {"ceiling": None if best is None else asdict(best), "rows": [], "tuning": table.curves}
+    content: dict[str, Any] = {
+        "ceiling": None if best is None else asdict(best),
+        "rows": [],
+        "tuning": table.curves,
+    }
     for row in sorted(table.rows, key=lambda row: -found[table.title(row)].mean):
         title = table.title(row)
         one = found[title]
-        behind = "" if one.ahead is None or one.ahead_interval is None else f"{one.ahead:+.3f} ({_span(one.ahead_interval)})"
+        behind = (
+            ""
+            if one.ahead is None or one.ahead_interval is None
+            else f"{one.ahead:+.3f} ({_span(one.ahead_interval)})"
+        )
         print(f"{title:<66}{one.mean:>6.3f}{_span(one.interval):>18}{behind:>26}")
         content["rows"].append(
             {"method": row.method, "models": row.models, "tuned": row.tuned, "seconds": row.seconds}
@@ -215,7 +256,10 @@ def report(table: Table) -> dict[str, Any]:
             | {"ahead": one.ahead, "ahead_interval": one.ahead_interval}
         )
     if best is not None:
-        print(f"one seed against another {best.single:.3f}; what the true expectation would score {best.best:.3f}")
+        print(
+            f"one seed against another {best.single:.3f}; what the true expectation would score"
+            f" {best.best:.3f}"
+        )
     content["bars"] = verdicts({title: one.mean for title, one in found.items()}, found)
     for bar, kept in content["bars"].items():
         print(f"{'pass' if kept else 'FAIL'}: {bar}")
@@ -246,24 +290,43 @@ def fill(table: Table, counts: Sequence[int], only: Sequence[str]) -> None:
 
 def main() -> None:
     names = [*OURS, *RIVALS]
-    parser = argparse.ArgumentParser(description="Linear datamodeling scores of psgrad's influence methods and other people's, on digits.")
-    parser.add_argument(
-        "--cache", type=Path, default=Path(tempfile.gettempdir()) / "psgrad-influence", metavar="DIR", help="trained models"
+    parser = argparse.ArgumentParser(
+        description="Linear datamodeling scores of psgrad's influence methods and other people's, on digits."
     )
-    parser.add_argument("--models", nargs="+", type=int, default=[1, 3, 10], metavar="N", help="of how many models (default: 1 3 10)")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "psgrad-influence",
+        metavar="DIR",
+        help="trained models",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        type=int,
+        default=[1, 3, 10],
+        metavar="N",
+        help="of how many models (default: 1 3 10)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     bench = Bench(arguments.cache)
     start = time.perf_counter()
     print(
-        f"truth: {bench.truth.losses.shape} outcomes, tuning {bench.tuning.losses.shape}, {time.perf_counter() - start:.0f} s", flush=True
+        f"truth: {bench.truth.losses.shape} outcomes, tuning {bench.tuning.losses.shape},"
+        f" {time.perf_counter() - start:.0f} s",
+        flush=True,
     )
     table = Table(bench)
     fill(table, sorted({1, *arguments.models}), [MAIN, *arguments.only])
     content = report(table)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__} | content, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"torch": torch.__version__} | content, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

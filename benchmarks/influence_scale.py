@@ -2,12 +2,13 @@
 
     python benchmarks/influence_scale.py [--rows 20000] [--json FILE]
 
-An index of so many random images, as the CNN of configs/digits/model.py sees them, is built by `psgrad influence index`; then `psgrad
-influence --no-report` asks it for 100 queries, with gradient_dot and with trak, from the start of the process to its end. Memory is the
-most that a process has resident while the gradient dot products of 2,000 rows, and of ten times as many, stream past, beyond what it had
-before.
+An index of so many random images, as the CNN of configs/digits/model.py sees them, is built by `psgrad
+influence index`; then `psgrad influence --no-report` asks it for 100 queries, with gradient_dot and with
+trak, from the start of the process to its end. Memory is the most that a process has resident while the
+gradient dot products of 2,000 rows, and of ten times as many, stream past, beyond what it had before.
 
-The bars: 5 s for the answer; for ten times the rows at most a tenth more memory, and a megabyte for what an allocator keeps.
+The bars: 5 s for the answer; for ten times the rows at most a tenth more memory, and a megabyte for what an
+allocator keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from influence_speed import MODEL, build
 from torch import Tensor
 
 from psgrad.engine.influence.method import Checkpoint
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
+from psgrad.engine.influence.methods.gradient_products import GradientDot
 
 QUERIES = 100
 SECONDS, GROWTH, SLACK = 5.0, 1.1, 1 << 20
@@ -65,15 +66,21 @@ def index(rows: int) -> dict[str, Any]:
             inputs, labels = images(count, seed)
             np.savez(folder / f"{part}.npz", image=inputs.numpy(), label=labels.numpy())
         for method in ("gradient_dot", "trak"):
-            (folder / f"{method}.yaml").write_text(CONFIG.format(folder=folder, model=MODEL, method=method), encoding="utf-8")
+            (folder / f"{method}.yaml").write_text(
+                CONFIG.format(folder=folder, model=MODEL, method=method), encoding="utf-8"
+            )
         found["build"] = _psgrad("influence", "index", str(folder / "trak.yaml"))
         found["answer"] = {
-            method: _psgrad("influence", "--no-report", str(folder / f"{method}.yaml")) for method in ("gradient_dot", "trak")
+            method: _psgrad("influence", "--no-report", str(folder / f"{method}.yaml"))
+            for method in ("gradient_dot", "trak")
         }
     slowest = max(found["answer"].values())
     found["passed"] = slowest <= SECONDS
     times = ", ".join(f"{method} {seconds:.1f} s" for method, seconds in found["answer"].items())
-    print(f"index of {rows} rows: built in {found['build']:.1f} s; {QUERIES} queries: {times}; at most {SECONDS} s: {_verdict(found)}")
+    print(
+        f"index of {rows} rows: built in {found['build']:.1f} s; {QUERIES} queries: {times}; at most"
+        f" {SECONDS} s: {_verdict(found)}"
+    )
     return found
 
 
@@ -85,7 +92,9 @@ def _psgrad(*words: str) -> float:
 
 
 def held(count: int) -> int:
-    """Bytes that scores of so many rows take at the most, beyond what was held before: in this process, which must be a fresh one."""
+    """Bytes that scores of so many rows take at the most, beyond what was held before: in this process, which
+    must be a fresh one.
+    """
     torch.manual_seed(0)
     model, (inputs, target), (asked, labels) = build(), images(count), images(QUERIES, 1)
     queries = examples(model, asked, labels)
@@ -109,7 +118,10 @@ def memory(rows: int) -> dict[str, Any]:
         found["bytes"][count] = int(done.stdout)
     few, many = found["bytes"].values()
     found["passed"] = many <= GROWTH * few + SLACK
-    print(f"memory beyond a first chunk: {few / 1e6:.1f} MB for {rows // 10} rows, {many / 1e6:.1f} MB for {rows}: {_verdict(found)}")
+    print(
+        f"memory beyond a first chunk: {few / 1e6:.1f} MB for {rows // 10} rows, {many / 1e6:.1f} MB for"
+        f" {rows}: {_verdict(found)}"
+    )
     return found
 
 
@@ -118,7 +130,9 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time an index's answers, and measure the memory of scores, for many rows.")
+    parser = argparse.ArgumentParser(
+        description="Time an index's answers, and measure the memory of scores, for many rows."
+    )
     parser.add_argument("--rows", type=int, default=20_000, help="of the training set (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()

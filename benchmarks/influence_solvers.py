@@ -1,16 +1,18 @@
-"""What the influence solvers are predicted to cost, beside the processor time that they take: where the constants of work.py come from.
+"""What the influence solvers are predicted to cost, beside the processor time that they take: where the
+constants of costs.py come from.
 
     python benchmarks/influence_solvers.py [--rounds 1] [--small] [--json FILE]
 
-Each case is a network 64-hidden-outputs, trained for a little while on scikit-learn's digits, with their label modulo `outputs`. A row is
-one solver's fit and scores. `predicted` is `Work.operations`, in billions; `rate` is that over the measured processor seconds. The
-prediction only has to order the solvers, so what counts is how far their rates are apart. Below stand the constants of
-psgrad/engine/influence/solvers/work.py as these runs would have them, next to those in use:
+Each case is a network 64-hidden-outputs, trained for a little while on scikit-learn's digits, with their
+label modulo `outputs`. A row is one solver's fit and scores. `predicted` is `Work.operations`, in billions;
+`rate` is that over the measured processor seconds. The prediction only has to order the solvers, so what
+counts is how far their rates are apart. Below stand the constants of psgrad/engine/influence/solvers/costs.py
+as these runs would have them, next to those in use:
 
-    _INNER       the time of the dual form's kernel, in operations at the rate of the exact solver, for each pair of rows and parameter
-    _PRODUCT     the time of a product of conjugate gradients, in such operations, for each sample and parameter
-    _ITERATIONS  products for each query, and for a hundred of those who share a Krylov space
-    _FEWEST      products for each of many hundreds of queries
+    _INNER       the time of the dual form's kernel, in operations at the rate of the exact solver, for each
+    pair of rows and parameter _PRODUCT     the time of a product of conjugate gradients, in such operations,
+    for each sample and parameter _ITERATIONS  products for each query, and for a hundred of those who share a
+    Krylov space _FEWEST      products for each of many hundreds of queries
 
 Run it with OMP_NUM_THREADS=1 on a quiet machine: the median of the rounds is taken.
 """
@@ -33,12 +35,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import LARGEST_MATRIX, Influence
-from psgrad.engine.influence.solvers import work
-from psgrad.engine.influence.solvers.dual import kernel
-from psgrad.engine.influence.solvers.work import Work
+from psgrad.engine.influence.solvers import costs
+from psgrad.engine.influence.solvers.costs import Work
+from psgrad.engine.influence.solvers.direct import kernel
 
 SOLVERS = ("exact", "dual", "conjugate_gradient")
 STEPS, HUNDREDS = 100, 5
@@ -107,7 +109,9 @@ def measured(case: Case, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(case: Case, solver: Any, operations: float, training: Examples, queries: Examples, rounds: int) -> dict[str, Any]:
+def _row(
+    case: Case, solver: Any, operations: float, training: Examples, queries: Examples, rounds: int
+) -> dict[str, Any]:
     def run() -> Any:
         fitted = Influence(solver=solver).fit(training, Checkpoint(queries=case.queries))
         for _ in fitted.scores(queries):
@@ -119,13 +123,21 @@ def _row(case: Case, solver: Any, operations: float, training: Examples, queries
     if solver == "dual":
         row["kernel_seconds"] = processor_seconds(lambda: kernel(fitted.setting.rows()), rounds)[0]
     if solver == "conjugate_gradient":
-        behind = work._PRECONDITIONER if case.queries < work._MANY else 0  # which the solver does not count as its own
-        row |= {"products": fitted.facts["products"], "predicted_products": case.work().products() - behind, "preconditioner": behind}
+        behind = (
+            costs._PRECONDITIONER if case.queries < costs._MANY else 0
+        )  # which the solver does not count as its own
+        row |= {
+            "products": fitted.facts["products"],
+            "predicted_products": case.work().products() - behind,
+            "preconditioner": behind,
+        }
     return row
 
 
 def constants(found: list[tuple[Case, list[dict[str, Any]]]]) -> dict[str, dict[str, float]]:
-    """Of each constant what these runs would have it be, and what it is. A median over the cases that say something about it."""
+    """Of each constant what these runs would have it be, and what it is. A median over the cases that say
+    something about it.
+    """
     exact = statistics.median([row["rate"] for _, rows in found for row in rows if row["solver"] == "exact"])
     parts: dict[str, list[float]] = {"_INNER": [], "_PRODUCT": [], "_ITERATIONS": [], "_FEWEST": []}
     for case, rows in found:
@@ -135,14 +147,26 @@ def constants(found: list[tuple[Case, list[dict[str, Any]]]]) -> dict[str, dict[
             if row["solver"] == "dual":
                 parts["_INNER"].append(row["kernel_seconds"] * exact / (sizes.rows**2 * sizes.size))
             if row["solver"] == "conjugate_gradient":
-                parts["_PRODUCT"].append(row["seconds"] * exact / ((row["products"] + row["preconditioner"]) * sizes.count * sizes.size))
-                name = "_FEWEST" if case.queries >= HUNDREDS * work._MANY else "_ITERATIONS"
-                parts[name].append(row["products"] / (case.queries if name == "_FEWEST" else min(case.queries, work._MANY)))
-    return {name: {"measured": statistics.median(values), "in_use": getattr(work, name)} for name, values in parts.items() if values}
+                parts["_PRODUCT"].append(
+                    row["seconds"]
+                    * exact
+                    / ((row["products"] + row["preconditioner"]) * sizes.count * sizes.size)
+                )
+                name = "_FEWEST" if case.queries >= HUNDREDS * costs._MANY else "_ITERATIONS"
+                parts[name].append(
+                    row["products"] / (case.queries if name == "_FEWEST" else min(case.queries, costs._MANY))
+                )
+    return {
+        name: {"measured": statistics.median(values), "in_use": getattr(costs, name)}
+        for name, values in parts.items()
+        if values
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold the predicted work of influence solvers against their processor time.")
+    parser = argparse.ArgumentParser(
+        description="Hold the predicted work of influence solvers against their processor time."
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of each case (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="cases that take no time, and say nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
@@ -157,9 +181,15 @@ def main() -> None:
         for row in rows:
             sizes = f"{case.work().size:>10,} {case.count:>8,} {case.outputs:>8} {case.queries:>8}"
             times = f"{row['operations'] / 1e9:>10.2f}{row['seconds']:>9.2f}{row['rate'] / 1e9:>8.2f}"
-            products = f"  {row['products']:,} of {row['predicted_products']:,.0f} predicted products" if "products" in row else ""
+            products = (
+                f"  {row['products']:,} of {row['predicted_products']:,.0f} predicted products"
+                if "products" in row
+                else ""
+            )
             print(f"{sizes}  {row['solver']:<20}{times}{products}")
-        fastest, least = (min(rows, key=lambda row, key=key: row[key])["solver"] for key in ("seconds", "operations"))
+        fastest, least = (
+            min(rows, key=lambda row, key=key: row[key])["solver"] for key in ("seconds", "operations")
+        )
         print(f"{'':>40}fastest: {fastest}; least predicted: {least}")
     said = constants(found)
     for name, values in said.items():

@@ -2,17 +2,20 @@
 
     python benchmarks/influence_speed.py [--rounds 5] [--only gradient_dot cg ekfac] [--json FILE]
 
-The network is the CNN of configs/digits/model.py, trained on 1,437 of scikit-learn's digits; 360 others are the queries. All ways take
-turns in every round, and their scores are held against psgrad's before anything is timed. What is timed is from model and data to the
-matrix of scores, for a rival with the best of a few batch sizes:
+The network is the CNN of configs/digits/model.py, trained on 1,437 of scikit-learn's digits; 360 others are
+the queries. All ways take turns in every round, and their scores are held against psgrad's before anything is
+timed. What is timed is from model and data to the matrix of scores, for a rival with the best of a few batch
+sizes:
 
-    gradient_dot  psgrad's gradient_dot; captum's TracInCP; dattri's TracIn without a projection
-    cg            psgrad's influence by conjugate gradient, on the Hessian with enough damping that it has an inverse, as far as it takes to
-                  the residual that dattri's IF-CG has after its ten iterations: both residuals are measured with the same products; of a
-                  tenth of the queries, as dattri takes long
+    gradient_dot  psgrad's gradient_dot; captum's TracInCP; dattri's TracIn without a projection cg
+    psgrad's influence by conjugate gradient, on the Hessian with enough damping that it has an inverse, as
+    far as it takes to
+                  the residual that dattri's IF-CG has after its ten iterations: both residuals are measured
+                  with the same products; of a tenth of the queries, as dattri takes long
     ekfac         psgrad's ekfac and kronfluence's, with the empirical Fisher, so that nothing is drawn
 
-The bars: gradient_dot and cg at least 10 times as fast as the fastest rival, ekfac twice. influence_scale.py has the index and the memory.
+The bars: gradient_dot and cg at least 10 times as fast as the fastest rival, ekfac twice. influence_scale.py
+has the index and the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from torch import Tensor
 from psgrad.engine.influence.curvature.products import curvature_products
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.ekfac import EKFAC
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
+from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.methods.influence import Influence
 
 BARS = {"gradient_dot": 10.0, "cg": 10.0, "ekfac": 2.0}
@@ -94,19 +97,26 @@ def gradient_dot(problem: Problem) -> Ways:
 def ekfac(problem: Problem) -> Ways:
     return {
         "psgrad": lambda: scores(problem, EKFAC(fisher="empirical", damping=EKFAC_DAMPING)),
-        "kronfluence, batches of 256": lambda: kronfluence_factored(problem, EKFAC_DAMPING, empirical=True, batch_size=256),
-        "kronfluence, one batch": lambda: kronfluence_factored(problem, EKFAC_DAMPING, empirical=True, batch_size=len(problem.inputs)),
+        "kronfluence, batches of 256": lambda: kronfluence_factored(
+            problem, EKFAC_DAMPING, empirical=True, batch_size=256
+        ),
+        "kronfluence, one batch": lambda: kronfluence_factored(
+            problem, EKFAC_DAMPING, empirical=True, batch_size=len(problem.inputs)
+        ),
     }
 
 
 def cg(problem: Problem, few: int = 36) -> dict[str, Any]:
-    """psgrad's scores against dattri's solve alone, each timed once, for the first few queries: dattri takes minutes for them, and for more
-    as many times as long. psgrad's seconds for all queries stand beside.
+    """psgrad's scores against dattri's solve alone, each timed once, for the first few queries: dattri takes
+    minutes for them, and for more as many times as long. psgrad's seconds for all queries stand beside.
 
-    Residuals are of dattri's ten iterations, and of ours where it stops: of the solutions, in float64 with the same products, relative to
-    the right-hand side, of these queries together.
+    Residuals are of dattri's ten iterations, and of ours where it stops: of the solutions, in float64 with
+    the same products, relative to the right-hand side, of these queries together.
     """
-    first, whole = replace(problem, query_inputs=problem.query_inputs[:few], query_target=problem.query_target[:few]), problem
+    first, whole = (
+        replace(problem, query_inputs=problem.query_inputs[:few], query_target=problem.query_target[:few]),
+        problem,
+    )
     start = time.perf_counter()
     rival = _dattri_solutions(first)
     theirs = time.perf_counter() - start
@@ -116,7 +126,9 @@ def cg(problem: Problem, few: int = 36) -> dict[str, Any]:
     products = curvature_products(training, "hessian")
     left = products.apply(rival.double()) + CG_DAMPING * rival.double()
     residual = float((left - asked).norm() / asked.norm())
-    method = Influence(curvature="hessian", solver="conjugate_gradient", damping=CG_DAMPING, tolerance=residual)
+    method = Influence(
+        curvature="hessian", solver="conjugate_gradient", damping=CG_DAMPING, tolerance=residual
+    )
     seconds: dict[str, float] = {"dattri, its solve alone": theirs}
     facts: dict[str, Any] = {}
     for count, part in ((few, first), (len(whole.query_inputs), whole)):
@@ -125,11 +137,20 @@ def cg(problem: Problem, few: int = 36) -> dict[str, Any]:
         for _ in fitted.scores(examples(part.model, part.query_inputs, part.query_target)):
             pass
         seconds[f"psgrad, {count} queries"] = time.perf_counter() - start
-        facts[f"{count} queries"] = {name: value for name, value in fitted.facts.items() if isinstance(value, (int, float))}
-        print(f"  cg: psgrad {count} queries {seconds[f'psgrad, {count} queries']:.1f} s, {facts[f'{count} queries']}", flush=True)
+        facts[f"{count} queries"] = {
+            name: value for name, value in fitted.facts.items() if isinstance(value, (int, float))
+        }
+        print(
+            f"  cg: psgrad {count} queries {seconds[f'psgrad, {count} queries']:.1f} s,"
+            f" {facts[f'{count} queries']}",
+            flush=True,
+        )
     speedup = theirs / seconds[f"psgrad, {few} queries"]
     verdict = "pass" if speedup >= BARS["cg"] else "FAIL"
-    print(f"  cg: {speedup:.1f} times as fast as dattri's solve to a residual of {residual:.2g}, at least {BARS['cg']:.0f}: {verdict}")
+    print(
+        f"  cg: {speedup:.1f} times as fast as dattri's solve to a residual of {residual:.2g}, at least"
+        f" {BARS['cg']:.0f}: {verdict}"
+    )
     return {"seconds": seconds, "residual": residual, "psgrad": facts, "speedup": speedup}
 
 
@@ -141,8 +162,12 @@ def _dattri_solutions(problem: Problem) -> Tensor:
     sizes = [value.numel() for value in params.values()]
 
     def loss(flat: Tensor) -> Tensor:
-        parts = {name: part.view(params[name].shape) for name, part in zip(params, flat.split(sizes), strict=True)}
-        return F.cross_entropy(torch.func.functional_call(problem.model, parts, problem.inputs), problem.target)
+        parts = {
+            name: part.view(params[name].shape) for name, part in zip(params, flat.split(sizes), strict=True)
+        }
+        return F.cross_entropy(
+            torch.func.functional_call(problem.model, parts, problem.inputs), problem.target
+        )
 
     flat = torch.cat([value.flatten() for value in params.values()])
     queries = examples(problem.model, problem.query_inputs, problem.query_target).materialise()
@@ -170,18 +195,29 @@ def contest(task: str, ways: Ways, rounds: int) -> dict[str, Any]:
     ours = timings["psgrad"].median
     for name, timing in timings.items():
         quartiles = f"{timing.lower_quartile:.3f} .. {timing.upper_quartile:.3f}"
-        print(f"  {task:<14}{name:<28}{timing.median:>9.3f} s{quartiles:>22}{timing.median / ours:>9.1f} x psgrad", flush=True)
+        print(
+            f"  {task:<14}{name:<28}{timing.median:>9.3f} s{quartiles:>22}{timing.median / ours:>9.1f} x"
+            " psgrad",
+            flush=True,
+        )
     rivals = {name: timing for name, timing in timings.items() if name != "psgrad"}
     best = min((timing.median for timing in rivals.values()), default=float("nan"))
     verdict = "pass" if best / ours >= BARS[task] else "FAIL"
-    print(f"  {task}: {best / ours:.1f} times as fast as the best of the others, at least {BARS[task]:.0f}: {verdict}")
+    print(
+        f"  {task}: {best / ours:.1f} times as fast as the best of the others, at least {BARS[task]:.0f}:"
+        f" {verdict}"
+    )
     return {"seconds": {name: asdict(timing) for name, timing in timings.items()}, "speedup": best / ours}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time psgrad's influence scores beside captum's, dattri's and kronfluence's.")
+    parser = argparse.ArgumentParser(
+        description="Time psgrad's influence scores beside captum's, dattri's and kronfluence's."
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=list(BARS), default=list(BARS), metavar="TASK", help=", ".join(BARS))
+    parser.add_argument(
+        "--only", nargs="+", choices=list(BARS), default=list(BARS), metavar="TASK", help=", ".join(BARS)
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     facts = machine(torch.device("cpu"))
@@ -192,7 +228,9 @@ def main() -> None:
         if task == "cg":
             content[task] = cg(problem)
         else:
-            content[task] = contest(task, (gradient_dot if task == "gradient_dot" else ekfac)(problem), arguments.rounds)
+            content[task] = contest(
+                task, (gradient_dot if task == "gradient_dot" else ekfac)(problem), arguments.rounds
+            )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -1,7 +1,9 @@
-"""What the quality benchmarks of influence share: the digits, the perceptron and its training, and what retraining says of the queries.
+"""What the quality benchmarks of influence share: the digits, the perceptron and its training, and what
+retraining says of the queries.
 
-The perceptron 64-64-10 is trained for 80 epochs of SGD with momentum, which brings all of the training rows to their labels, by the
-trainer of `psgrad influence --evaluate`. Trained models are kept in a folder between runs.
+The perceptron 64-64-10 is trained for 80 epochs of SGD with momentum, which brings all of the training rows
+to their labels, by the trainer of `psgrad influence --evaluate`. Trained models are kept in a folder between
+runs.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from influence_contenders import Problem, State
 from influence_ours import cross_entropy
 from torch import nn
 
-from psgrad.engine.influence.evaluation.ensemble import Ensemble
-from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.lds import half_subsets, rows_of
-from psgrad.engine.influence.evaluation.members import Members, Rows
-from psgrad.engine.influence.evaluation.recipe import Recipe
+from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows
+from psgrad.engine.influence.evaluation.metrics import half_subsets, rows_of
+from psgrad.engine.influence.evaluation.retraining import Ensemble
 
 Array = np.ndarray[Any, Any]
 
-RECIPE = Recipe("sgd", epochs=80, batch_size=64, learning_rate=0.1, schedule="cosine", momentum=0.9, weight_decay=1e-4)
+RECIPE = Recipe(
+    "sgd", epochs=80, batch_size=64, learning_rate=0.1, schedule="cosine", momentum=0.9, weight_decay=1e-4
+)
 QUERIES, TUNING_QUERIES = 360, 60
 SUBSETS, SEEDS, TUNING_SUBSETS = 100, 3, 30
 # The models that scores are of have the seeds 0 to 9, and retrained ones others.
@@ -51,7 +53,8 @@ class Outcomes:
 class Bench:
     """Data and trained models.
 
-    cache: where trained models are kept. scale: divides how many subsets and seeds there are, for a run that takes no time.
+    cache: where trained models are kept. scale: divides how many subsets and seeds there are, for a run that
+    takes no time.
     """
 
     cache: Path
@@ -68,7 +71,9 @@ class Bench:
         from sklearn.model_selection import train_test_split
 
         digits = load_digits()
-        parts = train_test_split(digits.data / 16, digits.target, test_size=QUERIES, random_state=0, stratify=digits.target)
+        parts = train_test_split(
+            digits.data / 16, digits.target, test_size=QUERIES, random_state=0, stratify=digits.target
+        )
         train, test, train_labels, test_labels = (torch.as_tensor(part) for part in parts)
         return Rows((train.float(),), train_labels), Rows((test.float(),), test_labels)
 
@@ -82,7 +87,10 @@ class Bench:
     def train(self, jobs: Sequence[Job]) -> Members:
         """The models of these jobs, trained or from the cache."""
         training, _ = self.data
-        told = [(job.name, job.seed, job.rows.tolist(), None if job.target is None else job.target.tolist()) for job in jobs]
+        told = [
+            (job.name, job.seed, job.rows.tolist(), None if job.target is None else job.target.tolist())
+            for job in jobs
+        ]
         name = hashlib.sha256(repr((self.recipe, told)).encode()).hexdigest()[:16]
         path = self.cache / f"{name}.npz"
         if not path.exists():
@@ -130,13 +138,20 @@ class Bench:
     def halves(self) -> Members:
         """Models of a random half each, as TRAK's authors have them."""
         halves = half_subsets(len(self.everything), self.models, 0.5, np.random.default_rng(3))
-        return self.train([Job(f"half {seed}", rows, 3 * FIRST_SEED + seed) for seed, rows in enumerate(rows_of(halves))])
+        return self.train(
+            [Job(f"half {seed}", rows, 3 * FIRST_SEED + seed) for seed, rows in enumerate(rows_of(halves))]
+        )
 
     def problem(self, members: Members, count: int, dtype: torch.dtype = torch.float64) -> Problem:
         """The first so many models, their rows and the queries."""
         training, queries = self.data
-        states: list[State] = [{name: value[number].to(dtype) for name, value in members.state.items()} for number in range(count)]
+        states: list[State] = [
+            {name: value[number].to(dtype) for name, value in members.state.items()}
+            for number in range(count)
+        ]
         assert training.target is not None
         assert queries.target is not None
         inputs, asked = training.inputs[0].to(dtype), queries.inputs[0].to(dtype)
-        return Problem(perceptron().to(dtype), inputs, training.target, asked, queries.target, states, (1.0,) * count)
+        return Problem(
+            perceptron().to(dtype), inputs, training.target, asked, queries.target, states, (1.0,) * count
+        )

@@ -1,15 +1,17 @@
-"""What the inner products of per-sample gradients of two sets cost, beside gradients that are written out and multiplied.
+"""What the inner products of per-sample gradients of two sets cost, beside gradients that are written out and
+multiplied.
 
     python benchmarks/inner.py [--samples 1000] [--others 1000] [--rounds 11] [--json FILE] [--device cpu]
 
-The network and the images are those of configs/digits.yaml. All ways take turns in every round of one process, so that a busy machine
-slows them alike; medians and quartiles, and the processor's seconds beside the clock's, which others' work does not count in.
+The network and the images are those of configs/digits.yaml. All ways take turns in every round of one
+process, so that a busy machine slows them alike; medians and quartiles, and the processor's seconds beside
+the clock's, which others' work does not count in.
 
     with the factors there       one pass over each set is done
-      written out                each parameter's gradients of both sets written out, multiplied as matrices, and added up
-      joined                     the same, all parameters side by side in one matrix for each set
-      inner                      grads.inner(others)
-      gram                       grads.gram(), of one set with itself
+      written out                each parameter's gradients of both sets written out, multiplied as matrices,
+      and added up joined                     the same, all parameters side by side in one matrix for each set
+      inner                      grads.inner(others) gram                       grads.gram(), of one set with
+      itself
 
     with the passes              from the images on
       torch.func                 vmap(grad) of both sets, each parameter's gradients multiplied as matrices
@@ -38,11 +40,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
-from psgrad.engine.objective import Objective
 
 DIGITS = Path(__file__).parent.parent / "configs" / "digits"
-# Of a thousand by a thousand, on two CPU cores, with the factors there: how many times faster than the better of the two rivals.
+# Of a thousand by a thousand, on two CPU cores, with the factors there: how many times faster than the better
+# of the two rivals.
 BAR = 5.0
 RIVALS = ("written out", "joined")
 FACTORS = "with the factors there"
@@ -82,7 +85,9 @@ def joined(gradients: dict[str, Tensor]) -> Tensor:
 
 
 class Contest:
-    """Two sets of images, the digits' first and last, and the ways to the inner products of their gradients."""
+    """Two sets of images, the digits' first and last, and the ways to the inner products of their
+    gradients.
+    """
 
     def __init__(self, samples: int, others: int, device: torch.device) -> None:
         self.model = digits_network(device)
@@ -91,16 +96,22 @@ class Contest:
         images, labels = (torch.from_numpy(data[key]).to(device) for key in ("image", "label"))
         if max(samples, others) > len(images):
             raise SystemExit(f"there are {len(images)} images")
-        self.sets = [(images[part], labels[part]) for part in (slice(0, samples), slice(len(images) - others, None))]
+        self.sets = [
+            (images[part], labels[part]) for part in (slice(0, samples), slice(len(images) - others, None))
+        ]
         self.one, self.other = (self.gradients(*each) for each in self.sets)
 
-    def gradients(self, images: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32) -> PerSampleGradients:
+    def gradients(
+        self, images: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
+    ) -> PerSampleGradients:
         params = {name: value.to(dtype) for name, value in self.objective.params.items()}
         return per_sample_gradients(self.objective.loss, params, (images.to(dtype),), labels, has_aux=True)
 
     def torch_func(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         def loss_of_one(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-            return F.cross_entropy(torch.func.functional_call(self.model, parameters, (image[None],))[0], label)
+            return F.cross_entropy(
+                torch.func.functional_call(self.model, parameters, (image[None],))[0], label
+            )
 
         parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(parameters, images, labels)
@@ -118,20 +129,28 @@ class Contest:
         one, other = self.sets
         return {
             "torch.func": lambda: multiplied(self.torch_func(*one), self.torch_func(*other)),
-            "written out": lambda: multiplied(self.gradients(*one).materialise(), self.gradients(*other).materialise()),
+            "written out": lambda: multiplied(
+                self.gradients(*one).materialise(), self.gradients(*other).materialise()
+            ),
             "inner": lambda: self.gradients(*one).inner(self.gradients(*other)),
         }
 
     def errors(self) -> dict[str, dict[str, float]]:
         """The largest error of each way, by the lengths of the two gradients.
 
-        With the factors there, beside the products in float64 of the same gradients; with the passes, of gradients that were float64
-        from the images on, as the passes round, too.
+        With the factors there, beside the products in float64 of the same gradients; with the passes, of
+        gradients that were float64 from the images on, as the passes round, too.
         """
         found = {}
         for title, ways in self.parts().items():
-            sides = (self.one, self.other) if title == FACTORS else [self.gradients(*each, torch.float64) for each in self.sets]
-            x, y = (joined({name: value.double() for name, value in each.materialise().items()}) for each in sides)
+            sides = (
+                (self.one, self.other)
+                if title == FACTORS
+                else [self.gradients(*each, torch.float64) for each in self.sets]
+            )
+            x, y = (
+                joined({name: value.double() for name, value in each.materialise().items()}) for each in sides
+            )
             found[title] = {}
             for name, way in ways.items():
                 right = x if name == "gram" else y
@@ -164,7 +183,9 @@ def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int, device: torch.
 
 
 def operations(ways: dict[str, Callable[[], Any]]) -> dict[str, int]:
-    """Floating-point operations of matrix products; convolutions are not among them, and are the same for all."""
+    """Floating-point operations of matrix products; convolutions are not among them, and are the same for
+    all.
+    """
     found = {}
     for name, way in ways.items():
         with FlopCounterMode(display=False) as counter:
@@ -174,24 +195,37 @@ def operations(ways: dict[str, Callable[[], Any]]) -> dict[str, int]:
     return found
 
 
-def print_table(title: str, timings: dict[str, Timing], flops: dict[str, int], errors: dict[str, float]) -> None:
-    print(f"\n{title}\n  {'':<12}{'median':>10}{'quartiles':>20}{'processor':>13}{'inner is':>12}{'products':>14}{'error':>9}")
+def print_table(
+    title: str, timings: dict[str, Timing], flops: dict[str, int], errors: dict[str, float]
+) -> None:
+    print(
+        f"\n{title}\n "
+        f" {'':<12}{'median':>10}{'quartiles':>20}{'processor':>13}"
+        f"{'inner is':>12}{'products':>14}{'error':>9}"
+    )
     ours = timings["inner"]
     for name, timing in timings.items():
         quartiles = f"{1e3 * timing.lower_quartile:.0f} .. {1e3 * timing.upper_quartile:.0f}"
         faster = f"{timing.median / ours.median:.1f}x" if name not in ("inner", "gram") else ""
         error = f"{errors[name]:.0e}"
-        row = f"{1e3 * timing.median:>7.0f} ms{quartiles:>20}{1e3 * timing.processor:>10.0f} ms{faster:>12}{flops[name] / 1e9:>9.1f} GFlop"
+        row = (
+            f"{1e3 * timing.median:>7.0f} ms{quartiles:>20}{1e3 * timing.processor:>10.0f}"
+            f" ms{faster:>12}{flops[name] / 1e9:>9.1f} GFlop"
+        )
         print(f"  {name:<12}{row}{error:>9}")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time inner products of per-sample gradients against writing them out.")
+    parser = argparse.ArgumentParser(
+        description="Time inner products of per-sample gradients against writing them out."
+    )
     parser.add_argument("--samples", type=int, default=1000, help="of the first set (default: %(default)s)")
     parser.add_argument("--others", type=int, default=1000, help="of the second (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -206,11 +240,14 @@ def main() -> None:
     for title, ways in contest.parts().items():
         timings, flops = time_in_turn(ways, arguments.rounds, arguments.device), operations(ways)
         print_table(title, timings, flops, errors[title])
-        parts[title] = {name: asdict(timing) | {"operations": flops[name]} for name, timing in timings.items()}
+        parts[title] = {
+            name: asdict(timing) | {"operations": flops[name]} for name, timing in timings.items()
+        }
         if title == FACTORS:
             ratio = min(timings[name].median for name in RIVALS) / timings["inner"].median
             print(
-                f"  at least {BAR:g}x faster than the better of {' and '.join(RIVALS)}: {ratio:.1f}x, {'pass' if ratio >= BAR else 'FAIL'}"
+                f"  at least {BAR:g}x faster than the better of {' and '.join(RIVALS)}: {ratio:.1f}x,"
+                f" {'pass' if ratio >= BAR else 'FAIL'}"
             )
     if arguments.json is not None:
         sizes = {"samples": arguments.samples, "others": arguments.others, "rounds": arguments.rounds}

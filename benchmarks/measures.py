@@ -1,18 +1,20 @@
-"""What the measures of `psgrad analyze` cost, as a multiple of the norm pass: each by itself, and all of a kind together.
+"""What the measures of `psgrad analyze` cost, as a multiple of the norm pass: each by itself, and all of a
+kind together.
 
     python benchmarks/measures.py [--rounds 11] [--only NAME ...] [--json FILE]
 
-The network and the images are those of configs/digits.yaml. The ways take turns in every round of one process, and each is a whole run
-from the images on: the stream of gradients, the first pass, the second look where measures take one, their own passes, and what is
-gathered, without tables and reports. `norms` is the run without measures. Beside the clock's seconds stand the processor's, of all
-cores together, which others' work does not count in.
+The network and the images are those of configs/digits.yaml. The ways take turns in every round of one
+process, and each is a whole run from the images on: the stream of gradients, the first pass, the second look
+where measures take one, their own passes, and what is gathered, without tables and reports. `norms` is the
+run without measures. Beside the clock's seconds stand the processor's, of all cores together, which others'
+work does not count in.
 
 Kinds of measures:
 
-    one pass             they look at the gradients and outputs of the one pass; together at most 1.5 times the norm pass
-    own passes           they go over the samples again by themselves (other gradients than those of the parameters)
-    second derivatives   they differentiate gradients
-    checkpoints          they look at several checkpoints, and are not timed here
+    one pass             they look at the gradients and outputs of the one pass; together at most 1.5 times
+    the norm pass own passes           they go over the samples again by themselves (other gradients than
+    those of the parameters) second derivatives   they differentiate gradients checkpoints          they look
+    at several checkpoints, and are not timed here
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ import torch.nn.functional as F
 from inner import DIGITS, digits_network
 from norms import machine
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.measures.known import known_measures
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.measures.predictions import Predictions, summary_for
-from psgrad.engine.measures.second_look import SecondLook
-from psgrad.engine.objective import Objective
+from psgrad.engine.measures.output_values import Predictions, summary_for
+from psgrad.engine.measures.passes import SecondLook
 from psgrad.errors import MeasureError
 
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
@@ -50,7 +52,9 @@ AFTERWARDS = ("ntk",)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds over the rounds: by the clock, and of the processor's cores together; each with its ratio to the norm pass."""
+    """Seconds over the rounds: by the clock, and of the processor's cores together; each with its ratio to
+    the norm pass.
+    """
 
     median: float
     lower_quartile: float
@@ -116,7 +120,12 @@ def _joined(chunks: Any) -> dict[str, torch.Tensor]:
 
 def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
     """kind -> measures of that kind, among those of these names."""
-    found: dict[str, list[str]] = {"one pass": [], "own passes": [], "second derivatives": [], "checkpoints": []}
+    found: dict[str, list[str]] = {
+        "one pass": [],
+        "own passes": [],
+        "second derivatives": [],
+        "checkpoints": [],
+    }
     for name in names:
         measure = known_measures()[name]()
         try:
@@ -125,7 +134,9 @@ def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
         except MeasureError:
             found["checkpoints"].append(name)
             continue
-        found["second derivatives" if name in SECOND_DERIVATIVES else "own passes" if own else "one pass"].append(name)
+        found[
+            "second derivatives" if name in SECOND_DERIVATIVES else "own passes" if own else "one pass"
+        ].append(name)
     return found
 
 
@@ -159,7 +170,9 @@ def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, T
     base = statistics.median(clock["norms"]), statistics.median(processor["norms"])
     found = {}
     for name in ways:
-        lower, middle, upper = torch.tensor(clock[name]).double().quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+        lower, middle, upper = (
+            torch.tensor(clock[name]).double().quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+        )
         worked = statistics.median(processor[name])
         found[name] = Timing(middle, lower, upper, middle / base[0], worked, worked / base[1])
     return found
@@ -169,7 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time the measures of psgrad analyze against the norm pass.")
     parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="how many of the digits (default: all)")
-    parser.add_argument("--only", nargs="+", choices=list(known_measures()), default=list(known_measures()), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(known_measures()), default=list(known_measures()), metavar="NAME"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     facts = machine(torch.device("cpu"))
@@ -186,8 +201,15 @@ def main() -> None:
     print(f"  {'':<28}{'median':>10}{'quartiles':>20}{'x norms':>10}{'processor':>11}")
     for name, timing in timings.items():
         quartiles = f"{1e3 * timing.lower_quartile:.0f} .. {1e3 * timing.upper_quartile:.0f}"
-        numbers = f"{1e3 * timing.median:>7.0f} ms{quartiles:>20}{timing.ratio:>10.2f}{timing.processor_ratio:>11.2f}"
-        bar = f"   at most {BAR}: {'pass' if timing.ratio <= BAR else 'FAIL'}" if name == "all: one pass" else ""
+        numbers = (
+            f"{1e3 * timing.median:>7.0f}"
+            f" ms{quartiles:>20}{timing.ratio:>10.2f}{timing.processor_ratio:>11.2f}"
+        )
+        bar = (
+            f"   at most {BAR}: {'pass' if timing.ratio <= BAR else 'FAIL'}"
+            if name == "all: one pass"
+            else ""
+        )
         print(f"  {name:<28}{numbers}{bar}", flush=True)
     if arguments.json is not None:
         content = {

@@ -1,20 +1,23 @@
-"""What per-sample norms and clipped sums take in memory, as a multiple of the ordinary forward and backward pass.
+"""What per-sample norms and clipped sums take in memory, as a multiple of the ordinary forward and backward
+pass.
 
     python benchmarks/memory.py [--only cnn gpt] [--json FILE] [--device cpu] [--at-peak 12]
 
-Counted is what a pass allocates beyond what was there before it (parameters and the batch), at its highest, and what it returns is in
-it: plain's summed gradients, the clipped sum. The ways are those of norms.py:
+Counted is what a pass allocates beyond what was there before it (parameters and the batch), at its highest,
+and what it returns is in it: plain's summed gradients, the clipped sum. The ways are those of norms.py:
 
     plain        forward and backward of the batch's mean loss, from no `.grad`
     torch.func   vmap(grad) of the one-sample loss, then the norms
     norms        psgrad's norms
     clipped      psgrad's norms, and the sum of the gradients after each is clipped
 
-Two witnesses. *Allocated* is what tensors take, from PyTorch's allocator: the profiler's timeline of allocations on a CPU,
-`torch.cuda.max_memory_allocated` on a GPU; it is the same in every run, and the bar is held against it. *Resident* is the process's own
-high-water mark on Linux, in a fresh process for each way: it counts the libraries' workspaces and the system's pages in, and varies.
+Two witnesses. *Allocated* is what tensors take, from PyTorch's allocator: the profiler's timeline of
+allocations on a CPU, `torch.cuda.max_memory_allocated` on a GPU; it is the same in every run, and the bar is
+held against it. *Resident* is the process's own high-water mark on Linux, in a fresh process for each way: it
+counts the libraries' workspaces and the system's pages in, and varies.
 
-At the end, a run over a thousand rows of digits and one over ten thousand, chunk by chunk: their peaks must not differ.
+At the end, a run over a thousand rows of digits and one over ten thousand, chunk by chunk: their peaks must
+not differ.
 """
 
 from __future__ import annotations
@@ -36,13 +39,14 @@ import torch
 from norms import CASES, Contest, machine
 from torch.profiler import ProfilerActivity, profile
 
-from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
 
 # At most so many times plain's peak.
 BARS = {"norms": 1.35, "clipped": 1.35}
-# The dataset's size may change the peak of a run by no more than this share: nothing but Python's own lists grows.
+# The dataset's size may change the peak of a run by no more than this share: nothing but Python's own lists
+# grows.
 SAME_PEAK = 0.01
 ROWS = (1_000, 10_000)
 MEGABYTE = 1e6
@@ -50,7 +54,9 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond what was there before, at the highest point. resident: None where the system does not tell."""
+    """Bytes beyond what was there before, at the highest point. resident: None where the system does not
+    tell.
+    """
 
     allocated: int
     resident: int | None = None
@@ -70,12 +76,18 @@ def timeline(way: Callable[[], Any]) -> tuple[list[Allocation], Any]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         kept = way()
     events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
-    operators = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name() != "[memory]")
-    changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda change: change[0])
+    operators = sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name() != "[memory]"
+    )
+    changes = sorted(
+        ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda change: change[0]
+    )
     return list(_with_operators(changes, operators)), kept
 
 
-def _with_operators(changes: list[tuple[int, int]], operators: list[tuple[int, int, str]]) -> Iterator[Allocation]:
+def _with_operators(
+    changes: list[tuple[int, int]], operators: list[tuple[int, int, str]]
+) -> Iterator[Allocation]:
     """Each change beside the innermost operator that runs at its moment."""
     running: list[tuple[int, str]] = []
     place = 0
@@ -98,7 +110,9 @@ def highest(changes: list[Allocation]) -> tuple[int, int]:
 
 
 def alive(changes: list[Allocation]) -> list[tuple[str, int, int]]:
-    """(operator, bytes, how many) of what is not freed by the end of the changes, largest first; frees take the latest of their size."""
+    """(operator, bytes, how many) of what is not freed by the end of the changes, largest first; frees take
+    the latest of their size.
+    """
     open_: dict[int, list[str]] = {}
     for change in changes:
         if change.size > 0:
@@ -106,7 +120,10 @@ def alive(changes: list[Allocation]) -> list[tuple[str, int, int]]:
         elif open_.get(-change.size):
             open_[-change.size].pop()
     counts = Counter((operator, size) for size, operators in open_.items() for operator in operators)
-    return sorted(((operator, size, count) for (operator, size), count in counts.items()), key=lambda row: -row[1] * row[2])
+    return sorted(
+        ((operator, size, count) for (operator, size), count in counts.items()),
+        key=lambda row: -row[1] * row[2],
+    )
 
 
 def allocated(way: Callable[[], Any], device: torch.device) -> int:
@@ -138,7 +155,9 @@ def resident(way: Callable[[], Any]) -> int:
 
 
 def contest(name: str, device: torch.device) -> Contest:
-    """The ways on a case's network and batch, with nothing run yet: what a median of norms would leave behind is not counted."""
+    """The ways on a case's network and batch, with nothing run yet: what a median of norms would leave behind
+    is not counted.
+    """
     found = Contest(CASES[name], device)
     found.bound = torch.ones((), dtype=torch.float64, device=device)
     return found
@@ -155,7 +174,9 @@ def passes(found: Contest) -> dict[str, Callable[[], Any]]:
 
 
 def one_resident(name: str, way: str) -> int:
-    """The high-water mark of one way, for a process of its own: a pass over a single sample loads the code first."""
+    """The high-water mark of one way, for a process of its own: a pass over a single sample loads the code
+    first.
+    """
     found = contest(name, torch.device("cpu"))
     inputs, target = found.inputs, found.target
     found.inputs, found.target = inputs[:1], target[:1]
@@ -166,7 +187,9 @@ def one_resident(name: str, way: str) -> int:
 
 
 def in_a_process(*words: str) -> int | None:
-    """What this script prints for a single measurement in a fresh process; None where there is no such mark."""
+    """What this script prints for a single measurement in a fresh process; None where there is no
+    such mark.
+    """
     if not Path("/proc/self/clear_refs").exists():
         return None
     command = [sys.executable, str(Path(__file__).resolve()), *words]
@@ -194,11 +217,15 @@ class Rows:
 
 
 def stream_over(rows: int, device: torch.device, chunk: int = 64) -> Callable[[], Any]:
-    """A run over so many rows of digits, chunk by chunk, that keeps nothing but the norms, as the tool's shards do not either."""
+    """A run over so many rows of digits, chunk by chunk, that keeps nothing but the norms, as the tool's
+    shards do not either.
+    """
     torch.manual_seed(0)
     from models import cnn
 
-    objective = Objective(cnn(image_size=8, channels=(8, 16), hidden=32).to(device), torch.nn.functional.cross_entropy)
+    objective = Objective(
+        cnn(image_size=8, channels=(8, 16), hidden=32).to(device), torch.nn.functional.cross_entropy
+    )
     images, target = torch.randn(512, 1, 8, 8), torch.randint(10, (512,))
 
     def read(start: int, stop: int) -> Rows:
@@ -214,7 +241,10 @@ def stream_over(rows: int, device: torch.device, chunk: int = 64) -> Callable[[]
 
 
 def print_table(name: str, peaks: dict[str, Peak], device: torch.device) -> None:
-    print(f"\n{CASES[name].description}\n  {'':<12}{'allocated':>12}{'x plain':>9}{'resident':>13}{'x plain':>9}   bar")
+    print(
+        f"\n{CASES[name].description}\n "
+        f" {'':<12}{'allocated':>12}{'x plain':>9}{'resident':>13}{'x plain':>9}   bar"
+    )
     plain = peaks["plain"]
     for way, peak in peaks.items():
         ratio = peak.allocated / plain.allocated
@@ -242,20 +272,42 @@ def print_alive(name: str, rows: int) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Peak memory of per-sample norms and clipped sums against the ordinary backward pass.")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser = argparse.ArgumentParser(
+        description="Peak memory of per-sample norms and clipped sums against the ordinary backward pass."
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+        metavar="NAME",
+        help=f"of {', '.join(CASES)}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--at-peak", type=int, metavar="K", help="in place of the table, the K largest that are alive at each peak (CPU)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--at-peak",
+        type=int,
+        metavar="K",
+        help="in place of the table, the K largest that are alive at each peak (CPU)",
+    )
     parser.add_argument("--no-resident", action="store_true", help="without the processes of their own")
-    parser.add_argument("--rounds", type=int, default=1, help="peaks do not vary; accepted beside the other scripts' option")
-    parser.add_argument("--resident", nargs=2, help=argparse.SUPPRESS)  # one measurement, for a process of its own
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="peaks do not vary; accepted beside the other scripts' option"
+    )
+    parser.add_argument(
+        "--resident", nargs=2, help=argparse.SUPPRESS
+    )  # one measurement, for a process of its own
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's loop over samples for attention on CPU
+    warnings.filterwarnings(
+        "ignore", message="There is a performance drop"
+    )  # torch.func's loop over samples for attention on CPU
     if arguments.resident:
         print(one_resident(*arguments.resident))
         return
@@ -279,7 +331,10 @@ def main() -> None:
         runs[rows] = allocated(run, device)
     few, many = runs.values()
     verdict = "pass" if many <= (1 + SAME_PEAK) * few else "FAIL"
-    print(f"\nnorms of {ROWS[0]} rows {few / MEGABYTE:.2f} MB, of {ROWS[1]} rows {many / MEGABYTE:.2f} MB: {verdict}")
+    print(
+        f"\nnorms of {ROWS[0]} rows {few / MEGABYTE:.2f} MB, of {ROWS[1]} rows {many / MEGABYTE:.2f} MB:"
+        f" {verdict}"
+    )
     if arguments.json is not None:
         content = {"machine": facts, "bars": BARS, "bytes": cases, "rows": runs}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

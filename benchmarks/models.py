@@ -10,8 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def cnn(image_size: int = 28, channels: tuple[int, int] = (32, 64), hidden: int = 128, classes: int = 10) -> nn.Module:
-    """The network of PyTorch's per-sample-gradient tutorial: images [n, 1, size, size] to logits [n, classes]."""
+def cnn(
+    image_size: int = 28, channels: tuple[int, int] = (32, 64), hidden: int = 128, classes: int = 10
+) -> nn.Module:
+    """The network of PyTorch's per-sample-gradient tutorial: images [n, 1, size, size] to logits [n,
+    classes].
+    """
     first, second = channels
     pooled = (image_size - 4) // 2
     return nn.Sequential(
@@ -36,7 +40,9 @@ def mlp(widths: Sequence[int] = (784, 512, 512, 10)) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with GroupNorm beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with GroupNorm beside a shortcut, which is a 1x1 convolution where the shape
+    changes.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -56,10 +62,19 @@ class ResidualBlock(nn.Module):
         return F.relu(self.second_norm(self.second(inside)) + self.shortcut(x))
 
 
-def resnet(widths: Sequence[int] = (16, 32, 64), blocks: int = 3, groups: int = 8, classes: int = 10) -> nn.Module:
-    """The CIFAR ResNet with GroupNorm, `blocks` blocks a stage (3 is ResNet-20): images [n, 3, h, w] to logits [n, classes]."""
+def resnet(
+    widths: Sequence[int] = (16, 32, 64), blocks: int = 3, groups: int = 8, classes: int = 10
+) -> nn.Module:
+    """The CIFAR ResNet with GroupNorm, `blocks` blocks a stage (3 is ResNet-20): images [n, 3, h, w] to
+    logits [n, classes].
+    """
     stages = [
-        ResidualBlock(inputs if block == 0 else outputs, outputs, stride=2 if block == 0 and stage > 0 else 1, groups=groups)
+        ResidualBlock(
+            inputs if block == 0 else outputs,
+            outputs,
+            stride=2 if block == 0 and stage > 0 else 1,
+            groups=groups,
+        )
         for stage, (inputs, outputs) in enumerate(pairwise((widths[0], *widths)))
         for block in range(blocks)
     ]
@@ -92,7 +107,10 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         n, t, width = x.shape
-        query, key, value = (part.view(n, t, self.heads, -1).transpose(1, 2) for part in self.query_key_value(x).split(width, dim=2))
+        query, key, value = (
+            part.view(n, t, self.heads, -1).transpose(1, 2)
+            for part in self.query_key_value(x).split(width, dim=2)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.attention_out(mixed.transpose(1, 2).reshape(n, t, width))
 
@@ -100,7 +118,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder whose head is its embedding: tokens [n, t] to logits [n, t, vocabulary]."""
 
-    def __init__(self, vocabulary: int = 8192, positions: int = 128, width: int = 256, layers: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 8192, positions: int = 128, width: int = 256, layers: int = 4, heads: int = 4
+    ) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(positions, width)

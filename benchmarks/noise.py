@@ -4,13 +4,15 @@
 
 Two contests, whose ways take turns in every round:
 
-    normals      so many float32 normals in new memory: psgrad's default generator (AES-256 in counter mode), its `torch` opt-out,
+    normals      so many float32 normals in new memory: psgrad's default generator (AES-256 in counter mode),
+    its `torch` opt-out,
                  torch.randn, and, where randomgen is installed, its AES and ChaCha generators
-    step         a perceptron of about so many parameters, a batch of 256: the ordinary step of SGD, the private one (clip, noise, SGD),
+    step         a perceptron of about so many parameters, a batch of 256: the ordinary step of SGD, the
+    private one (clip, noise, SGD),
                  the same without noise, and the noise by itself. Records are not drawn, and rows not fetched
 
-Apart from both, nanoseconds of processor time a draw of the discrete Gaussian, which is one thread's work, for standard deviations of 1 to
-10^12 steps of the grid.
+Apart from both, nanoseconds of processor time a draw of the discrete Gaussian, which is one thread's work,
+for standard deviations of 1 to 10^12 steps of the grid.
 
 The bar: the noise is at most a quarter of the private step.
 """
@@ -30,12 +32,12 @@ import torch.nn.functional as F
 from models import mlp
 from norms import Timing, machine, time_in_turn
 
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.discrete import discrete_gaussian
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.source import batch_source
 
 CPU = torch.device("cpu")
 # What the noise may be of the whole step.
@@ -66,7 +68,9 @@ def generators(count: int) -> dict[str, Callable[[], Any]]:
 
 
 def hidden_width(parameters: int) -> int:
-    """Of a perceptron with two hidden layers of the same width w and about so many parameters: w^2 + (784 + 10) w of them."""
+    """Of a perceptron with two hidden layers of the same width w and about so many parameters: w^2 + (784 +
+    10) w of them.
+    """
     half = (INPUTS + CLASSES) / 2
     return max(1, round((half**2 + parameters) ** 0.5 - half))
 
@@ -130,8 +134,12 @@ def print_table(title: str, timings: dict[str, Timing]) -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time secure noise, by itself and as a part of a private step.")
-    parser.add_argument("--parameters", type=int, default=10_000_000, help="about so many (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Time secure noise, by itself and as a part of a private step."
+    )
+    parser.add_argument(
+        "--parameters", type=int, default=10_000_000, help="about so many (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args(words)
@@ -147,15 +155,23 @@ def main(words: list[str] | None = None) -> None:
     ways, parameters = steps(arguments.parameters)
     step = time_in_turn(ways, arguments.rounds, CPU)
     print_table(f"a step of {parameters} parameters, a batch of {BATCH}", step)
-    print(f"  noise is {share(step):.0%} of the private step; at most {BAR:.0%}: {'pass' if share(step) <= BAR else 'FAIL'}")
+    print(
+        f"  noise is {share(step):.0%} of the private step; at most {BAR:.0%}:"
+        f" {'pass' if share(step) <= BAR else 'FAIL'}"
+    )
     draws = discrete(arguments.rounds, DRAWS)
-    print("\ndiscrete Gaussian: " + ", ".join(f"sigma {name}: {taken:.0f} ns" for name, taken in draws.items()))
+    print(
+        "\ndiscrete Gaussian: " + ", ".join(f"sigma {name}: {taken:.0f} ns" for name, taken in draws.items())
+    )
 
     if arguments.json is not None:
         content = {
             "machine": facts,
             "rounds": arguments.rounds,
-            "normals": {"count": arguments.parameters, "seconds": {name: asdict(timing) for name, timing in normals.items()}},
+            "normals": {
+                "count": arguments.parameters,
+                "seconds": {name: asdict(timing) for name, timing in normals.items()},
+            },
             "step": {
                 "parameters": parameters,
                 "batch": BATCH,

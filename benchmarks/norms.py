@@ -1,9 +1,10 @@
-"""What per-sample gradient norms and clipped sums cost, as a multiple of the ordinary forward and backward pass.
+"""What per-sample gradient norms and clipped sums cost, as a multiple of the ordinary forward and backward
+pass.
 
     python benchmarks/norms.py [--rounds 11] [--only cnn mlp] [--json FILE] [--device cpu]
 
-For each network, four ways to spend a batch are timed in turn, round after round in one process, so that whatever else the machine
-does falls on all of them alike:
+For each network, four ways to spend a batch are timed in turn, round after round in one process, so that
+whatever else the machine does falls on all of them alike:
 
     plain        forward and backward of the batch's mean loss
     torch.func   vmap(grad) of the one-sample loss, then the norms
@@ -33,16 +34,17 @@ import torch.nn.functional as F
 from models import GPT, cnn, mlp, resnet
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import (
     SquareNorms,
     per_sample_square_norms,
     per_sample_weighted_sum,
 )
-from psgrad.engine.objective import Objective
 
 # What norms, and norms and clipped sums together, may cost on two CPU cores, as a multiple of plain.
 BARS = {"norms": 1.25, "clipped": 1.5}
-# A quick way is called as often in each round as fits into this many seconds, so that the clock's grain does not show.
+# A quick way is called as often in each round as fits into this many seconds, so that the clock's grain does
+# not show.
 SHORTEST_TIMING = 0.05
 
 
@@ -104,7 +106,8 @@ class Contest:
     def plain(self) -> Tensor:
         self.model.zero_grad()
         output = self.model(self.inputs)
-        # [n, classes] or [n, t, classes]: every sample has as many terms, so that the mean of all is the mean of the samples.
+        # [n, classes] or [n, t, classes]: every sample has as many terms, so that the mean of all is the mean
+        # of the samples.
         loss = F.cross_entropy(output.flatten(0, -2), self.target.flatten())
         loss.backward()
         return loss.detach()
@@ -114,12 +117,16 @@ class Contest:
             output = torch.func.functional_call(self.model, parameters, (inputs[None],))
             return F.cross_entropy(output[0], target)
 
-        gradients = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(self.parameters, self.inputs, self.target)
+        gradients = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(
+            self.parameters, self.inputs, self.target
+        )
         norms = [gradient.flatten(1).norm(dim=1, dtype=accumulate_in) for gradient in gradients.values()]
         return torch.stack(norms).norm(dim=0)
 
     def norms(self) -> Tensor:
-        found = per_sample_square_norms(self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True)
+        found = per_sample_square_norms(
+            self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True
+        )
         return found.square_norms().sqrt()
 
     def clipped(self) -> dict[str, Tensor]:
@@ -127,13 +134,20 @@ class Contest:
             return (self.bound / norms.square_norms().sqrt()).clamp(max=1)
 
         loss, params = self.objective.loss, self.objective.params
-        return per_sample_weighted_sum(loss, params, (self.inputs,), self.target, weights=weights, has_aux=True).sums
+        return per_sample_weighted_sum(
+            loss, params, (self.inputs,), self.target, weights=weights, has_aux=True
+        ).sums
 
     def errors(self) -> dict[str, float]:
-        """The largest relative error of the norms, ours and torch.func's, against a loop of one-sample gradients in float64."""
+        """The largest relative error of the norms, ours and torch.func's, against a loop of one-sample
+        gradients in float64.
+        """
         exact = self.loop_in_float64()
         ways = {"norms": self.norms(), "torch.func": self.torch_func(accumulate_in=torch.float64)}
-        return {name: ((norms[: len(exact)].double() - exact).abs() / exact).max().item() for name, norms in ways.items()}
+        return {
+            name: ((norms[: len(exact)].double() - exact).abs() / exact).max().item()
+            for name, norms in ways.items()
+        }
 
     def loop_in_float64(self, samples: int = 8) -> Tensor:
         """[samples]: plain autograd, one sample at a time."""
@@ -147,13 +161,20 @@ class Contest:
         return torch.stack(norms)
 
     def ways(self) -> dict[str, Callable[[], Any]]:
-        return {"plain": self.plain, "torch.func": self.torch_func, "norms": self.norms, "clipped": self.clipped}
+        return {
+            "plain": self.plain,
+            "torch.func": self.torch_func,
+            "norms": self.norms,
+            "clipped": self.clipped,
+        }
 
 
 Clock = Callable[[], float]
 
 
-def seconds(way: Callable[[], Any], repeats: int, device: torch.device, clock: Clock = time.perf_counter) -> float:
+def seconds(
+    way: Callable[[], Any], repeats: int, device: torch.device, clock: Clock = time.perf_counter
+) -> float:
     """Time of one call by the clock on the wall (or another one), the mean over `repeats` of them."""
     start = clock()
     for _ in range(repeats):
@@ -166,7 +187,9 @@ def seconds(way: Callable[[], Any], repeats: int, device: torch.device, clock: C
 def time_in_turn(
     ways: dict[str, Callable[[], Any]], rounds: int, device: torch.device, clock: Clock = time.perf_counter
 ) -> dict[str, Timing]:
-    """Every way once a round, after a first call of each that is thrown away and a second that tells how often to repeat it."""
+    """Every way once a round, after a first call of each that is thrown away and a second that tells how
+    often to repeat it.
+    """
     for way in ways.values():
         seconds(way, 1, device)
     repeats = {name: 1 + int(SHORTEST_TIMING / seconds(way, 1, device)) for name, way in ways.items()}
@@ -175,14 +198,22 @@ def time_in_turn(
         for name, way in ways.items():
             taken[name].append(seconds(way, repeats[name], device, clock))
 
-    quartiles = {name: torch.tensor(times).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist() for name, times in taken.items()}
+    quartiles = {
+        name: torch.tensor(times).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+        for name, times in taken.items()
+    }
     plain = quartiles["plain"][1]
-    return {name: Timing(middle, lower, upper, middle / plain) for name, (lower, middle, upper) in quartiles.items()}
+    return {
+        name: Timing(middle, lower, upper, middle / plain)
+        for name, (lower, middle, upper) in quartiles.items()
+    }
 
 
 def verdicts(timings: dict[str, Timing]) -> dict[str, str]:
     """What each of psgrad's two ways has to keep, and whether it does."""
-    return {way: f"at most {bar}: {'pass' if timings[way].ratio <= bar else 'FAIL'}" for way, bar in BARS.items()}
+    return {
+        way: f"at most {bar}: {'pass' if timings[way].ratio <= bar else 'FAIL'}" for way, bar in BARS.items()
+    }
 
 
 def machine(device: torch.device) -> dict[str, str | int]:
@@ -190,7 +221,11 @@ def machine(device: torch.device) -> dict[str, str | int]:
     processor = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
-        models = [line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.split(":", 1)[1].strip()
+            for line in information.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         processor = models[0] if models else processor
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -202,28 +237,50 @@ def machine(device: torch.device) -> dict[str, str | int]:
     }
 
 
-def print_table(case: Case, timings: dict[str, Timing], errors: dict[str, float], device: torch.device) -> None:
+def print_table(
+    case: Case, timings: dict[str, Timing], errors: dict[str, float], device: torch.device
+) -> None:
     # The bars are for two CPU cores; elsewhere the ratios stand for themselves.
     bars = verdicts(timings) if device.type == "cpu" else {}
-    print(f"\n{case.description}; relative error in float32: " + ", ".join(f"{name} {error:.0e}" for name, error in errors.items()))
+    print(
+        f"\n{case.description}; relative error in float32: "
+        + ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
+    )
     print(f"  {'':<12}{'median':>10}{'quartiles':>20}{'x plain':>10}   bar")
     for name, timing in timings.items():
         quartiles = f"{1e3 * timing.lower_quartile:.1f} .. {1e3 * timing.upper_quartile:.1f}"
-        print(f"  {name:<12}{1e3 * timing.median:>7.1f} ms{quartiles:>20}{timing.ratio:>10.2f}   {bars.get(name, '')}".rstrip(), flush=True)
+        print(
+            f"  {name:<12}{1e3 * timing.median:>7.1f} ms{quartiles:>20}{timing.ratio:>10.2f}  "
+            f" {bars.get(name, '')}".rstrip(),
+            flush=True,
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time per-sample gradient norms against the ordinary backward pass.")
+    parser = argparse.ArgumentParser(
+        description="Time per-sample gradient norms against the ordinary backward pass."
+    )
     parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+        metavar="NAME",
+        help=f"of {', '.join(CASES)}",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's loop over samples for attention on CPU
+    warnings.filterwarnings(
+        "ignore", message="There is a performance drop"
+    )  # torch.func's loop over samples for attention on CPU
     facts = machine(arguments.device)
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
 
@@ -239,7 +296,11 @@ def main() -> None:
         }
     if arguments.json is not None:
         arguments.json.write_text(
-            json.dumps({"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": results}, indent=1) + "\n", encoding="utf-8"
+            json.dumps(
+                {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": results}, indent=1
+            )
+            + "\n",
+            encoding="utf-8",
         )
 
 

@@ -1,18 +1,20 @@
-"""How well rules find labels that were flipped on purpose, on scikit-learn's digits: conformal p-values against trusted digits, the review
-list, and rules that need no reference.
+"""How well rules find labels that were flipped on purpose, on scikit-learn's digits: conformal p-values
+against trusted digits, the review list, and rules that need no reference.
 
     python benchmarks/outliers.py [--rounds 20] [--json FILE]
 
-Each round draws the digits anew and trains the network of configs/digits by its recipe. Four settings, by what the network has seen:
+Each round draws the digits anew and trains the network of configs/digits by its recipe. Four settings, by
+what the network has seen:
 
-    both trained on      all digits, flipped ones included; 600 of the sound ones are the reference, all others are judged
-    both held out        700 sound digits, none of which appears again; 500 sound ones are the reference, 597 are judged
-    only the judged      all but the reference, which then looks worse than it should
-    only the reference   the reference and 700 other sound digits: sound digits that are judged look worse than it
+    both trained on      all digits, flipped ones included; 600 of the sound ones are the reference, all
+    others are judged both held out        700 sound digits, none of which appears again; 500 sound ones are
+    the reference, 597 are judged only the judged      all but the reference, which then looks worse than it
+    should only the reference   the reference and 700 other sound digits: sound digits that are judged look
+    worse than it
 
-In the last two reference and samples are not exchangeable. A share of the judged labels is flipped, and each rule says whom it flags.
-`flagged` is the share of the judged, `fdr` the mean share of sound digits among the flagged (0 where none is), `worst` the largest of them,
-`precision` the mean over the rounds that flagged any.
+In the last two reference and samples are not exchangeable. A share of the judged labels is flipped, and each
+rule says whom it flags. `flagged` is the share of the judged, `fdr` the mean share of sound digits among the
+flagged (0 where none is), `worst` the largest of them, `precision` the mean over the rounds that flagged any.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ Mask = npt.NDArray[np.bool_]
 FDR = 0.1
 SHARES = (0.0, 0.03, 0.1)
 SETTINGS = ("both trained on", "both held out", "only the judged", "only the reference")
-SIZES = {"both trained on": (0, 600), "both held out": (700, 500), "only the judged": (0, 500), "only the reference": (700, 500)}
+SIZES = {
+    "both trained on": (0, 600),
+    "both held out": (700, 500),
+    "only the judged": (0, 500),
+    "only the reference": (700, 500),
+}
 """Setting to (sound digits that are only trained on, trusted digits)."""
 CHUNK = 256
 
@@ -112,8 +119,12 @@ def one_round(setting: str, share: float, number: int) -> dict[str, tuple[float,
     only_trained, trusted = SIZES[setting]
     first = only_trained + trusted
     flipped = np.zeros(len(labels), bool)
-    flipped[first + random.choice(len(labels) - first, round(share * (len(labels) - first)), replace=False)] = True
-    given = torch.from_numpy(np.where(flipped, (labels + random.integers(1, CLASSES, len(labels))) % CLASSES, labels))
+    flipped[
+        first + random.choice(len(labels) - first, round(share * (len(labels) - first)), replace=False)
+    ] = True
+    given = torch.from_numpy(
+        np.where(flipped, (labels + random.integers(1, CLASSES, len(labels))) % CLASSES, labels)
+    )
     seen = {
         "both trained on": slice(None),
         "both held out": slice(only_trained),
@@ -148,8 +159,12 @@ def summary(rounds: list[tuple[float, float | None, float | None]]) -> dict[str,
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Find flipped labels by conformal p-values, and by simpler rules.")
-    parser.add_argument("--rounds", type=int, default=20, help="of each setting and share (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Find flipped labels by conformal p-values, and by simpler rules."
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="of each setting and share (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args(words)
 
@@ -159,15 +174,24 @@ def main(words: list[str] | None = None) -> None:
     content: dict[str, Any] = {"rounds": arguments.rounds, "fdr": FDR, "sizes": {}, "found": {}}
     for setting in SETTINGS:
         only_trained, trusted = SIZES[setting]
-        content["sizes"][setting] = {"trusted": trusted, "judged": len(load_digits().target) - only_trained - trusted}
+        content["sizes"][setting] = {
+            "trusted": trusted,
+            "judged": len(load_digits().target) - only_trained - trusted,
+        }
         for share in SHARES if setting.startswith("both") else SHARES[:2]:
             rounds = [one_round(setting, share, number) for number in range(arguments.rounds)]
-            print(f"\n{setting}, {share:.0%} flipped\n  {'':<26}{'flagged':>9}{'FDR':>7}{'worst':>7}{'precision':>11}{'recall':>8}")
+            print(
+                f"\n{setting}, {share:.0%} flipped\n "
+                f" {'':<26}{'flagged':>9}{'FDR':>7}{'worst':>7}{'precision':>11}{'recall':>8}"
+            )
             for rule in rounds[0]:
                 said = summary([each[rule] for each in rounds])
                 content["found"].setdefault(setting, {}).setdefault(f"{share:g}", {})[rule] = said
                 shown = ["-" if value is None else f"{value:.3f}" for value in said.values()]
-                print(f"  {rule:<26}{shown[0]:>9}{shown[1]:>7}{shown[2]:>7}{shown[3]:>11}{shown[4]:>8}", flush=True)
+                print(
+                    f"  {rule:<26}{shown[0]:>9}{shown[1]:>7}{shown[2]:>7}{shown[3]:>11}{shown[4]:>8}",
+                    flush=True,
+                )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--rounds 41] [--inductor] [--json FILE]
 
-A perceptron of three layers, eight samples, one thread. The ways take turns in one process, round after round, so that whatever
-else the machine does falls on all of them alike:
+A perceptron of three layers, eight samples, one thread. The ways take turns in one process, round after
+round, so that whatever else the machine does falls on all of them alike:
 
     plain        forward and backward of the batch's summed loss, which gives one gradient in place of eight
     torch.func   vmap(grad) of the one-sample loss
@@ -54,7 +54,10 @@ def contest(*, inductor: bool) -> dict[str, Callable[[], Any]]:
     expected = theirs(parameters, inputs, target)
     for way in ways.values():
         torch.testing.assert_close(way(parameters, inputs, target), expected)
-    return {"plain": plain, **{name: lambda way=way: way(parameters, inputs, target) for name, way in ways.items()}}
+    return {
+        "plain": plain,
+        **{name: lambda way=way: way(parameters, inputs, target) for name, way in ways.items()},
+    }
 
 
 def print_table(timings: dict[str, Timing]) -> None:
@@ -67,9 +70,13 @@ def print_table(timings: dict[str, Timing]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time psgrad's vmap(grad), eager and replayed, against torch.func's.")
+    parser = argparse.ArgumentParser(
+        description="Time psgrad's vmap(grad), eager and replayed, against torch.func's."
+    )
     parser.add_argument("--rounds", type=int, default=41, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--inductor", action="store_true", help="with the compiled record, too; needs a C++ compiler")
+    parser.add_argument(
+        "--inductor", action="store_true", help="with the compiled record, too; needs a C++ compiler"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args()
 

@@ -1,10 +1,12 @@
 """What the planner foretells, beside what happens: the peak memory and the time of a pass over a chunk.
 
-    python benchmarks/plan.py [--only cnn text] [--chunks 1 8 32 128] [--rounds 5] [--json FILE] [--device cpu]
+    python benchmarks/plan.py [--only cnn text] [--chunks 1 8 32 128] [--rounds 5] [--json FILE] [--device
+    cpu]
 
-For the networks of norms.py and the two examples in configs/, and for norms alone and gradients that are kept: the peak beyond
-parameters and inputs, as predicted from shapes and as PyTorch's allocator counts it (see memory.py), and the seconds of norms, as
-`psgrad plan` predicts them from one row and eight and as the median of some rounds. The machine's constants are measured first.
+For the networks of norms.py and the two examples in configs/, and for norms alone and gradients that are
+kept: the peak beyond parameters and inputs, as predicted from shapes and as PyTorch's allocator counts it
+(see memory.py), and the seconds of norms, as `psgrad plan` predicts them from one row and eight and as the
+median of some rounds. The machine's constants are measured first.
 """
 
 from __future__ import annotations
@@ -27,16 +29,15 @@ from norms import CASES, draw_images, draw_tokens, draw_vectors
 from torch import Tensor
 
 from psgrad.config import load_config
-from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.planning import machines
-from psgrad.engine.gradients.planning.calibration import measure
-from psgrad.engine.gradients.planning.forecast import forecast
-from psgrad.engine.gradients.planning.plan import predict
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
-from psgrad.inputs.data import load_data
+from psgrad.engine.execution.calibration import measure
+from psgrad.engine.execution.chunk_plan import predict
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.run_plan import forecast
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import machine, per_sample_gradients, per_sample_square_norms
 from psgrad.inputs.losses import resolve_loss
-from psgrad.inputs.models import load_model
+from psgrad.inputs.models.factory import load_model
+from psgrad.inputs.sources.load import load_data
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Bars: how far a prediction may be off, as a share of what happens.
@@ -79,7 +80,9 @@ def subjects(device: torch.device) -> dict[str, Callable[[], Subject]]:
                 assert block.target is not None
                 return block.inputs[0], block.target
 
-            return Subject(Objective(load_model(config.model, config.base).model.to(device), criterion.function), rows)
+            return Subject(
+                Objective(load_model(config.model, config.base).model.to(device), criterion.function), rows
+            )
 
         return build
 
@@ -132,9 +135,15 @@ def main() -> None:
     arguments = parser.parse_args()
     device = arguments.device
     on = measure(device)
-    machines.use(on)
-    print(f"torch {torch.__version__}, {on.name}, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
-    print(f"{'model':<8}{'chunk':>6}{'norms: MB':>12}{'predicted':>11}{'kept: MB':>12}{'predicted':>11}{'norms: ms':>12}{'predicted':>11}")
+    machine.use(on)
+    print(
+        f"torch {torch.__version__}, {on.name}, {torch.get_num_threads()} threads, {arguments.rounds}"
+        " rounds\n"
+    )
+    print(
+        f"{'model':<8}{'chunk':>6}{'norms: MB':>12}{'predicted':>11}"
+        f"{'kept: MB':>12}{'predicted':>11}{'norms: ms':>12}{'predicted':>11}"
+    )
     rows: list[dict[str, Any]] = []
     for name, build in subjects(device).items():
         if arguments.only and name not in arguments.only:
@@ -143,7 +152,12 @@ def main() -> None:
         for chunk in arguments.chunks:
             inputs, target = subject.draw(1)
             way = bound(subject, per_sample_gradients)
-            if predict(way, subject.objective.params, (inputs.to(device),), target.to(device), chunk).peak_bytes > MOST_BYTES:
+            if (
+                predict(
+                    way, subject.objective.params, (inputs.to(device),), target.to(device), chunk
+                ).peak_bytes
+                > MOST_BYTES
+            ):
                 continue
             norms = peaks(subject, chunk, per_sample_square_norms, device)
             kept = peaks(subject, chunk, per_sample_gradients, device)
@@ -157,13 +171,21 @@ def main() -> None:
             print(f"{name:<8}{chunk:>6}{cells}", flush=True)
             rows.append(
                 {"model": name, "chunk": chunk}
-                | {key: dict(zip(("predicted", "measured"), pair, strict=True)) for key, pair in pairs.items()}
+                | {
+                    key: dict(zip(("predicted", "measured"), pair, strict=True))
+                    for key, pair in pairs.items()
+                }
             )
     for what, keys, bar in (("memory", ("norms", "kept"), MEMORY_BAR), ("time", ("seconds",), TIME_BAR)):
         worst = max(abs(row[key]["predicted"] / row[key]["measured"] - 1) for row in rows for key in keys)
         print(f"{what}: at most {worst:.0%} off, the bar is {bar:.0%}: {'pass' if worst <= bar else 'FAIL'}")
     if arguments.json is not None:
-        content = {"machine": on.to_json(), "torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}
+        content = {
+            "machine": on.to_json(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "rows": rows,
+        }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,20 +1,23 @@
 """What it costs to project per-sample gradients of twenty million parameters to a few thousand numbers each.
 
-    python benchmarks/project.py [--samples 32] [--columns 4096] [--rounds 5] [--only sparse two-sided] [--json FILE] [--device cpu]
+    python benchmarks/project.py [--samples 32] [--columns 4096] [--rounds 5] [--only sparse two-sided]
+    [--json FILE] [--device cpu]
 
-A perceptron 1024-4096-4096-10 and one batch. Its pass forward and back is run before the clock starts; what is timed goes from its factors
-to the [samples, columns] numbers:
+A perceptron 1024-4096-4096-10 and one batch. Its pass forward and back is run before the clock starts; what
+is timed goes from its factors to the [samples, columns] numbers:
 
-    rademacher   independent signs, columns x parameters of them: they are made anew for each call and shared by its samples
-    sparse       a count sketch, one sign a parameter
-    two-sided    a sketch of each weight's rows and of its columns, as many columns for each parameter
+    rademacher   independent signs, columns x parameters of them: they are made anew for each call and shared
+    by its samples sparse       a count sketch, one sign a parameter two-sided    a sketch of each weight's
+    rows and of its columns, as many columns for each parameter
 
-Beside each its rival, which takes the samples' gradients as one matrix, as TRAK and its kin do: it writes them out, and multiplies by
-blocks of a random matrix from PyTorch's generator, adds its columns up by an index, or multiplies from two sides. The dense rival is
-timed on a few columns, and the time multiplied (`--rival-columns`).
+Beside each its rival, which takes the samples' gradients as one matrix, as TRAK and its kin do: it writes
+them out, and multiplies by blocks of a random matrix from PyTorch's generator, adds its columns up by an
+index, or multiplies from two sides. The dense rival is timed on a few columns, and the time multiplied
+(`--rival-columns`).
 
-Peak is the process's own high-water mark over what it held with the factors, in a fresh process for each way (Linux only). `error` is the
-root mean square error of the samples' inner products, over the product of their norms: near 1 / sqrt(columns) for the first two.
+Peak is the process's own high-water mark over what it held with the factors, in a fresh process for each way
+(Linux only). `error` is the root mean square error of the samples' inner products, over the product of their
+norms: near 1 / sqrt(columns) for the first two.
 """
 
 from __future__ import annotations
@@ -37,8 +40,15 @@ from models import mlp
 from norms import machine, seconds
 from torch import Tensor
 
-from psgrad.engine.gradients import PerSampleGradients, Projection, Rademacher, Sparse, TwoSided, per_sample_gradients
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.gradients import (
+    PerSampleGradients,
+    Projection,
+    Rademacher,
+    Sparse,
+    TwoSided,
+    per_sample_gradients,
+)
 
 WIDTHS = (1024, 4096, 4096, 10)
 KINDS = ("rademacher", "sparse", "two-sided")
@@ -46,7 +56,9 @@ KINDS = ("rademacher", "sparse", "two-sided")
 
 @dataclass(frozen=True)
 class Found:
-    """One way's numbers: seconds a call (the dense rival's for all columns), bytes at the peak, None where the system does not tell."""
+    """One way's numbers: seconds a call (the dense rival's for all columns), bytes at the peak, None where
+    the system does not tell.
+    """
 
     seconds: float
     peak: int | None
@@ -59,7 +71,10 @@ class Contest:
         torch.manual_seed(0)
         self.columns, self.rival_columns = columns, min(rival_columns, columns)
         objective = Objective(mlp(WIDTHS).to(device), F.cross_entropy)
-        inputs, target = torch.randn(samples, WIDTHS[0], device=device), torch.randint(WIDTHS[-1], (samples,), device=device)
+        inputs, target = (
+            torch.randn(samples, WIDTHS[0], device=device),
+            torch.randint(WIDTHS[-1], (samples,), device=device),
+        )
         found = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
         self.gradients: PerSampleGradients = found
         self.parameters = sum(gradient.shape.numel() for gradient in found.gradients.values())
@@ -84,7 +99,9 @@ class Contest:
         if kind == "sparse":
             index = torch.randint(self.columns, (self.parameters,), generator=generator, device=rows.device)
             signs = torch.randint(2, (self.parameters,), generator=generator, device=rows.device) * 2.0 - 1
-            return torch.zeros(len(rows), self.columns, device=rows.device).index_add_(1, index, rows.mul_(signs))
+            return torch.zeros(len(rows), self.columns, device=rows.device).index_add_(
+                1, index, rows.mul_(signs)
+            )
         parts = []
         for start in range(0, self.rival_columns, 8):
             matrix = torch.empty(self.parameters, min(8, self.rival_columns - start), device=rows.device)
@@ -99,10 +116,15 @@ class Contest:
         return (left.t() @ gradient @ right).flatten(1)
 
     def error(self, rows: Tensor) -> float:
-        """Root mean square error of inner products of two projected samples, over the product of their norms."""
+        """Root mean square error of inner products of two projected samples, over the product of
+        their norms.
+        """
         rows = rows.double()
         exact = sum(
-            ((left @ left.t()) * (right @ right.t()) if right is not None else left @ left.t() for left, right in self._factors()),
+            (
+                (left @ left.t()) * (right @ right.t()) if right is not None else left @ left.t()
+                for left, right in self._factors()
+            ),
             start=torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device),
         )
         lengths = exact.diagonal().sqrt()
@@ -131,7 +153,14 @@ def peak(arguments: argparse.Namespace, kind: str, way: str) -> int | None:
     if arguments.device.type != "cpu" or not Path("/proc/self/clear_refs").exists():
         return None
     # the rival's memory does not grow with columns that are done one block after the other
-    sizes = ["--samples", arguments.samples, "--columns", arguments.columns, "--rival-columns", min(8, arguments.columns)]
+    sizes = [
+        "--samples",
+        arguments.samples,
+        "--columns",
+        arguments.columns,
+        "--rival-columns",
+        min(8, arguments.columns),
+    ]
     command = [sys.executable, str(Path(__file__).resolve()), "--peak", kind, way, *map(str, sizes)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -144,7 +173,9 @@ def measure(contest: Contest, kind: str, arguments: argparse.Namespace) -> tuple
     for number in range(rounds + (kind != "rademacher")):
         for way, call in contest.ways(kind).items():
             rows: list[Tensor] = []
-            spent = seconds(lambda call=call, rows=rows: rows.append(call()), 1, arguments.device) * contest.share(kind, way)
+            spent = seconds(
+                lambda call=call, rows=rows: rows.append(call()), 1, arguments.device
+            ) * contest.share(kind, way)
             error = contest.error(rows[0]) if way == "psgrad" else error
             if number or kind == "rademacher":  # a first call is thrown away
                 taken[way].append(spent)
@@ -156,19 +187,38 @@ def print_rows(contest: Contest, kind: str, found: dict[str, Found], error: floa
     for way, numbers in found.items():
         held = "" if numbers.peak is None else f"{numbers.peak / 1e6:>10,.0f} MB{numbers.peak / one:>10.2f}"
         each = 1e3 * numbers.seconds / len(contest.gradients)
-        tail = f"   error {error:.4f}" if way == "psgrad" else f"   {numbers.seconds / found['psgrad'].seconds:.1f} times psgrad's time"
+        tail = (
+            f"   error {error:.4f}"
+            if way == "psgrad"
+            else f"   {numbers.seconds / found['psgrad'].seconds:.1f} times psgrad's time"
+        )
         print(f"  {kind:<12}{way:<8}{numbers.seconds:>10.3f} s{each:>12.2f} ms{held}{tail}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time random projections of per-sample gradients against writing the gradients out.")
+    parser = argparse.ArgumentParser(
+        description="Time random projections of per-sample gradients against writing the gradients out."
+    )
     parser.add_argument("--samples", type=int, default=32, help="in the batch (default: %(default)s)")
-    parser.add_argument("--columns", type=int, default=4096, help="of the projection, a square number (default: %(default)s)")
-    parser.add_argument("--rival-columns", type=int, default=16, help="that the dense rival is timed on (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each way but the dense ones (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--columns", type=int, default=4096, help="of the projection, a square number (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rival-columns",
+        type=int,
+        default=16,
+        help="that the dense rival is timed on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="timings of each way but the dense ones (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
     parser.add_argument("--peak", nargs=2, metavar=("KIND", "WAY"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -180,7 +230,10 @@ def main() -> None:
         kind, way = arguments.peak
         names = list(contest.gradients.gradients)
         contest.gradients.select(names[-1:]).project(contest.projection(kind))  # loads the code
-        if (kind, way) == ("rademacher", "psgrad"):  # block by block: what it holds does not grow with the parameters
+        if (kind, way) == (
+            "rademacher",
+            "psgrad",
+        ):  # block by block: what it holds does not grow with the parameters
             contest.gradients = contest.gradients.select(names[:1])
         print(resident(contest.ways(kind)[way]))
         return
@@ -195,7 +248,9 @@ def main() -> None:
         results[kind] = {"error": error, **{way: asdict(numbers) for way, numbers in found.items()}}
     if arguments.json is not None:
         sizes = {"parameters": contest.parameters, "samples": arguments.samples, "columns": arguments.columns}
-        arguments.json.write_text(json.dumps({"machine": facts, **sizes, "kinds": results}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"machine": facts, **sizes, "kinds": results}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""psgrad beside the others that compute per-sample gradients, on the same networks and batches, in one process.
+"""psgrad beside the others that compute per-sample gradients, on the same networks and batches, in one
+process.
 
-    python benchmarks/rivals.py [--rounds 7] [--only cnn gpt] [--tasks norms clipped] [--json FILE] [--device cpu]
+    python benchmarks/rivals.py [--rounds 7] [--only cnn gpt] [--tasks norms clipped] [--json FILE] [--device
+    cpu]
 
-For each network there are three tasks: the norms, the sum of the gradients after each is clipped to the median norm, and all gradients
-written out. contenders.py has everybody's way of doing each. Before a way is timed, its numbers are held against psgrad's, and psgrad's
-against a float64 loop over single samples: a way that is wrong, or that refuses the network, is named with its reason and not timed.
-All ways take turns in every round.
+For each network there are three tasks: the norms, the sum of the gradients after each is clipped to the
+median norm, and all gradients written out. contenders.py has everybody's way of doing each. Before a way is
+timed, its numbers are held against psgrad's, and psgrad's against a float64 loop over single samples: a way
+that is wrong, or that refuses the network, is named with its reason and not timed. All ways take turns in
+every round.
 
-The bars: norms and clipped sums at least 1.3 times as fast as the best of the others; materialised gradients no slower than any.
-Needs the packages of requirements-rivals.txt; a rival that is not installed is left out, and named.
+The bars: norms and clipped sums at least 1.3 times as fast as the best of the others; materialised gradients
+no slower than any. Needs the packages of requirements-rivals.txt; a rival that is not installed is left out,
+and named.
 """
 
 from __future__ import annotations
@@ -34,13 +38,16 @@ from torch import Tensor, nn
 
 # How many times psgrad's time the best rival must take at least.
 BARS = {"norms": 1.3, "clipped": 1.3, "materialised": 1.0}
-# Relative; some take norms of millions of float32 in a row, which costs them 1e-4. More than this is not rounding.
+# Relative; some take norms of millions of float32 in a row, which costs them 1e-4. More than this is not
+# rounding.
 WRONG = 1e-3
 CHECKED_SAMPLES = 5
 
 
 class UntiedGPT(GPT):
-    """The GPT as those need it who have a formula a layer type: a head of its own, and a position index for every sample."""
+    """The GPT as those need it who have a formula a layer type: a head of its own, and a position index for
+    every sample.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +59,17 @@ class UntiedGPT(GPT):
         return self.head(self.norm(self.blocks(x)))
 
 
-UNTIED = Case("the same GPT, head not tied, a position index a sample", UntiedGPT, lambda: draw_tokens(16, 128, 8192))
+UNTIED = Case(
+    "the same GPT, head not tied, a position index a sample", UntiedGPT, lambda: draw_tokens(16, 128, 8192)
+)
 NETWORKS = CASES | {"gpt-untied": UNTIED}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best rival's time over psgrad's, whether that keeps the bar, and whether the quartiles of the two times overlap."""
+    """The best rival's time over psgrad's, whether that keeps the bar, and whether the quartiles of the two
+    times overlap.
+    """
 
     best: str
     speedup: float
@@ -83,8 +94,12 @@ def exact_gradients(problem: Problem) -> list[Tensor]:
     """[k, *shape] float64 for each parameter: plain autograd, one of the first k samples at a time."""
     model = copy.deepcopy(problem.model).double()
     rows = []
-    for inputs, target in zip(problem.inputs[:CHECKED_SAMPLES], problem.target[:CHECKED_SAMPLES], strict=True):
-        loss = F.cross_entropy(model(inputs.double()[None] if inputs.is_floating_point() else inputs[None])[0], target)
+    for inputs, target in zip(
+        problem.inputs[:CHECKED_SAMPLES], problem.target[:CHECKED_SAMPLES], strict=True
+    ):
+        loss = F.cross_entropy(
+            model(inputs.double()[None] if inputs.is_floating_point() else inputs[None])[0], target
+        )
         rows.append(torch.autograd.grad(loss, list(model.parameters())))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
@@ -92,30 +107,43 @@ def exact_gradients(problem: Problem) -> list[Tensor]:
 def distance(task: str, found: Any, expected: Any) -> float:
     """The relative error: the median over samples, of a clipped sum that of the whole.
 
-    The median, because a ReLU whose input is zero but for rounding may go either way: one sample's gradient then differs by a part in a
-    hundred, and neither is wrong. A wrong formula is wrong for most samples.
+    The median, because a ReLU whose input is zero but for rounding may go either way: one sample's gradient
+    then differs by a part in a hundred, and neither is wrong. A wrong formula is wrong for most samples.
     """
     if task == "norms":
-        return float(((found.double() - expected).abs() / expected).median()) if found.shape == expected.shape else math.inf
+        return (
+            float(((found.double() - expected).abs() / expected).median())
+            if found.shape == expected.shape
+            else math.inf
+        )
     if any(one.shape != other.shape for one, other in zip(found, expected, strict=True)):
         return math.inf
     keep = 0 if task == "clipped" else 1
-    apart = sum((one.double() - other).square().flatten(keep).sum(-1) for one, other in zip(found, expected, strict=True))
+    apart = sum(
+        (one.double() - other).square().flatten(keep).sum(-1)
+        for one, other in zip(found, expected, strict=True)
+    )
     size = sum(other.double().square().flatten(keep).sum(-1) for other in expected)
     return float((apart / size).sqrt().median())
 
 
 def check_ours(problem: Problem, ways: dict[str, Way]) -> float:
-    """psgrad's relative error, of gradients and of norms, against float64. Raises AssertionError where it is wrong itself."""
+    """psgrad's relative error, of gradients and of norms, against float64. Raises AssertionError where it is
+    wrong itself.
+    """
     exact = exact_gradients(problem)
-    error = distance("materialised", [gradient[:CHECKED_SAMPLES] for gradient in ways["materialised"]()], exact)
+    error = distance(
+        "materialised", [gradient[:CHECKED_SAMPLES] for gradient in ways["materialised"]()], exact
+    )
     squares = torch.stack([gradient.square().flatten(1).sum(1) for gradient in exact]).sum(0)
     error = max(error, distance("norms", ways["norms"]()[:CHECKED_SAMPLES], squares.sqrt()))
     assert error < 1e-5, f"psgrad is {error:.1e} off; nothing is timed"
     return error
 
 
-def prepared(problem: Problem, build: Callable[[Problem], dict[str, Way]], expected: dict[str, Any]) -> dict[str, Way | str]:
+def prepared(
+    problem: Problem, build: Callable[[Problem], dict[str, Way]], expected: dict[str, Any]
+) -> dict[str, Way | str]:
     """A rival's ways by task; in place of one that can't be timed, why."""
     try:
         ways = build(problem)
@@ -182,17 +210,28 @@ def contest(case: Case, tasks: list[str], rounds: int, device: torch.device) -> 
     return found
 
 
-def print_table(task: str, timings: dict[str, Timing], refused: dict[str, str], verdict: Verdict | None) -> None:
+def print_table(
+    task: str, timings: dict[str, Timing], refused: dict[str, str], verdict: Verdict | None
+) -> None:
     print(f"\n  {task:<22}{'median':>11}{'quartiles':>20}{'x plain':>10}{'x psgrad':>10}")
     ours = timings["psgrad"].median
     for name, timing in timings.items():
         quartiles = f"{1e3 * timing.lower_quartile:.1f} .. {1e3 * timing.upper_quartile:.1f}"
-        print(f"    {name:<20}{1e3 * timing.median:>8.1f} ms{quartiles:>20}{timing.ratio:>10.2f}{timing.median / ours:>10.2f}")
+        print(
+            f"    {name:<20}{1e3 * timing.median:>8.1f}"
+            f" ms{quartiles:>20}{timing.ratio:>10.2f}{timing.median / ours:>10.2f}"
+        )
     for name, reason in refused.items():
         print(f"    {name:<20} {reason}")
     if verdict is not None:
-        outcome = ("pass" if verdict.passed else "FAIL") + (" (their quartiles overlap)" if verdict.overlap else "")
-        print(f"    {verdict.speedup:.2f} times as fast as {verdict.best}, at least {verdict.bar:.1f}: {outcome}", flush=True)
+        outcome = ("pass" if verdict.passed else "FAIL") + (
+            " (their quartiles overlap)" if verdict.overlap else ""
+        )
+        print(
+            f"    {verdict.speedup:.2f} times as fast as {verdict.best}, at least {verdict.bar:.1f}:"
+            f" {outcome}",
+            flush=True,
+        )
 
 
 def versions() -> dict[str, str]:
@@ -209,11 +248,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time psgrad beside torch.func, Opacus and BackPACK.")
     parser.add_argument("--rounds", type=int, default=7, help="timings of each way (default: %(default)s)")
     parser.add_argument(
-        "--only", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), metavar="NAME", help=f"of {', '.join(NETWORKS)}"
+        "--only",
+        nargs="+",
+        choices=list(NETWORKS),
+        default=list(NETWORKS),
+        metavar="NAME",
+        help=f"of {', '.join(NETWORKS)}",
     )
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS)
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -222,7 +270,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # the rivals' own, on every pass
     facts = machine(arguments.device) | versions()
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
-    cases = {name: contest(NETWORKS[name], arguments.tasks, arguments.rounds, arguments.device) for name in arguments.only}
+    cases = {
+        name: contest(NETWORKS[name], arguments.tasks, arguments.rounds, arguments.device)
+        for name in arguments.only
+    }
     if arguments.json is not None:
         content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

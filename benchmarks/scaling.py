@@ -1,21 +1,23 @@
 """How the time of per-sample norms grows: with samples, positions, vocabulary, width and depth.
 
-    python benchmarks/scaling.py [--rounds 5] [--only samples vocabulary] [--json FILE] [--plot FILE] [--device cpu] [--tiny]
+    python benchmarks/scaling.py [--rounds 5] [--only samples vocabulary] [--json FILE] [--plot FILE]
+    [--device cpu] [--tiny]
 
-samples      a run over 10^2 to 10^5 rows of digits (the data set over and over) through the CNN of configs/digits, in chunks, as the tool
+samples      a run over 10^2 to 10^5 rows of digits (the data set over and over) through the CNN of
+configs/digits, in chunks, as the tool
              runs; `fixed` takes 100 rows at a time, `automatic` leaves the size to the tool
-positions    GPT of 4 layers of 256, two samples of 64 to 2,048 tokens
-vocabulary   the same GPT, four samples of 128 tokens, a table of 1,000 to 100,000 rows; `without head` leaves the output layer out, so that
+positions    GPT of 4 layers of 256, two samples of 64 to 2,048 tokens vocabulary   the same GPT, four samples
+of 128 tokens, a table of 1,000 to 100,000 rows; `without head` leaves the output layer out, so that
              the table is only looked up in
 width        GPT of 2 layers of 64 to 1,024
 depth        GPT of 1 to 16 layers of 128
 
-Beside the norms stands the ordinary forward and backward pass of the same batch, but for samples. For each series the exponent k of
-time = c * size^k is fitted on logarithms, by least squares, with its standard error: where a series is no power law, the exponent is its
-mean slope, and the plot tells.
+Beside the norms stands the ordinary forward and backward pass of the same batch, but for samples. For each
+series the exponent k of time = c * size^k is fitted on logarithms, by least squares, with its standard error:
+where a series is no power law, the exponent is its mean slope, and the plot tells.
 
-The bars: samples linear to within 3 % (exponent between 0.97 and 1.03 in whole chunks of one size); without head, norms independent of the
-vocabulary (exponent at most 0.03).
+The bars: samples linear to within 3 % (exponent between 0.97 and 1.03 in whole chunks of one size); without
+head, norms independent of the vocabulary (exponent at most 0.03).
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ from models import GPT
 from norms import draw_tokens, machine
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
-from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
 
 DIGITS = Path(__file__).parents[1] / "configs" / "digits"
 # |exponent - value| at most so much, by (axis, series).
@@ -76,7 +78,8 @@ class Axis:
     jobs: Callable[[int, torch.device], dict[str, Job]]
 
 
-# -- samples -------------------------------------------------------------------------------------------------------------------------
+# -- samples
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def over_samples(rows: int, device: torch.device) -> dict[str, Job]:
     return {"fixed": run(100), "automatic": run("auto")}
 
 
-# -- the GPT -------------------------------------------------------------------------------------------------------------------------
+# -- the GPT
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Headless(GPT):
@@ -143,13 +147,19 @@ def energy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def pair(
-    model: nn.Module, tokens: Tensor, target: Tensor, criterion: Callable[[Tensor, Tensor], Tensor], suffix: str = ""
+    model: nn.Module,
+    tokens: Tensor,
+    target: Tensor,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    suffix: str = "",
 ) -> dict[str, Job]:
     """The norms, and the ordinary pass of the same batch."""
     objective = Objective(model, criterion)
 
     def norms() -> Tensor:
-        return per_sample_square_norms(objective.loss, objective.params, (tokens,), target, has_aux=True).square_norms()
+        return per_sample_square_norms(
+            objective.loss, objective.params, (tokens,), target, has_aux=True
+        ).square_norms()
 
     def plain() -> None:
         model.zero_grad()
@@ -189,17 +199,22 @@ AXES = [
     Axis("depth", (1, 2, 4, 8, 16), over_depth),
 ]
 
-# -- timing --------------------------------------------------------------------------------------------------------------------------
+# -- timing
+# ------------------------------------------------------------------------------------------------------------
 
 
 def time_axis(axis: Axis, rounds: int, device: torch.device) -> dict[str, list[list[float]]]:
-    """series -> seconds [size][round]. Within a round all sizes and series take turns, so that a busy machine slows them alike."""
+    """series -> seconds [size][round]. Within a round all sizes and series take turns, so that a busy machine
+    slows them alike.
+    """
     torch.manual_seed(0)
     jobs = {size: axis.jobs(size, device) for size in axis.sizes}
     series = list(jobs[axis.sizes[0]])
     times: dict[str, list[list[float]]] = {name: [[] for _ in axis.sizes] for name in series}
     for name in series:  # code is loaded, kernels are chosen and chunks predicted on a first call
-        for size in axis.sizes if axis.name != "samples" else [rows for rows in axis.sizes if rows <= WARM_ROWS]:
+        for size in (
+            axis.sizes if axis.name != "samples" else [rows for rows in axis.sizes if rows <= WARM_ROWS]
+        ):
             jobs[size][name]()
     for _ in range(rounds):
         for place, size in enumerate(axis.sizes):
@@ -225,16 +240,26 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
 def measure(axis: Axis, rounds: int, device: torch.device) -> dict[str, Any]:
     """What the JSON has of one axis; prints it."""
     times = time_axis(axis, rounds, device)
-    print(f"\n{axis.name} ({UNITS[axis.name]}), milliseconds\n  {'':<20}" + "".join(f"{size:>10}" for size in axis.sizes) + "   exponent")
+    print(
+        f"\n{axis.name} ({UNITS[axis.name]}), milliseconds\n  {'':<20}"
+        + "".join(f"{size:>10}" for size in axis.sizes)
+        + "   exponent"
+    )
     found: dict[str, Any] = {}
     for name, rows in times.items():
         medians = [statistics.median(row) for row in rows]
         fitted = fit(axis.sizes, medians)
         print(
-            f"  {name:<20}" + "".join(f"{1e3 * value:>10.1f}" for value in medians) + f"   {fitted.exponent:.3f} +- {fitted.error:.3f}",
+            f"  {name:<20}"
+            + "".join(f"{1e3 * value:>10.1f}" for value in medians)
+            + f"   {fitted.exponent:.3f} +- {fitted.error:.3f}",
             end="",
         )
-        found[name] = {"seconds": medians, "least": [min(row) for row in rows], "most": [max(row) for row in rows]} | asdict(fitted)
+        found[name] = {
+            "seconds": medians,
+            "least": [min(row) for row in rows],
+            "most": [max(row) for row in rows],
+        } | asdict(fitted)
         if (axis.name, name) in BARS:
             value, width = BARS[axis.name, name]
             passed = abs(fitted.exponent - value) <= width
@@ -244,7 +269,8 @@ def measure(axis: Axis, rounds: int, device: torch.device) -> dict[str, Any]:
     return {"sizes": list(axis.sizes), "series": found}
 
 
-# -- the plot ------------------------------------------------------------------------------------------------------------------------
+# -- the plot
+# ------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the markers differ, too.
 STYLES = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-"), ("#CC79A7", "D", "--"))
@@ -263,14 +289,27 @@ def draw(found: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
     for panel, (name, axis) in zip(panels, found.items(), strict=False):
         for (colour, marker, line), (series, values) in zip(STYLES, axis["series"].items(), strict=False):
             milliseconds = [1e3 * value for value in values["seconds"]]
-            below = [1e3 * (middle - low) for middle, low in zip(values["seconds"], values["least"], strict=True)]
-            above = [1e3 * (high - middle) for middle, high in zip(values["seconds"], values["most"], strict=True)]
+            below = [
+                1e3 * (middle - low) for middle, low in zip(values["seconds"], values["least"], strict=True)
+            ]
+            above = [
+                1e3 * (high - middle) for middle, high in zip(values["seconds"], values["most"], strict=True)
+            ]
             label = f"{series}: exponent {values['exponent']:.2f} ± {values['error']:.2f}"
-            style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "linewidth": 1.6, "capsize": 2}
+            style = {
+                "color": colour,
+                "marker": marker,
+                "linestyle": line,
+                "markersize": 5,
+                "linewidth": 1.6,
+                "capsize": 2,
+            }
             panel.errorbar(axis["sizes"], milliseconds, yerr=[below, above], label=label, **style)
         panel.set_xscale("log")
         panel.set_yscale("log")
-        panel.set_xticks(axis["sizes"], labels=[f"{size:,}" for size in axis["sizes"]], rotation=30, ha="right")
+        panel.set_xticks(
+            axis["sizes"], labels=[f"{size:,}" for size in axis["sizes"]], rotation=30, ha="right"
+        )
         panel.xaxis.set_minor_locator(NullLocator())
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
@@ -285,14 +324,15 @@ def draw(found: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
         panel.axis("off")
     if len(found) < len(panels):
         words = (
-            "Time of per-sample gradient norms (psgrad),\nand of the ordinary forward and backward pass\nof the same batch (plain).\n\n"
-            "samples: the whole data set, in chunks of 100 rows\n(fixed) and of the tool's choice (automatic);\n"
-            "elsewhere: one batch.\n\n"
-            "Points are medians, bars run from the fastest round\nto the slowest. Exponents are least squares on\n"
-            "logarithms, ± standard error.\n\n"
-            f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}"
+            "Time of per-sample gradient norms (psgrad),\nand of the ordinary forward and backward pass\nof"
+            " the same batch (plain).\n\nsamples: the whole data set, in chunks of 100 rows\n(fixed) and of"
+            " the tool's choice (automatic);\nelsewhere: one batch.\n\nPoints are medians, bars run from the"
+            " fastest round\nto the slowest. Exponents are least squares on\nlogarithms, ± standard"
+            f" error.\n\n{facts['device']}, {facts['threads']} threads, torch {facts['torch']}"
         )
-        panels[-1].text(0, 0.95, words, va="top", fontsize=10, linespacing=1.5, transform=panels[-1].transAxes)
+        panels[-1].text(
+            0, 0.95, words, va="top", fontsize=10, linespacing=1.5, transform=panels[-1].transAxes
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -301,11 +341,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How the time of per-sample gradient norms grows.")
     names = [axis.name for axis in AXES]
     parser.add_argument("--rounds", type=int, default=5, help="timings of each point (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="AXIS", help=", ".join(names))
-    parser.add_argument("--tiny", action="store_true", help="the two smallest sizes of each axis, to see the script run")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="AXIS", help=", ".join(names)
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="the two smallest sizes of each axis, to see the script run"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    )
     return parser.parse_args()
 
 

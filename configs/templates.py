@@ -2,9 +2,10 @@
 
     python configs/templates.py
 
-writes into `psgrad/cli/templates`: for image and tabular data of scikit-learn with a few labels flipped on purpose, and for all three a
-model.safetensors, the weights of the model.py beside it, trained on these data. It takes under a minute. The data come out the same
-everywhere; the weights differ in their last digits from machine to machine.
+writes into `psgrad/cli/templates`: for image and tabular data of scikit-learn with a few labels flipped on
+purpose, and for all three a model.safetensors, the weights of the model.py beside it, trained on these data.
+It takes under a minute. The data come out the same everywhere; the weights differ in their last digits from
+machine to machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def code(name: str) -> dict[str, Any]:
 
 
 def train(model: nn.Module, inputs: Tensor, targets: Tensor, epochs: int, rate: float) -> nn.Module:
-    """The model after `epochs` passes of AdamW; targets [n], or [n, t] with the classes last in the output."""
+    """The model after `epochs` passes of AdamW; targets [n], or [n, t] with the classes last in the
+    output.
+    """
     torch.manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     for _ in range(epochs):
@@ -60,9 +63,16 @@ def image() -> None:
     digits = load_digits()
     images = (digits.images[:DIGITS, None] / 16).astype(np.float32)
     labels = flip_labels(digits.target[:DIGITS], 10)
-    np.savez_compressed(TEMPLATES / "image" / "digits.npz", image=images, label=labels, id=[f"digit-{row:03d}" for row in range(DIGITS)])
+    np.savez_compressed(
+        TEMPLATES / "image" / "digits.npz",
+        image=images,
+        label=labels,
+        id=[f"digit-{row:03d}" for row in range(DIGITS)],
+    )
     torch.manual_seed(SEED)
-    model = train(code("image/model.py.txt")["build"](), torch.from_numpy(images), torch.from_numpy(labels), 25, 2e-3)
+    model = train(
+        code("image/model.py.txt")["build"](), torch.from_numpy(images), torch.from_numpy(labels), 25, 2e-3
+    )
     save_file(model.state_dict(), TEMPLATES / "image" / "model.safetensors")
 
 
@@ -72,7 +82,9 @@ def tabular() -> None:
     frame.columns = [str(name).removeprefix("mean ").replace(" ", "_") for name in frame.columns]
     labels = flip_labels(cells.target.to_numpy(), 2)
     ids = pd.Series([f"cell-{row:03d}" for row in range(len(frame))], name="id")
-    pd.concat([ids, frame, pd.Series(labels, name="benign")], axis=1).to_csv(TEMPLATES / "tabular" / "cells.csv", index=False)
+    pd.concat([ids, frame, pd.Series(labels, name="benign")], axis=1).to_csv(
+        TEMPLATES / "tabular" / "cells.csv", index=False
+    )
     torch.manual_seed(SEED)
     model = code("tabular/model.py.txt")["build"]()
     values = torch.tensor(frame.to_numpy(np.float32))

@@ -1,6 +1,7 @@
 """psgrad: look at a PyTorch model one training example at a time.
 
-The functions here are what the command line calls; docs/reference/api.md shows them. They are loaded when they are asked for.
+The functions here are what the command line calls; docs/reference/api.md shows them. They are loaded when
+they are asked for.
 """
 
 from __future__ import annotations

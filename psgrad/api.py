@@ -1,7 +1,9 @@
-"""psgrad from Python: what the command line calls, with configs as files, plain values or objects. `import psgrad` has these names.
+"""psgrad from Python: what the command line calls, with configs as files, plain values or objects. `import
+psgrad` has these names.
 
-A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current directory), or a `Config`.
-Everything that can be wrong raises a PsgradError (psgrad.errors), whose text is what the command line prints.
+A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current
+directory), or a `Config`. Everything that can be wrong raises a PsgradError (psgrad.errors), whose text is
+what the command line prints.
 """
 
 from __future__ import annotations
@@ -27,11 +29,10 @@ if TYPE_CHECKING:
         PlanResult,
         Progress,
     )
-    from psgrad.results.baseline import BaselineChange
-    from psgrad.results.comparison import Comparison
-    from psgrad.results.evaluation import EvaluationResult
-    from psgrad.workflows.reporting import WrittenReport
-    from psgrad.workflows.validating import Validation
+    from psgrad.results.findings import BaselineChange, Comparison
+    from psgrad.results.influence import EvaluationResult
+    from psgrad.workflows.diff import WrittenReport
+    from psgrad.workflows.validate import Validation
 
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
 AnyPath = str | PathLike[str]
@@ -39,8 +40,9 @@ Say = Callable[["Progress"], None]
 
 
 def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
-    """The validated config. `settings` are changes as `--set` takes them, `engine.device=cpu`, of a file or of plain values; a `Config`
-    is what it is. Raises ConfigError with all that is wrong."""
+    """The validated config. `settings` are changes as `--set` takes them, `engine.device=cpu`, of a file or
+    of plain values; a `Config` is what it is. Raises ConfigError with all that is wrong.
+    """
     if isinstance(config, Config):
         return config
     return config_from(config, settings) if isinstance(config, Mapping) else _load(Path(config), settings)
@@ -48,7 +50,7 @@ def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
 
 def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = False) -> Validation:
     """Everything that is wrong with a config file and the files that it names; `psgrad validate`."""
-    from psgrad.workflows.validating import validate as found
+    from psgrad.workflows.validate import validate as found
 
     return found(Path(config), settings, deep=deep)
 
@@ -62,11 +64,15 @@ def analyze(
     report: bool = True,
     progress: Say = lambda _: None,
 ) -> AnalyzeResult:
-    """Measure each sample by its own gradient; `psgrad analyze`. The run is in the config's output folder, and comes back: `samples` and
-    `parameters` are pandas frames, `measures` what was measured of the whole dataset, `check` the gate's verdict."""
-    from psgrad import workflows
+    """Measure each sample by its own gradient; `psgrad analyze`. The run is in the config's output folder,
+    and comes back: `samples` and `parameters` are pandas frames, `measures` what was measured of the whole
+    dataset, `check` the gate's verdict.
+    """
+    from psgrad.workflows.analyze import analyze as run_analyze
 
-    return workflows.analyze(load_config(config), limit=limit, resume=resume, overwrite=overwrite, report=report, progress=progress)
+    return run_analyze(
+        load_config(config), limit=limit, resume=resume, overwrite=overwrite, report=report, progress=progress
+    )
 
 
 def load_run(run: AnyPath) -> AnalyzeResult:
@@ -78,83 +84,113 @@ def load_run(run: AnyPath) -> AnalyzeResult:
 
 def report(run: AnyPath, *, output: AnyPath | None = None) -> WrittenReport:
     """Make report.html of a finished run again; `psgrad report`."""
-    from psgrad import workflows
+    from psgrad.workflows.diff import report as run_report
 
-    return workflows.report(Path(run), output=None if output is None else Path(output))
+    return run_report(Path(run), output=None if output is None else Path(output))
 
 
 def check(run: AnyPath, *, settings: Sequence[str] = (), baseline: AnyPath | None = None) -> CheckResult:
-    """The gate's verdict on a finished run, without torch; `psgrad check`. `exit_code` is what the command leaves with."""
-    from psgrad.workflows.checking import check as evaluated
+    """The gate's verdict on a finished run, without torch; `psgrad check`. `exit_code` is what the command
+    leaves with.
+    """
+    from psgrad.workflows.check import check as evaluated
 
     return evaluated(Path(run), settings=settings, baseline=None if baseline is None else Path(baseline))
 
 
 def save_baseline(run: AnyPath, output: AnyPath, *, grow: bool = False) -> BaselineChange:
     """Accept what a finished run has found; `psgrad baseline save`."""
-    from psgrad.workflows.checking import save_baseline as saved
+    from psgrad.workflows.check import save_baseline as saved
 
     return saved(Path(run), output=Path(output), grow=grow)
 
 
 def diff(a: AnyPath, b: AnyPath, *, top: int = 20) -> Comparison:
     """Which samples rose, fell, came and went between two finished runs; `psgrad diff`."""
-    from psgrad import workflows
+    from psgrad.workflows.diff import diff as run_diff
 
-    return workflows.diff(Path(a), Path(b), top=top)
+    return run_diff(Path(a), Path(b), top=top)
 
 
 def plan(config: AnyConfig) -> PlanResult:
     """What `analyze` would take: time, memory, orders of contraction; `psgrad plan`."""
-    from psgrad import workflows
+    from psgrad.workflows.plan import plan as run_plan
 
-    return workflows.plan(load_config(config))
+    return run_plan(load_config(config))
 
 
 def influence(
-    config: AnyConfig, *, overwrite: bool = False, matrix: bool = False, report: bool = True, progress: Say = lambda _: None
+    config: AnyConfig,
+    *,
+    overwrite: bool = False,
+    matrix: bool = False,
+    report: bool = True,
+    progress: Say = lambda _: None,
 ) -> InfluenceResult:
     """Which training examples made the model do this; `psgrad influence`."""
-    from psgrad import workflows
+    from psgrad.workflows.influence import influence as run_influence
 
-    return workflows.influence(load_config(config), overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+    return run_influence(
+        load_config(config), overwrite=overwrite, matrix=matrix, report=report, progress=progress
+    )
 
 
-def influence_index(config: AnyConfig, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None) -> IndexResult:
+def influence_index(
+    config: AnyConfig, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
+) -> IndexResult:
     """Build the config's index of training gradients; `psgrad influence index`."""
-    from psgrad import workflows
+    from psgrad.workflows.influence_index import influence_index as run_influence_index
 
-    return workflows.influence_index(load_config(config), resume=resume, overwrite=overwrite, progress=progress)
+    return run_influence_index(load_config(config), resume=resume, overwrite=overwrite, progress=progress)
 
 
 def evaluate_influence(
-    config: AnyConfig, kind: EvaluationKind, *, output: AnyPath | None = None, overwrite: bool = False, progress: Say = lambda _: None
+    config: AnyConfig,
+    kind: EvaluationKind,
+    *,
+    output: AnyPath | None = None,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
 ) -> EvaluationResult:
-    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo', 'mislabel' or 'removal'."""
-    from psgrad import workflows
+    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
+    'mislabel' or 'removal'.
+    """
+    from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
     folder = None if output is None else Path(output)
-    return workflows.evaluate_influence(load_config(config), kind, output=folder, overwrite=overwrite, progress=progress)
+    return run_evaluate_influence(
+        load_config(config), kind, output=folder, overwrite=overwrite, progress=progress
+    )
 
 
 def dp_step(
-    config: AnyConfig, *, steps: int = 1, resume: bool = False, overwrite: bool = False, moved: bool = False, progress: Say = lambda _: None
+    config: AnyConfig,
+    *,
+    steps: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    moved: bool = False,
+    progress: Say = lambda _: None,
 ) -> DPStepResult:
-    """Take differentially private steps; `psgrad dp-step`. `moved` says that a folder to be resumed was moved, and has no copy."""
-    from psgrad import workflows
+    """Take differentially private steps; `psgrad dp-step`. `moved` says that a folder to be resumed was
+    moved, and has no copy.
+    """
+    from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-    return workflows.dp_step(load_config(config), steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress)
+    return run_dp_step(
+        load_config(config), steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
+    )
 
 
 def dp_plan(config: AnyConfig) -> DPPlanResult:
     """What the planned private steps would cost; `psgrad dp-step --plan`."""
-    from psgrad import workflows
+    from psgrad.workflows.plan import dp_plan as run_dp_plan
 
-    return workflows.dp_plan(load_config(config))
+    return run_dp_plan(load_config(config))
 
 
 def dp_audit(config: AnyConfig, *, overwrite: bool = False, progress: Say = lambda _: None) -> DPAuditResult:
     """Attack the private steps that a config describes; `psgrad dp-audit`."""
-    from psgrad import workflows
+    from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-    return workflows.dp_audit(load_config(config), overwrite=overwrite, progress=progress)
+    return run_dp_audit(load_config(config), overwrite=overwrite, progress=progress)

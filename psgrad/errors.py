@@ -1,4 +1,6 @@
-"""The errors of the user: what arrived, what was expected, the likely cause, the next step, and the exit code."""
+"""The errors of the user: what arrived, what was expected, the likely cause, the next step, and the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ EXIT_TERMINATED = 143
 class PsgradError(Exception):
     """Base of all errors that psgrad raises on purpose.
 
-    `arrived` is the only part that must be given: one sentence that says what was met, in the user's words. The other parts are
-    printed on lines of their own, in the order below, where they are known.
+    `arrived` is the only part that must be given: one sentence that says what was met, in the user's words.
+    The other parts are printed on lines of their own, in the order below, where they are known.
     """
 
     exit_code = EXIT_RUNTIME
@@ -34,7 +36,9 @@ class PsgradError(Exception):
         self.next_step = next_step
         parts = [arrived]
         parts += [
-            f"  {label}: {text}" for label, text in (("expected", expected), ("likely cause", cause), ("next step", next_step)) if text
+            f"  {label}: {text}"
+            for label, text in (("expected", expected), ("likely cause", cause), ("next step", next_step))
+            if text
         ]
         super().__init__("\n".join(parts))
 
@@ -72,11 +76,15 @@ class OutputExistsError(OutputError):
 
 
 class LedgerError(OutputError):
-    """The ledger of a private run is damaged, not this run's, or can't be written: nothing more may be released."""
+    """The ledger of a private run is damaged, not this run's, or can't be written: nothing more may be
+    released.
+    """
 
 
 class InfluenceError(PsgradError):
-    """Scores can't be had: curvature that has no inverse, a solver that does not converge, gradients that are not finite."""
+    """Scores can't be had: curvature that has no inverse, a solver that does not converge, gradients that are
+    not finite.
+    """
 
 
 class MeasureError(PsgradError):
@@ -93,7 +101,8 @@ class TransformError(PsgradError, RuntimeError):
 class TransformArgumentError(TransformError, ValueError):
     """A transform was called with arguments that it does not take.
 
-    A ValueError too: torch.func has it now one way, now the other, and programs that catch either go on working.
+    A ValueError too: torch.func has it now one way, now the other, and programs that catch either go on
+    working.
     """
 
 

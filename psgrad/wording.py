@@ -1,10 +1,16 @@
-"""Shortens long values and names so that they stay distinguishable, and formats correlations and units."""
+"""Shortens long values and names so that they stay distinguishable, and formats correlations and units.
+
+Results in a line: their tables and arrays by their sizes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 # The losses of psgrad's own that are logarithms of probabilities.
 LOSSES_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
@@ -13,12 +19,16 @@ _CUTS = (4, 3, 2, 1, 5)  # where names are cut: at the usual place first
 
 
 def told(value: object, limit: int = 80) -> str:
-    """A value as Python writes it; a long one is cut in its middle, so that quotes and brackets are closed and both ends are seen."""
+    """A value as Python writes it; a long one is cut in its middle, so that quotes and brackets are closed
+    and both ends are seen.
+    """
     return shorten_middle(repr(value), limit)
 
 
 def shorten_middle(text: str, limit: int, sixths: int = 4) -> str:
-    """The text, cut in its middle: of names that begin alike the end tells which one it is. sixths: how much of what stays is the end."""
+    """The text, cut in its middle: of names that begin alike the end tells which one it is. sixths: how much
+    of what stays is the end.
+    """
     if len(text) <= limit:
         return text
     end = (limit - 1) * sixths // 6
@@ -26,20 +36,26 @@ def shorten_middle(text: str, limit: int, sixths: int = 4) -> str:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """What all names begin with, up to a dot, where it is long and there are at least two: to be told once, above them."""
+    """What all names begin with, up to a dot, where it is long and there are at least two: to be told once,
+    above them.
+    """
     if len(names) < 2:
         return ""
     first, last = min(names), max(names)  # what the two outermost share, all share
-    alike = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    alike = next(
+        (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+        min(len(first), len(last)),
+    )
     whole = first[: first[:alike].rfind(".") + 1]
     return whole if len(whole) >= PREFIX_FROM else ""
 
 
 def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None) -> list[str]:
-    """Each name without the prefix that all have (see `common_prefix`), on one line and at most `limit` letters, cut in the middle.
+    """Each name without the prefix that all have (see `common_prefix`), on one line and at most `limit`
+    letters, cut in the middle.
 
-    The cut is where names stay apart (what differs may be a layer's number in the middle); where there is no such place, those that would
-    be the same are numbered, so that no two rows read alike.
+    The cut is where names stay apart (what differs may be a layer's number in the middle); where there is no
+    such place, those that would be the same are numbered, so that no two rows read alike.
     """
     start = len(common_prefix(names) if prefix is None else prefix)
     whole = [printable(name[start:]) for name in names]
@@ -49,7 +65,10 @@ def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None)
             return cut
     cut = [shorten_middle(name, limit) for name in whole]
     twice = {short for short, times in Counter(cut).items() if times > 1}
-    return [f"{shorten_middle(short, limit - 6)} #{place}" if short in twice else short for place, short in enumerate(cut, start=1)]
+    return [
+        f"{shorten_middle(short, limit - 6)} #{place}" if short in twice else short
+        for place, short in enumerate(cut, start=1)
+    ]
 
 
 def prefix_note(prefix: str) -> str:
@@ -58,21 +77,61 @@ def prefix_note(prefix: str) -> str:
 
 
 def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:
-    """The first of several parameters in a sentence, and how many more there are: "a.weight, b.weight and 3 more"."""
+    """The first of several parameters in a sentence, and how many more there are: "a.weight, b.weight and 3
+    more".
+    """
     prefix = common_prefix(names)
-    shown = ", ".join(parameter_names(names, limit, prefix)[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    shown = ", ".join(parameter_names(names, limit, prefix)[:most]) + (
+        f" and {len(names) - most:,} more" if len(names) > most else ""
+    )
     return f"{shown} (all below {printable(prefix.rstrip('.'))})" if prefix else shown
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters spelled out: text from a dataset may carry escape sequences for the terminal."""
-    return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+    """The text with control characters spelled out: text from a dataset may carry escape sequences for the
+    terminal.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text
+    )
 
 
 def correlation(value: float | None) -> str:
-    """Four decimals, never rounded away from zero: 0.99996 is no 1, which stands for exactly the same order; a dash where there is none."""
+    """Four decimals, never rounded away from zero: 0.99996 is no 1, which stands for exactly the same order;
+    a dash where there is none.
+    """
     if value is None or math.isnan(value):
         return "–"
     if 1 - abs(value) < 1e-12:
         return f"{value:.0f}"
     return f"{math.trunc(value * 1e4) / 1e4:.4f}"
+
+
+_VALUE = 60
+_ITEMS = 4
+
+
+class ShortRepr:
+    """A dataclass whose repr is short, whatever it holds; to be declared with `repr=False`."""
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = ", ".join(f"{field.name}={_brief(getattr(self, field.name))}" for field in fields)
+        return f"{type(self).__name__}({values})"
+
+
+def _brief(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        rows = " x ".join(f"{size:,}" for size in shape)
+        return f"<{type(value).__name__} {rows}>"
+    if isinstance(value, Path):
+        return told(str(value), _VALUE)
+    if isinstance(value, Mapping) and value:
+        names = ", ".join(str(key)[:_VALUE] for key in list(value)[:_ITEMS])
+        return "{" + names + (f", and {len(value) - _ITEMS:,} more" if len(value) > _ITEMS else "") + "}"
+    if isinstance(value, list | tuple) and value:
+        return f"<{type(value).__name__} of {len(value):,}>"
+    if isinstance(value, str | bytes):
+        return told(value[: 4 * _VALUE], _VALUE)
+    return told(value, 4 * _VALUE)

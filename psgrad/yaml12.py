@@ -1,4 +1,6 @@
-"""Reads the plain values of YAML 1.2, each with its line; no tags, and no aliases that expand without limit."""
+"""Reads the plain values of YAML 1.2, each with its line; no tags, and no aliases that expand without
+limit.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from psgrad.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 
-_MAX_VALUES = 100_000  # after aliases are written out; no config comes near, a bomb of nested aliases passes it at once
+_MAX_VALUES = (
+    100_000  # after aliases are written out; no config comes near, a bomb of nested aliases passes it at once
+)
 _MAX_DEPTH = 50
 _TAG = "tag:yaml.org,2002:"
 
 
 class _Yaml12Resolver(yaml.SafeLoader):
-    """Reads plain scalars as YAML 1.2 does: `1e-3` is a float, and `no`, `1:30` and `2024-01-01` are strings."""
+    """Reads plain scalars as YAML 1.2 does: `1e-3` is a float, and `no`, `1:30` and `2024-01-01` are
+    strings.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML fills it)
 
@@ -62,10 +68,12 @@ class Parsed:
 def parse(text: str, source: str) -> Parsed:
     """The value of one YAML document, aliases written out; `source` is its name in messages.
 
-    Raises ConfigError for what is not valid YAML, a duplicate key, a tag that names an object, and a bomb of aliases.
+    Raises ConfigError for what is not valid YAML, a duplicate key, a tag that names an object, and a bomb of
+    aliases.
     """
     try:
-        # The loader is SafeLoader's subclass, and only its composer runs: no object is ever constructed by PyYAML.
+        # The loader is SafeLoader's subclass, and only its composer runs: no object is ever constructed by
+        # PyYAML.
         root = yaml.compose(text, Loader=_Yaml12Resolver)
         reader = _NodeReader(source)
         content = None if root is None else reader.read(root, ())
@@ -90,7 +98,10 @@ class _NodeReader:
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count += 1
         if self.count > _MAX_VALUES or len(path) > _MAX_DEPTH:
-            raise self._error(node, f"more than {_MAX_VALUES} values or {_MAX_DEPTH} levels once its aliases are written out")
+            raise self._error(
+                node,
+                f"more than {_MAX_VALUES} values or {_MAX_DEPTH} levels once its aliases are written out",
+            )
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
@@ -116,7 +127,9 @@ class _NodeReader:
         if not isinstance(node, yaml.ScalarNode):
             raise self._error(node, f"a plain value was expected here, not {_shown(node.tag)}")
         if node.tag not in _SCALARS:
-            raise self._error(node, f"the tag {_shown(node.tag)} is not allowed; a config holds plain values only")
+            raise self._error(
+                node, f"the tag {_shown(node.tag)} is not allowed; a config holds plain values only"
+            )
         try:
             return _SCALARS[node.tag](node.value)
         except (ValueError, KeyError):

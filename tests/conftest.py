@@ -1,4 +1,6 @@
-"""What holds for every test: the device, the seeds, a precision at which a difference means a mistake, and who runs it."""
+"""What holds for every test: the device, the seeds, a precision at which a difference means a mistake, and
+who runs it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from hypothesis import register_random, settings
 from tests.seeds import set_seed
 from tests.workplace import Workplace
 
-# What was measured of the machine at hand, and kept, decides orders of contraction: the tests are the same everywhere.
+# What was measured of the machine at hand, and kept, decides orders of contraction: the tests are the same
+# everywhere.
 os.environ["PSGRAD_MACHINE"] = "default"
 
-# The same examples in every run: a test that fails does so for everybody. The first call on a device is slow, so no deadline.
+# The same examples in every run: a test that fails does so for everybody. The first call on a device is slow,
+# so no deadline.
 settings.register_profile("psgrad", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("psgrad")
 
 
 class TorchRandom:
-    """torch's generator in the form that hypothesis asks for, so that an example always draws the same tensors."""
+    """torch's generator in the form that hypothesis asks for, so that an example always draws the same
+    tensors.
+    """
 
     seed = staticmethod(set_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -36,20 +42,26 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes share the tests: for the whole suite one a core, at most four; what is named on the command line runs in this one.
+    """How many processes share the tests: for the whole suite one a core, at most four; what is named on the
+    command line runs in this one.
 
-    `--dist worksteal` gives each at first a run of neighbouring files, so that what a module sets up is set up once, or twice.
+    `--dist worksteal` gives each at first a run of neighbouring files, so that what a module sets up is set
+    up once, or twice.
     """
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         return 0
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")  # the workers load their libraries with it, and hand it on to what they start
+        os.environ.setdefault(
+            variable, "1"
+        )  # the workers load their libraries with it, and hand it on to what they start
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 4)
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, so that the garbage collections that tests and engine ask for need not look through it."""
+    """What was imported and collected stays, so that the garbage collections that tests and engine ask for
+    need not look through it.
+    """
     gc.collect()
     gc.freeze()
 
@@ -71,6 +83,8 @@ def _seeded() -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Workplace:
+def workplace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Workplace:
     """A folder with a config that works, to be changed by the test."""
     return Workplace(tmp_path, monkeypatch, capfd)

@@ -1,7 +1,7 @@
 """Runs that are killed: at every durable operation of psgrad.storage in turn, and resumed until they finish.
 
-Each run is a child forked from this process, which has everything imported already, so that a hundred of them take seconds. What a run
-lets out (a release) it tells through a pipe, which outlives it.
+Each run is a child forked from this process, which has everything imported already, so that a hundred of them
+take seconds. What a run lets out (a release) it tells through a pipe, which outlives it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from typing import Any
 
 import torch
 
-from psgrad.storage import crash
+from psgrad.storage import files
 
 _SECONDS = 60  # a child that takes longer hangs
 
 Tell = Callable[[Any], None]
 Go = Callable[[Path, Tell], None]
-"""Begins a run in the folder, or goes on with the one there, and tells of each release the moment it is out."""
+"""Begins a run in the folder, or goes on with the one there, and tells of each release the moment it is out.
+"""
 Check = Callable[[Path, list[Any], bool], None]
-"""Raises AssertionError. What it gets: the folder, all that was told by the run so far, and whether the run has finished."""
+"""Raises AssertionError. What it gets: the folder, all that was told by the run so far, and whether the run
+has finished.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,15 @@ class Ended:
 
 
 def in_a_child(body: Callable[[Tell], None], crash_at: int = 0) -> Ended:
-    """Run the body in a forked child that kills itself at durable operation number `crash_at`; 0 lets it finish."""
+    """Run the body in a forked child that kills itself at durable operation number `crash_at`; 0 lets it
+    finish.
+    """
     reading, writing = os.pipe()
     sys.stdout.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads; the child uses none
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns of forks beside threads; the child uses none
         child = os.fork()
     if child == 0:
         _be_the_child(body, crash_at, reading, writing)
@@ -73,16 +80,20 @@ def _be_the_child(body: Callable[[Tell], None], crash_at: int, reading: int, wri
     try:
         os.close(reading)
         signal.alarm(_SECONDS)
-        torch.set_num_threads(1)  # the parent's other threads were not forked, and a parallel kernel would wait for them for ever
-        os.fsync = lambda descriptor: None  # a killed process leaves its writes to the system; power cuts are test_power_cut.py's
+        torch.set_num_threads(
+            1
+        )  # the parent's other threads were not forked, and a parallel kernel would wait for them for ever
+        os.fsync = lambda descriptor: (
+            None
+        )  # a killed process leaves its writes to the system; power cuts are test_power_cut.py's
 
         def send(line: dict[str, Any]) -> None:
             os.write(writing, json.dumps(line).encode() + b"\n")
 
         try:
-            crash.arm(crash_at)
+            files.arm(crash_at)
             body(lambda told: send({"told": told}))
-            send({"points": crash.passed()})
+            send({"points": files.passed()})
         except BaseException:
             send({"error": traceback.format_exc()[-3000:]})
     finally:
@@ -90,17 +101,20 @@ def _be_the_child(body: Callable[[Tell], None], crash_at: int, reading: int, wri
 
 
 def points_of(go: Go, folder: Path) -> int:
-    """How many durable operations a run has that nobody disturbs. It runs here, so that the children find everything imported."""
-    crash.arm(0)
+    """How many durable operations a run has that nobody disturbs. It runs here, so that the children find
+    everything imported.
+    """
+    files.arm(0)
     go(folder, lambda told: None)
-    return crash.passed()
+    return files.passed()
 
 
 def kill_and_resume(go: Go, check: Check, folder: Path, kills: Iterable[int]) -> int:
-    """One run that is killed at these operations, each counted from where it was resumed last, and is then left to finish.
+    """One run that is killed at these operations, each counted from where it was resumed last, and is then
+    left to finish.
 
-    `check` looks at what is there after each death and at the end. Returns how often the run was killed; a number beyond its end kills
-    nothing.
+    `check` looks at what is there after each death and at the end. Returns how often the run was killed; a
+    number beyond its end kills nothing.
     """
     told: list[Any] = []
     deaths = 0

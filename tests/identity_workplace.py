@@ -1,5 +1,7 @@
-"""A folder whose config names code of its own for everything: a factory that loads its weights itself, a loss, a dataset, a measure, an
-augmentation, each with a module that it imports; and every change by which a run becomes another one."""
+"""A folder whose config names code of its own for everything: a factory that loads its weights itself, a
+loss, a dataset, a measure, an augmentation, each with a module that it imports; and every change by which a
+run becomes another one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from psgrad.config import Config, load_config
 ROWS = 24
 
 FILES = {
-    "model.py": """\
+    "model.py": (
+        """\
 import json
 from pathlib import Path
 
@@ -58,13 +61,18 @@ def build(hidden=5):
     model = Net(hidden)
     model.load_state_dict(load_file(HERE / "weights.safetensors"))
     return model
-""",
+"""
+    ),
     "id_helper.py": "from id_deep import SCALE\n\n\ndef scale():\n    return SCALE\n",
     "id_deep.py": "SCALE = 1.0\n",
     "id_late.py": "import torch\n\n\ndef activation(x):\n    return torch.tanh(x)\n",
     "loss.py": "import id_loss\n\n\ndef loss(output, target):\n    return id_loss.value(output, target)\n",
-    "id_loss.py": "import torch.nn.functional as F\n\n\ndef value(output, target):\n    return F.cross_entropy(output, target)\n",
-    "rows.py": """\
+    "id_loss.py": (
+        "import torch.nn.functional as F\n\n\ndef value(output, target):\n    return F.cross_entropy(output,"
+        " target)\n"
+    ),
+    "rows.py": (
+        """\
 import importlib
 from pathlib import Path
 
@@ -85,9 +93,11 @@ class Rows:
 
 def build(name="rows.npz"):
     return Rows(name)
-""",
+"""
+    ),
     "id_rows.py": "def look(x):\n    return x\n",
-    "measure.py": """\
+    "measure.py": (
+        """\
 from dataclasses import dataclass
 
 from psgrad.engine.measures.measure import Measure
@@ -99,7 +109,8 @@ class Twice(Measure):
 
     def columns(self, gradients):
         return {"twice": 2 * gradients.square_norms()}
-""",
+"""
+    ),
     "augment.py": "import torch\n\n\ndef augment(inputs):\n    return inputs\n",
     "settings.json": '{"p": 0.0, "power": 1}',
 }
@@ -117,7 +128,9 @@ CONFIG: dict[str, Any] = {
 
 
 class IdentityWorkplace:
-    """The folder. `config` is written to config.yaml by `read`; `restore` puts all back as it was when the object was made."""
+    """The folder. `config` is written to config.yaml by `read`; `restore` puts all back as it was when the
+    object was made.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -132,7 +145,9 @@ class IdentityWorkplace:
         torch.manual_seed(1)
         shapes = {"body.0.weight": (5, 4), "body.0.bias": (5,), "body.1.weight": (5,), "body.1.bias": (5,)}
         shapes |= {"head.weight": (3, 5), "head.bias": (3,), "frozen": (3,), "kept": (3,)}
-        save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / "weights.safetensors")
+        save_file(
+            {name: torch.randn(shape) for name, shape in shapes.items()}, folder / "weights.safetensors"
+        )
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
         self._files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -178,13 +193,17 @@ class IdentityWorkplace:
             return
         with np.load(path) as file:
             arrays = {each: file[each] for each in file.files}
-        arrays[key][row] = np.nextafter(arrays[key][row], np.float32(np.inf)) if key == "x" else (arrays[key][row] + 1) % 3
+        arrays[key][row] = (
+            np.nextafter(arrays[key][row], np.float32(np.inf)) if key == "x" else (arrays[key][row] + 1) % 3
+        )
         np.savez(path, **arrays)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What changes a run. part: of its identity: weights, modules, code, data or config. words: of the refusal to go on with an analyze."""
+    """What changes a run. part: of its identity: weights, modules, code, data or config. words: of the
+    refusal to go on with an analyze.
+    """
 
     apply: Callable[[IdentityWorkplace], object]
     part: str
@@ -194,27 +213,61 @@ class Change:
 _MODEL, _DATA = "code that model.py:build imports", "code that rows.py:build imports"
 
 CHANGES = {
-    "a weight by one unit in the last place": Change(lambda w: w.nudge("body.0.weight"), "weights", "tensors: 1 of 10: body.0.weight"),
+    "a weight by one unit in the last place": Change(
+        lambda w: w.nudge("body.0.weight"), "weights", "tensors: 1 of 10: body.0.weight"
+    ),
     "a frozen parameter": Change(lambda w: w.nudge("frozen"), "weights", "1 of 10: frozen"),
     "a buffer": Change(lambda w: w.nudge("kept"), "weights", "1 of 10: kept"),
-    "a buffer that is not persistent": Change(lambda w: w.nudge_array("table.npy"), "weights", "1 of 10: table"),
-    "a tensor that is a plain attribute": Change(lambda w: w.nudge_array("plain.npy"), "weights", "1 of 10: plain"),
-    "a plain attribute": Change(lambda w: w.edit("settings.json", '"power": 1', '"power": 2'), "modules", "1 of 6: the model itself"),
-    "a layer's option": Change(lambda w: w.edit("settings.json", '"p": 0.0', '"p": 0.5'), "modules", "modules: 1 of 6: body.2"),
-    "the mode": Change(lambda w: w.config["model"].update(mode="train"), "config", "model.mode: was 'eval', is 'train'"),
-    "an argument": Change(lambda w: w.config["model"].update(kwargs={"hidden": 5}), "config", "model.kwargs.hidden: was None, is 5"),
-    "a default argument": Change(lambda w: w.edit("model.py", "hidden=5", "hidden=5, unused=0"), "code", "code of model.py:build: was"),
+    "a buffer that is not persistent": Change(
+        lambda w: w.nudge_array("table.npy"), "weights", "1 of 10: table"
+    ),
+    "a tensor that is a plain attribute": Change(
+        lambda w: w.nudge_array("plain.npy"), "weights", "1 of 10: plain"
+    ),
+    "a plain attribute": Change(
+        lambda w: w.edit("settings.json", '"power": 1', '"power": 2'), "modules", "1 of 6: the model itself"
+    ),
+    "a layer's option": Change(
+        lambda w: w.edit("settings.json", '"p": 0.0', '"p": 0.5'), "modules", "modules: 1 of 6: body.2"
+    ),
+    "the mode": Change(
+        lambda w: w.config["model"].update(mode="train"), "config", "model.mode: was 'eval', is 'train'"
+    ),
+    "an argument": Change(
+        lambda w: w.config["model"].update(kwargs={"hidden": 5}),
+        "config",
+        "model.kwargs.hidden: was None, is 5",
+    ),
+    "a default argument": Change(
+        lambda w: w.edit("model.py", "hidden=5", "hidden=5, unused=0"), "code", "code of model.py:build: was"
+    ),
     "a module that the model imports": Change(
         lambda w: w.edit("id_helper.py", "SCALE\n\n", "SCALE\n\n\n"), "code", f"{_MODEL}: id_helper:"
     ),
-    "a module that an imported one imports": Change(lambda w: w.edit("id_deep.py", "1.0", "2.0"), "code", f"{_MODEL}: id_deep:"),
-    "a module imported in forward": Change(lambda w: w.edit("id_late.py", "tanh", "sin"), "code", f"{_MODEL}: id_late:"),
-    "the loss": Change(lambda w: w.edit("loss.py", "return", "return 2 *"), "code", "code of loss.py:loss: was"),
+    "a module that an imported one imports": Change(
+        lambda w: w.edit("id_deep.py", "1.0", "2.0"), "code", f"{_MODEL}: id_deep:"
+    ),
+    "a module imported in forward": Change(
+        lambda w: w.edit("id_late.py", "tanh", "sin"), "code", f"{_MODEL}: id_late:"
+    ),
+    "the loss": Change(
+        lambda w: w.edit("loss.py", "return", "return 2 *"), "code", "code of loss.py:loss: was"
+    ),
     "a module that the loss imports": Change(
         lambda w: w.edit("id_loss.py", "return", "return 2 *"), "code", "loss.py:loss imports: id_loss:"
     ),
-    "a number of a row": Change(lambda w: w.nudge_array("rows.npz", "x", ROWS // 2), "data", "data (its content): was"),
-    "a target": Change(lambda w: w.nudge_array("rows.npz", "y", ROWS // 2), "data", "data (its content): was"),
-    "the dataset's code": Change(lambda w: w.edit("rows.py", "[row])", "[row] * (1 + (row == 5)))"), "data", "code of rows.py:build: was"),
-    "a module imported by a computed name": Change(lambda w: w.edit("id_rows.py", " x", " x.clip(-2, 2)"), "data", f"{_DATA}: id_rows:"),
+    "a number of a row": Change(
+        lambda w: w.nudge_array("rows.npz", "x", ROWS // 2), "data", "data (its content): was"
+    ),
+    "a target": Change(
+        lambda w: w.nudge_array("rows.npz", "y", ROWS // 2), "data", "data (its content): was"
+    ),
+    "the dataset's code": Change(
+        lambda w: w.edit("rows.py", "[row])", "[row] * (1 + (row == 5)))"),
+        "data",
+        "code of rows.py:build: was",
+    ),
+    "a module imported by a computed name": Change(
+        lambda w: w.edit("id_rows.py", " x", " x.clip(-2, 2)"), "data", f"{_DATA}: id_rows:"
+    ),
 }

@@ -28,7 +28,10 @@ class InfluenceWorkplace(Workplace):
             "uid": np.array([f"query-{row}" for row in range(QUERIES)]),
         }
         self.save_queries()
-        self.config["influence"] = {"queries": {"path": "queries.npz", "inputs": "x", "target": "y", "id": "uid"}, "method": "gradient_dot"}
+        self.config["influence"] = {
+            "queries": {"path": "queries.npz", "inputs": "x", "target": "y", "id": "uid"},
+            "method": "gradient_dot",
+        }
 
     @property
     def section(self) -> dict[str, Any]:
@@ -41,7 +44,10 @@ class InfluenceWorkplace(Workplace):
 
     def save_checkpoint(self, name: str, seed: int, hidden: int = 5) -> None:
         torch.manual_seed(seed)
-        save_file(nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, CLASSES)).state_dict(), self.folder / name)
+        save_file(
+            nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, CLASSES)).state_dict(),
+            self.folder / name,
+        )
 
     def influence(self, *options: str, config: str = "config.yaml") -> Outcome:
         """`psgrad influence config.yaml` with these options, in this process."""
@@ -76,6 +82,8 @@ def loop_of_gradients(model: nn.Module, inputs: np.ndarray, labels: np.ndarray) 
     model = model.double()
     rows = []
     for x, y in zip(torch.tensor(inputs).double(), torch.tensor(labels), strict=True):
-        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), list(model.parameters()))
+        gradients = torch.autograd.grad(
+            nn.functional.cross_entropy(model(x[None]), y[None]), list(model.parameters())
+        )
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return torch.stack(rows)

@@ -1,4 +1,6 @@
-"""The five architectures that every engine test is run on: small, and shaped like the ones that people train."""
+"""The five architectures that every engine test is run on: small, and shaped like the ones that
+people train.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ VOCABULARY = 19
 class Architecture:
     """A network with a way to make data for it.
 
-    `factory()` builds the network, `draw(n)` draws the inputs [n, ...] (one, or several in a tuple) and the target [n, ...], and
-    `loss(output, target)` is the scalar of one sample, without a batch axis. `randomness` is what vmap is told about random draws.
+    `factory()` builds the network, `draw(n)` draws the inputs [n, ...] (one, or several in a tuple) and the
+    target [n, ...], and `loss(output, target)` is the scalar of one sample, without a batch axis.
+    `randomness` is what vmap is told about random draws.
     """
 
     name: str
@@ -35,8 +38,12 @@ class Architecture:
             torch.manual_seed(seed)
             return self.factory().eval().to(dtype)
 
-    def batch(self, n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The network's inputs, each [n, ...], and the target [n, ...]; only what is floating point becomes `dtype`."""
+    def batch(
+        self, n: int, seed: int = 0, dtype: torch.dtype = torch.float32
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The network's inputs, each [n, ...], and the target [n, ...]; only what is floating point becomes
+        `dtype`.
+        """
 
         def cast(x: Tensor) -> Tensor:
             return x.to(dtype) if x.is_floating_point() else x
@@ -48,14 +55,18 @@ class Architecture:
 
 
 class ViT(nn.Module):
-    """Images [n, 3, size, size] to logits [n, classes], by patches, a class token and torch's own encoder layer."""
+    """Images [n, 3, size, size] to logits [n, classes], by patches, a class token and torch's own encoder
+    layer.
+    """
 
     def __init__(self, image_size: int = 8, patch: int = 4, width: int = 16, heads: int = 2) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
         self.class_token = nn.Parameter(torch.randn(1, 1, width))
         self.positions = nn.Parameter(0.1 * torch.randn(1, 1 + (image_size // patch) ** 2, width))
-        self.encoder = nn.TransformerEncoderLayer(width, heads, 2 * width, activation="gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, activation="gelu", batch_first=True, norm_first=True
+        )
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -78,9 +89,13 @@ def draw_passages(n: int) -> tuple[Tensor, Tensor]:
 
 
 ARCHITECTURES = (
-    Architecture("cnn", lambda: cnn(image_size=12, channels=(4, 6), hidden=16, classes=CLASSES), draw_images(1, 12)),
+    Architecture(
+        "cnn", lambda: cnn(image_size=12, channels=(4, 6), hidden=16, classes=CLASSES), draw_images(1, 12)
+    ),
     Architecture("mlp", lambda: mlp((20, 16, 16, CLASSES)), draw_vectors),
-    Architecture("resnet", lambda: resnet(widths=(4, 8), blocks=1, groups=2, classes=CLASSES), draw_images(3, 8)),
+    Architecture(
+        "resnet", lambda: resnet(widths=(4, 8), blocks=1, groups=2, classes=CLASSES), draw_images(3, 8)
+    ),
     Architecture("vit", ViT, draw_images(3, 8)),
     Architecture("gpt", lambda: GPT(VOCABULARY, positions=10, width=16, layers=2, heads=2), draw_passages),
 )

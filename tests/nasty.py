@@ -1,4 +1,6 @@
-"""Ids and texts as an attacker, or a careless exporter, writes them: each must be harmless in every report and every CI format."""
+"""Ids and texts as an attacker, or a careless exporter, writes them: each must be harmless in every report
+and every CI format.
+"""
 
 from __future__ import annotations
 

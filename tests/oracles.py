@@ -17,18 +17,28 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def one_sample_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor) -> Gradients:
+def one_sample_gradients(
+    model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor
+) -> Gradients:
     """Parameter name to the gradient of each sample's loss [n, *shape], by one backward pass a sample."""
     parameters = trainable(model)
     rows = []
     for sample in range(len(target)):
         output = model(*(value[sample : sample + 1] for value in inputs))
         output = tree_map(lambda value: value[0], output)
-        rows.append(torch.autograd.grad(loss(output, target[sample]), list(parameters.values()), materialize_grads=True))
-    return {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
+        rows.append(
+            torch.autograd.grad(
+                loss(output, target[sample]), list(parameters.values()), materialize_grads=True
+            )
+        )
+    return {
+        name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)
+    }
 
 
-def torch_func_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor) -> Gradients:
+def torch_func_gradients(
+    model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor
+) -> Gradients:
     """Parameter name to the gradient of each sample's loss [n, *shape], by torch.func's vmap(grad)."""
 
     def loss_of_one(parameters: Gradients, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:

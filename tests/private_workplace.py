@@ -61,7 +61,9 @@ class PrivateWorkplace:
         return outcome
 
     def refused(self, code: int, *words: str, options: tuple[str, ...] = ()) -> str:
-        """Run, and see it end with this exit code and these words on stderr, on one screen and without a traceback."""
+        """Run, and see it end with this exit code and these words on stderr, on one screen and without a
+        traceback.
+        """
         return self.dp_step(*options).refused(code, *words)
 
     def step(self) -> dict[str, Any]:
@@ -70,7 +72,10 @@ class PrivateWorkplace:
 
     def ledger(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The lines of the ledger, of one kind where one is named."""
-        lines = [json.loads(line) for line in (self.run_folder / "public" / "ledger.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (self.run_folder / "public" / "ledger.jsonl").read_text().splitlines()
+        ]
         return [line for line in lines if kind is None or line["kind"] == kind]
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -25,7 +25,10 @@ FUNCTIONS = sorted(name for name in psgrad.__all__ if inspect.isfunction(getattr
 
 
 def test_import_is_light_and_names_come_when_asked_for() -> None:
-    script = "import sys, psgrad; print([m for m in ('torch', 'pandas', 'pydantic') if m in sys.modules], psgrad.analyze.__name__)"
+    script = (
+        "import sys, psgrad; print([m for m in ('torch', 'pandas', 'pydantic') if m in sys.modules],"
+        " psgrad.analyze.__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[] analyze\n"
     assert set(psgrad.__all__) <= set(dir(psgrad))
@@ -40,7 +43,9 @@ def test_every_function_is_in_the_page_with_its_arguments() -> None:
         theirs = list(inspect.signature(getattr(psgrad, name)).parameters)
         ours = [part.partition("=")[0].strip() for part in re.sub(r"\(\)", "", arguments).split(",")]
         assert len(ours) == len(theirs), name
-        assert [each for each in ours if each not in ("path", "folder")] == [each for each in theirs if each in ours], name
+        assert [each for each in ours if each not in ("path", "folder")] == [
+            each for each in theirs if each in ours
+        ], name
 
 
 def test_every_function_says_what_it_does() -> None:
@@ -95,7 +100,9 @@ def test_progress_is_told(workplace: Workplace) -> None:
     assert told[-1] == ROWS
 
 
-def test_the_pages_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     subprocess.run([sys.executable, "-m", "psgrad", "init"], cwd=tmp_path, capture_output=True, check=True)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -26,7 +26,9 @@ def test_the_example_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(level: BatchLevel, op: Any, args: Any, kwargs: Any) -> Any:
         result = process(level, op, args, kwargs)
         name = op._schema.name.removeprefix("aten::")
-        ran.append(f"`{name}` {' '.join(shape(a) for a in args if isinstance(a, torch.Tensor))} → {shape(result)}")
+        ran.append(
+            f"`{name}` {' '.join(shape(a) for a in args if isinstance(a, torch.Tensor))} → {shape(result)}"
+        )
         return result
 
     monkeypatch.setattr(BatchLevel, "process", watched)

@@ -1,4 +1,6 @@
-"""docs/guides/ci.md: its tables say what the code does, its workflow files are whole, and its commands run in an empty folder."""
+"""docs/guides/ci.md: its tables say what the code does, its workflow files are whole, and its commands run in
+an empty folder.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from psgrad.errors import (
     EXIT_TERMINATED,
     EXIT_USAGE,
 )
-from psgrad.quality.ignore import read_ignore_list
+from psgrad.quality.findings import read_ignore_list
 from psgrad.quality.references import SAVED_ROWS
 from psgrad.reports.ci import FORMATS, github, gitlab, junit, markdown, sarif, terminal
 from psgrad.results import RULES
@@ -35,7 +37,11 @@ def section(title: str) -> str:
 
 
 def first_column(title: str) -> list[str]:
-    return [row.split("|")[1].strip().strip("`") for row in section(title).splitlines() if row.startswith("| ") and "---" not in row][1:]
+    return [
+        row.split("|")[1].strip().strip("`")
+        for row in section(title).splitlines()
+        if row.startswith("| ") and "---" not in row
+    ][1:]
 
 
 def block(title: str) -> str:
@@ -45,7 +51,9 @@ def block(title: str) -> str:
 def commands(text: str) -> list[str]:
     """Every psgrad command in blocks of shell, in order."""
     blocks = re.findall(r"^ *```sh\n(.*?)```", text, flags=re.MULTILINE | re.DOTALL)
-    return [line.strip() for each in blocks for line in each.splitlines() if line.strip().startswith("psgrad ")]
+    return [
+        line.strip() for each in blocks for line in each.splitlines() if line.strip().startswith("psgrad ")
+    ]
 
 
 def test_the_tables_have_what_the_code_has() -> None:
@@ -59,7 +67,9 @@ def test_the_tables_have_what_the_code_has() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    rows = {row.split("|")[1].strip(" `"): row for row in section("Formats").splitlines() if row.startswith("| `")}
+    rows = {
+        row.split("|")[1].strip(" `"): row for row in section("Formats").splitlines() if row.startswith("| `")
+    }
     assert f"the first {terminal.SHOWN} findings" in rows["terminal"]
     assert f"the first {junit.SHOWN} findings" in rows["junit"]
     assert f"the first {sarif.LIMIT:,}" in rows["sarif"]
@@ -91,7 +101,9 @@ def test_the_commands_run_in_an_empty_folder(workplace: Workplace, monkeypatch: 
     lines = [*(step["run"] for step in workflow_steps() if "run" in step), *job["script"]]
     lines += commands(section("A baseline: fail on what is new")) + commands(PAGE)[1:3]
     # There is one run here, which is its own past.
-    lines += [line.replace("runs/main", "runs/ci") for line in commands(section("What changed between two runs"))]
+    lines += [
+        line.replace("runs/main", "runs/ci") for line in commands(section("What changed between two runs"))
+    ]
     work = workplace.folder / "empty"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -108,6 +120,14 @@ def test_the_commands_run_in_an_empty_folder(workplace: Workplace, monkeypatch: 
         outcome = workplace.command(*arguments)
         assert outcome.code == 0, f"{line}: {outcome.err}"
     assert (work / "summary.md").read_text().startswith("### psgrad: the gate is passed")
-    uploaded = next(step["with"]["sarif_file"] for step in workflow_steps() if "upload-sarif" in step.get("uses", ""))
-    wanted = [uploaded, *job["artifacts"]["reports"].values(), *job["artifacts"]["paths"], "psgrad-baseline.json", "diff.html"]
+    uploaded = next(
+        step["with"]["sarif_file"] for step in workflow_steps() if "upload-sarif" in step.get("uses", "")
+    )
+    wanted = [
+        uploaded,
+        *job["artifacts"]["reports"].values(),
+        *job["artifacts"]["paths"],
+        "psgrad-baseline.json",
+        "diff.html",
+    ]
     assert [name for name in wanted if not (work / name).is_file()] == []

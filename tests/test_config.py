@@ -39,7 +39,8 @@ def error_of(folder: Path, text: str, *overrides: str) -> str:
     return str(caught.value).replace(str(path), "config.yaml")
 
 
-# What is accepted -----------------------------------------------------------------------------------------------------------------
+# What is accepted
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -135,7 +136,9 @@ def test_memory_is_a_size_with_a_unit(tmp_path: Path, text: str, size: object) -
 
 
 def test_an_override_of_one_alias_leaves_the_other(tmp_path: Path) -> None:
-    text = MINIMAL.replace("build}", "build, kwargs: &k {a: 1}}").replace("{path: train.parquet,", "{factory: f.py:g, kwargs: *k,")
+    text = MINIMAL.replace("build}", "build, kwargs: &k {a: 1}}").replace(
+        "{path: train.parquet,", "{factory: f.py:g, kwargs: *k,"
+    )
     config = load_config(write(tmp_path, text), ["model.kwargs.a=2"])
 
     assert config.model.kwargs == {"a": 2}
@@ -157,20 +160,35 @@ def test_is_frozen(tmp_path: Path) -> None:
 
 
 def test_imports_neither_torch_nor_pandas() -> None:
-    code = "import sys, psgrad.config; print([name for name in ('torch', 'pandas', 'numpy') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, psgrad.config; print([name for name in ('torch', 'pandas', 'numpy') if name in"
+        " sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
-# What is refused ------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
-    text = MINIMAL.replace("version: 1", "version: 2") + "engine:\n  chunk_sise: 4\n  verify: three\nanalyse: {}\n"
+    text = (
+        MINIMAL.replace("version: 1", "version: 2")
+        + "engine:\n  chunk_sise: 4\n  verify: three\nanalyse: {}\n"
+    )
     message = error_of(tmp_path, text, "analyze.top=0")
 
     assert message.splitlines()[0] == "the config config.yaml has 5 problems:"
     assert "config.yaml:1: version: got 2, expected 1" in message
-    assert "config.yaml:7: engine.chunk_sise: unknown key; did you mean chunk_size? known here: device, chunk_size" in message
+    assert (
+        "config.yaml:7: engine.chunk_sise: unknown key; did you mean chunk_size? known here: device,"
+        " chunk_size" in message
+    )
     assert "config.yaml:8: engine.verify: got 'three', expected a whole number" in message
     assert "config.yaml:9: analyse: unknown key; did you mean analyze?" in message
     assert "--set analyze.top=0: analyze.top: got 0, expected at least 1" in message
@@ -182,28 +200,72 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         ("version: 1", "version: true", "version: got true, expected 1"),
         ("version: 1\n", "", "version: missing; it is required"),
         ("build}", "build, modus: train}", "model.modus: unknown key; did you mean mode?"),
-        ("build}", "build, mode: trian}", "model.mode: got 'trian', expected one of eval, train; did you mean train?"),
-        ("my_pkg.models:build", "my_pkg.models.build", "model.factory: 'my_pkg.models.build' does not name a callable"),
+        (
+            "build}",
+            "build, mode: trian}",
+            "model.mode: got 'trian', expected one of eval, train; did you mean train?",
+        ),
+        (
+            "my_pkg.models:build",
+            "my_pkg.models.build",
+            "model.factory: 'my_pkg.models.build' does not name a callable",
+        ),
         ("my_pkg.models:build", "'my pkg:build'", "expected module:callable or file.py:callable"),
         ("build}", "build, kwargs: 3}", "model.kwargs: got 3, expected a group of keys and values"),
         ("build}", "build, kwargs: {1: a}}", "got 1, expected a string"),
         ("build}", "build, state_dict_key: ema}", "there is no checkpoint"),
-        ("loss: cross_entropy", "loss: cross_entrpy", "there is no loss 'cross_entrpy'; did you mean cross_entropy?"),
-        ("loss: cross_entropy", "loss: {name: mse, delta: 2.0}", "the loss 'mse' does not take delta; it takes no options"),
-        ("loss: cross_entropy", "loss: {name: huber, beta: 2.0}", "the loss 'huber' does not take beta; it takes delta"),
-        ("loss: cross_entropy", "loss: {name: cross_entropy, weight: [1, -1]}", "loss.weight.1: got -1, expected at least 0"),
-        ("loss: cross_entropy", "loss: {name: cross_entropy, weight: [.nan]}", "loss.weight.0: got nan, expected"),
+        (
+            "loss: cross_entropy",
+            "loss: cross_entrpy",
+            "there is no loss 'cross_entrpy'; did you mean cross_entropy?",
+        ),
+        (
+            "loss: cross_entropy",
+            "loss: {name: mse, delta: 2.0}",
+            "the loss 'mse' does not take delta; it takes no options",
+        ),
+        (
+            "loss: cross_entropy",
+            "loss: {name: huber, beta: 2.0}",
+            "the loss 'huber' does not take beta; it takes delta",
+        ),
+        (
+            "loss: cross_entropy",
+            "loss: {name: cross_entropy, weight: [1, -1]}",
+            "loss.weight.1: got -1, expected at least 0",
+        ),
+        (
+            "loss: cross_entropy",
+            "loss: {name: cross_entropy, weight: [.nan]}",
+            "loss.weight.0: got nan, expected",
+        ),
         ("loss: cross_entropy", "loss: 3", "loss: got 3, expected a group of keys and values"),
-        ("train.parquet", "train.xlsx", "data.path: 'train.xlsx' does not end in one of .npz, .csv, .parquet, .safetensors"),
-        ("path: train.parquet", "factory: a.py:b, path: train.parquet", "give exactly one of path (a file) and factory"),
+        (
+            "train.parquet",
+            "train.xlsx",
+            "data.path: 'train.xlsx' does not end in one of .npz, .csv, .parquet, .safetensors",
+        ),
+        (
+            "path: train.parquet",
+            "factory: a.py:b, path: train.parquet",
+            "give exactly one of path (a file) and factory",
+        ),
         ("path: train.parquet, ", "", "give exactly one of path (a file) and factory"),
         ("inputs: pixels, ", "", "inputs is missing"),
         ("inputs: pixels", "inputs: [a, a]", "data.inputs: a column is named twice"),
-        ("inputs: pixels", "inputs: [a, 3]", "data.inputs: got a list, expected one column name or a list of them"),
+        (
+            "inputs: pixels",
+            "inputs: [a, 3]",
+            "data.inputs: got a list, expected one column name or a list of them",
+        ),
         ("inputs: pixels", "inputs: pixels, kwargs: {a: 1}", "kwargs are the arguments of a factory"),
         (", target: label", "", "data.target is missing: the loss 'cross_entropy' compares"),
         ("output: runs/digits", "output: 3", "output: got 3, expected a path"),
-        ("output: runs/digits", "output: runs/digits\nchunk_size: 3", "chunk_size: unknown key; did you mean engine.chunk_size?"),
+        (
+            "output: runs/digits",
+            "output: runs/digits\nchunk_size: 3",
+            "chunk_size: unknown key; did you mean engine.chunk_size?",
+        ),
         ("output: runs/digits", "output: runs/digits\nbase: /", "base: unknown key"),
         ("output: runs/digits", "output: runs/digits\n_base: /", "_base: unknown key"),
         ("output: runs/digits", "output: runs/digits\n3: 4", "3: got "),
@@ -229,14 +291,20 @@ def test_each_mistake_is_told(tmp_path: Path, old: str, new: str, expected: str)
         ("memory: true", "engine.memory: got true, expected auto, or a size"),
         ("memory: 2.5", "engine.memory: got 2.5, expected auto, or a size"),
         ("memory: 2", "engine.memory: got 2, which is 2 bytes; expected at least 1MiB; is its unit right?"),
-        ("memory: 1GiB, chunk_size: 8", "memory says how large an automatic chunk may get, and chunk_size is 8"),
+        (
+            "memory: 1GiB, chunk_size: 8",
+            "memory says how large an automatic chunk may get, and chunk_size is 8",
+        ),
         ("verify: -1", "engine.verify: got -1, expected at least 0"),
         ("verify: true", "engine.verify: got true, expected a whole number"),
         ("dtype: float16", "engine.dtype: got 'float16', expected one of float32, float64, bfloat16"),
         ("device: 0", "engine.device: got 0, expected a string"),
         ("capture: on", "engine.capture: got 'on', expected one of auto, off"),
         ("compile: true", "engine.compile: got true, expected one of none, inductor"),
-        ("capture: off, compile: inductor", "compile: inductor compiles what was captured, and capture is off"),
+        (
+            "capture: off, compile: inductor",
+            "compile: inductor compiles what was captured, and capture is off",
+        ),
     ],
 )
 def test_engine_values(tmp_path: Path, engine: str, expected: str) -> None:
@@ -280,7 +348,10 @@ def test_wrong_overrides_are_named(tmp_path: Path, override: str, expected: str)
         ("a: *b", "config.yaml:1:4: not valid YAML: found undefined alias"),
         ("a: &a [*a]", "50 levels once its aliases are written out"),
         ("a: " + "[" * 5000, "not valid YAML: nested too deeply"),
-        ("a: !!python/object/apply:os.system [exit]", "a plain value was expected here, not !!python/object/apply:os.system"),
+        (
+            "a: !!python/object/apply:os.system [exit]",
+            "a plain value was expected here, not !!python/object/apply:os.system",
+        ),
         ("? [1]\n: 2", "a plain value was expected here, not !!seq"),
         ("a: !!int x", "'x' is not a value of the type int"),
         ("a: " + "9" * 5000, "is not a value of the type int"),
@@ -306,17 +377,24 @@ def test_missing_file_directory_and_binary(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.yaml")
 
 
-# Properties -----------------------------------------------------------------------------------------------------------------------
+# Properties
+# ------------------------------------------------------------------------------------------------------------
 
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    below = [leaf for key, child in value.items() for leaf in leaves(child, (*path, key))] if isinstance(value, dict) else []
+    below = (
+        [leaf for key, child in value.items() for leaf in leaves(child, (*path, key))]
+        if isinstance(value, dict)
+        else []
+    )
     return [path, *below] if path else below
 
 
@@ -324,7 +402,9 @@ FULL = Config.model_validate(yaml.safe_load(MINIMAL)).model_dump(mode="json")
 
 
 @given(path=st.sampled_from(leaves(FULL)), value=plain_values)
-def test_any_value_anywhere_is_accepted_or_told(tmp_path_factory: pytest.TempPathFactory, path: tuple[str, ...], value: object) -> None:
+def test_any_value_anywhere_is_accepted_or_told(
+    tmp_path_factory: pytest.TempPathFactory, path: tuple[str, ...], value: object
+) -> None:
     content = copy.deepcopy(FULL)
     group = content
     for key in path[:-1]:
@@ -336,7 +416,12 @@ def test_any_value_anywhere_is_accepted_or_told(tmp_path_factory: pytest.TempPat
     except ConfigError as error:
         assert ".".join(path[:1]) in str(error)  # noqa: PT017
         return
-    assert load_config(write(tmp_path_factory.getbasetemp(), yaml.safe_dump(config.model_dump(mode="json")))).output == config.output
+    assert (
+        load_config(
+            write(tmp_path_factory.getbasetemp(), yaml.safe_dump(config.model_dump(mode="json")))
+        ).output
+        == config.output
+    )
 
 
 @given(text=st.text(alphabet="abc:-[]{}&*!?|>'\"#%@,~ \n\t01.", max_size=40))

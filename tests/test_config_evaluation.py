@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from psgrad.config import Config, EvaluationConfig, load_config
-from psgrad.engine.influence.evaluation.recipe import Recipe
+from psgrad.engine.influence.evaluation.jobs import Recipe
 from psgrad.errors import ConfigError
 from tests.test_config import MINIMAL
 
@@ -21,7 +21,14 @@ def load(folder: Path, *overrides: str) -> EvaluationConfig:
 
 def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
     found = load(tmp_path)
-    assert (found.subsets, found.seeds, found.fraction, found.removals, found.flips, found.share) == (100, 3, 0.5, 100, 5, 0.1)
+    assert (found.subsets, found.seeds, found.fraction, found.removals, found.flips, found.share) == (
+        100,
+        3,
+        0.5,
+        100,
+        5,
+        0.1,
+    )
     assert found.tuning is None
     assert found.train.optimizer == "adam"
 
@@ -31,9 +38,14 @@ def test_the_defaults_of_a_training_are_the_recipes() -> None:
 
 
 def test_a_bare_string_is_a_function_and_methods_are_named_or_have_options(tmp_path: Path) -> None:
-    found = load(tmp_path, "train=own.py:train", "methods=[tracin, {name: influence, damping: 0.5}]", "tuning={}")
+    found = load(
+        tmp_path, "train=own.py:train", "methods=[tracin, {name: influence, damping: 0.5}]", "tuning={}"
+    )
     assert found.train.function == "own.py:train"
-    assert [(method.name, method.options) for method in found.methods] == [("tracin", {}), ("influence", {"damping": 0.5})]
+    assert [(method.name, method.options) for method in found.methods] == [
+        ("tracin", {}),
+        ("influence", {"damping": 0.5}),
+    ]
     assert found.tuning is not None
     assert (found.tuning.subsets, found.tuning.queries) == (30, 60)
     assert found.tuning.dampings == sorted(found.tuning.dampings)
@@ -42,7 +54,10 @@ def test_a_bare_string_is_a_function_and_methods_are_named_or_have_options(tmp_p
 def test_a_resolved_section_loads_again(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(MINIMAL, encoding="utf-8")
-    settings = ["influence.evaluate.train={optimizer: newton, weight_decay: 0.1}", "influence.evaluate.tuning={dampings: [0.1, 1.0]}"]
+    settings = [
+        "influence.evaluate.train={optimizer: newton, weight_decay: 0.1}",
+        "influence.evaluate.tuning={dampings: [0.1, 1.0]}",
+    ]
     config = load_config(path, settings)
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
     again: Config = load_config(path)
@@ -55,7 +70,10 @@ def test_a_resolved_section_loads_again(tmp_path: Path) -> None:
         ("train={optimizer: newton, epochs: 3}", "newton does not take epochs"),
         ("train={optimizer: adam, momentum: 0.9}", "adam does not take momentum"),
         ("train={optimizer: sgd, tolerance: 1.0}", "sgd does not take tolerance"),
-        ("train={function: own.py:train, epochs: 3, weight_decay: 0.1}", "trains as it wants to and does not take epochs, weight_decay"),
+        (
+            "train={function: own.py:train, epochs: 3, weight_decay: 0.1}",
+            "trains as it wants to and does not take epochs, weight_decay",
+        ),
         ("train=own.py", "does not name a callable"),
         ("train={optimizer: lbfgs}", "optimizer"),
         ("subsets=2", "subsets"),

@@ -1,4 +1,6 @@
-"""The section of an influence run: what it accepts, what it fills in, and that every mistake is told with its reason."""
+"""The section of an influence run: what it accepts, what it fills in, and that every mistake is told with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ import pytest
 import yaml
 
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
-from psgrad.engine.influence.index.spec import IndexSpec
+from psgrad.engine.influence.index.stored import IndexSpec
 from psgrad.engine.influence.methods import known_methods
 from psgrad.errors import ConfigError, InfluenceError
-from psgrad.workflows.influence_method import method_from, told_as_own
+from psgrad.workflows.influence_setup import method_from, told_as_own
 from tests.test_config import MINIMAL
 
 QUERIES = "{path: queries.npz, inputs: x, target: y}"
@@ -31,20 +33,35 @@ def error_of(folder: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# What is accepted -----------------------------------------------------------------------------------------------------------------
+# What is accepted
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
     found = load(tmp_path)
-    assert (found.method.name, found.measurement.name, found.queries, found.checkpoints) == ("influence", "loss", None, None)
+    assert (found.method.name, found.measurement.name, found.queries, found.checkpoints) == (
+        "influence",
+        "loss",
+        None,
+        None,
+    )
     assert (found.top, found.layers, found.normalize, found.index) == (10, "none", "none", None)
 
 
 def test_names_stand_for_groups(tmp_path: Path) -> None:
-    found = load(tmp_path, "method=trak", "measurement=margin", "checkpoints=[a.pt, {path: b.pt, learning_rate: 0.1}]", "index=there")
+    found = load(
+        tmp_path,
+        "method=trak",
+        "measurement=margin",
+        "checkpoints=[a.pt, {path: b.pt, learning_rate: 0.1}]",
+        "index=there",
+    )
     assert found.method == MethodConfig(name="trak")
     assert found.measurement.name == "margin"
-    assert [(str(each.path), each.learning_rate) for each in found.checkpoints or []] == [("a.pt", None), ("b.pt", 0.1)]
+    assert [(str(each.path), each.learning_rate) for each in found.checkpoints or []] == [
+        ("a.pt", None),
+        ("b.pt", 0.1),
+    ]
     assert found.index == IndexConfig(path=Path("there"))
 
 
@@ -69,7 +86,12 @@ def test_queries_may_be_a_dataset_of_their_own_or_rows(tmp_path: Path) -> None:
 
 
 def test_a_resolved_section_loads_again(tmp_path: Path) -> None:
-    overrides = [f"queries={QUERIES}", "method={name: tracin}", "checkpoints=[{path: a.pt, learning_rate: 0.1}]", "index={path: there}"]
+    overrides = [
+        f"queries={QUERIES}",
+        "method={name: tracin}",
+        "checkpoints=[{path: a.pt, learning_rate: 0.1}]",
+        "index={path: there}",
+    ]
     found = load(tmp_path, *overrides)
     again = tmp_path / "again.yaml"
     again.write_text(MINIMAL + yaml.safe_dump({"influence": found.model_dump(mode="json")}), encoding="utf-8")
@@ -87,28 +109,68 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
             IndexSpec(**IndexConfig(path=Path("there"), **options).model_dump(exclude={"path"}))  # type: ignore[arg-type]
 
 
-# What is told ---------------------------------------------------------------------------------------------------------------------
+# What is told
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("top=0", "influence.top: got 0, expected at least 1"),
-        ("layers=module_", "influence.layers: got 'module_', expected one of none, parameter, module; did you mean module?"),
+        (
+            "layers=module_",
+            "influence.layers: got 'module_', expected one of none, parameter, module; did you mean module?",
+        ),
         ("methods=trak", "influence.methods: unknown key; did you mean method?"),
-        ("damping=1", "influence.damping: not a key here: damping is an option of the method: influence.method.damping"),
-        ("learning_rate=1", "influence.learning_rate: not a key here: learning rates go with checkpoints: influence.checkpoints"),
-        ("measurement=margn", "influence.measurement.name: there is no measurement 'margn'; did you mean margin?"),
+        (
+            "damping=1",
+            "influence.damping: not a key here: damping is an option of the method: influence.method.damping",
+        ),
+        (
+            "learning_rate=1",
+            (
+                "influence.learning_rate: not a key here: learning rates go with checkpoints:"
+                " influence.checkpoints"
+            ),
+        ),
+        (
+            "measurement=margn",
+            "influence.measurement.name: there is no measurement 'margn'; did you mean margin?",
+        ),
         ("measurement=mine.py:own", "larger_is is missing: better, or worse as a loss has it"),
-        ("measurement={name: loss, larger_is: better}", "larger_is goes with a callable of your own; of loss it is known"),
-        ("parameters=[]", "influence.parameters: got an empty list, expected one pattern of parameter names or a list of them"),
+        (
+            "measurement={name: loss, larger_is: better}",
+            "larger_is goes with a callable of your own; of loss it is known",
+        ),
+        (
+            "parameters=[]",
+            (
+                "influence.parameters: got an empty list, expected one pattern of parameter names or a list"
+                " of them"
+            ),
+        ),
         ("checkpoints=[]", "checkpoints is an empty list; leave it out to use model.checkpoint"),
         ("checkpoints=[a.pt, a.pt]", "the checkpoint a.pt is listed twice; it would count double"),
-        ("checkpoints=[{path: a.pt, learning_rat: 1.0}]", "influence.checkpoints.0.learning_rat: unknown key; did you mean learning_rate?"),
-        ("checkpoints=[{path: a.pt, learning_rate: 0}]", "influence.checkpoints.0.learning_rate: got 0, expected more than 0"),
-        ("queries={path: q.npz, inputs: x}", "influence.queries.target is missing: the measurement 'loss' compares a query's output"),
-        ("queries={path: q.npz, target: y}", "inputs is missing: the name of the column that the model reads"),
-        ("queries={path: q.npz, factory: 'a:b'}", "give path (a file) or factory (a callable that returns a torch Dataset), not both"),
+        (
+            "checkpoints=[{path: a.pt, learning_rat: 1.0}]",
+            "influence.checkpoints.0.learning_rat: unknown key; did you mean learning_rate?",
+        ),
+        (
+            "checkpoints=[{path: a.pt, learning_rate: 0}]",
+            "influence.checkpoints.0.learning_rate: got 0, expected more than 0",
+        ),
+        (
+            "queries={path: q.npz, inputs: x}",
+            "influence.queries.target is missing: the measurement 'loss' compares a query's output",
+        ),
+        (
+            "queries={path: q.npz, target: y}",
+            "inputs is missing: the name of the column that the model reads",
+        ),
+        (
+            "queries={path: q.npz, factory: 'a:b'}",
+            "give path (a file) or factory (a callable that returns a torch Dataset), not both",
+        ),
         ("queries={target: y}", "neither path, factory nor rows says what the queries are"),
         ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
@@ -116,7 +178,10 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("queries.rows=[-1]", "influence.queries.rows.0: got -1, expected at least 0"),
         ("method=tracin", "tracin sums over checkpoints of one training run"),
         ("index={}", "influence.index.path: missing; it is required"),
-        ("index={path: there, dtype: int8}", "influence.index.dtype: got 'int8', expected one of float64, float32, float16, bfloat16"),
+        (
+            "index={path: there, dtype: int8}",
+            "influence.index.dtype: got 'int8', expected one of float64, float32, float16, bfloat16",
+        ),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, override: str, words: str) -> None:
@@ -128,7 +193,8 @@ def test_tracin_names_the_checkpoints_without_a_learning_rate(tmp_path: Path) ->
     assert "tracin weighs each checkpoint by its learning rate, and there is none for b.pt, c.pt" in told
 
 
-# Methods --------------------------------------------------------------------------------------------------------------------------
+# Methods
+# ------------------------------------------------------------------------------------------------------------
 
 
 def options_error(name: str, **options: Any) -> str:
@@ -150,18 +216,25 @@ def test_an_unknown_method_is_told_with_the_known_ones() -> None:
 
 
 def test_unknown_options_of_a_method_are_told_with_what_it_takes() -> None:
-    assert "influence.method.dimensions: unknown option; did you mean dimension? trak: it takes" in options_error("trak", dimensions=3)
-    assert "influence.method.damping: unknown option; gradient_dot: it takes none" in options_error("gradient_dot", damping=3)
+    assert (
+        "influence.method.dimensions: unknown option; did you mean dimension? trak: it takes"
+        in options_error("trak", dimensions=3)
+    )
+    assert "influence.method.damping: unknown option; gradient_dot: it takes none" in options_error(
+        "gradient_dot", damping=3
+    )
 
 
 def test_options_of_another_type_are_told() -> None:
-    assert "influence.method.dimension: got 'many', expected a whole number" in options_error("trak", dimension="many")
+    assert "influence.method.dimension: got 'many', expected a whole number" in options_error(
+        "trak", dimension="many"
+    )
 
 
 def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from dataclasses import dataclass\n"
-        "from psgrad.engine.influence.methods.gradient_dot import GradientDot\n\n\n"
+        "from psgrad.engine.influence.methods.gradient_products import GradientDot\n\n\n"
         "@dataclass(frozen=True)\n"
         "class Twice(GradientDot):\n    factor: float = 2.0\n\n\n"
         "class Half(GradientDot.__base__):\n    pass\n\n\n"

@@ -1,4 +1,6 @@
-"""The section of a private run: what it accepts, what it fills in, and that every mistake is told with its reason."""
+"""The section of a private run: what it accepts, what it fills in, and that every mistake is told with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.config import RELATIONS, PrivacyConfig, load_config
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import FIELDS, Sampling
 from psgrad.errors import ConfigError
 from tests.test_config import MINIMAL
@@ -29,7 +31,9 @@ privacy:
 """
 SAMPLINGS = {
     "poisson": "{scheme: poisson, sample_rate: 0.1}",
-    "truncated_poisson": "{scheme: truncated_poisson, sample_rate: 0.1, max_batch_size: 200, dataset_size: 1280}",
+    "truncated_poisson": (
+        "{scheme: truncated_poisson, sample_rate: 0.1, max_batch_size: 200, dataset_size: 1280}"
+    ),
     "fixed": "{scheme: fixed, batch_size: 128}",
 }
 
@@ -49,7 +53,8 @@ def error_of(folder: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# What is accepted -----------------------------------------------------------------------------------------------------------------
+# What is accepted
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -58,7 +63,11 @@ def test_defaults(tmp_path: Path) -> None:
     assert (privacy.steps, privacy.delta, privacy.expected_batch_size) == (300, 1e-5, 128.0)
     assert privacy.relation == "add_or_remove_one"
     assert (privacy.unit, privacy.augmentation, privacy.trainable) == (None, None, None)
-    assert (privacy.clipping.groups, privacy.clipping.rule, privacy.clipping.adaptive) == ("flat", "clip", None)
+    assert (privacy.clipping.groups, privacy.clipping.rule, privacy.clipping.adaptive) == (
+        "flat",
+        "clip",
+        None,
+    )
     assert (privacy.noise.mechanism, privacy.noise.generator, privacy.noise.seed) == ("gaussian", "aes", None)
     assert privacy.noise.schedule.kind == "constant"
     assert (privacy.checkpoint_seconds, privacy.checkpoint_steps) == (30.0, None)
@@ -103,8 +112,9 @@ def test_relations_that_a_scheme_is_accounted_under(tmp_path: Path, scheme: str,
     if relation in RELATIONS[scheme]:  # type: ignore[index]
         assert load(tmp_path, *overrides).relation == relation
         return
-    assert f"relation: no accountant covers {scheme} sampling under {relation}; under {scheme} it is one of " in error_of(
-        tmp_path, *overrides
+    assert (
+        f"relation: no accountant covers {scheme} sampling under {relation}; under {scheme} it is one of "
+        in error_of(tmp_path, *overrides)
     )
 
 
@@ -140,10 +150,13 @@ def test_a_resolved_section_loads_again(tmp_path: Path, overrides: list[str]) ->
     assert load_config(tmp_path / "again.yaml").privacy == privacy
 
 
-# What is refused ------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["expected_batch_size", "delta", "steps", "sampling", "clipping", "noise", "optimizer"])
+@pytest.mark.parametrize(
+    "key", ["expected_batch_size", "delta", "steps", "sampling", "clipping", "noise", "optimizer"]
+)
 def test_what_must_be_said(tmp_path: Path, key: str) -> None:
     content = yaml.safe_load(PRIVATE)
     del content["privacy"][key]
@@ -157,7 +170,10 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "config.yaml")
-    assert "config.yaml:6: privacy.expected_batch_size: missing; it is required: the public number that the noisy sum" in str(caught.value)
+    assert (
+        "config.yaml:6: privacy.expected_batch_size: missing; it is required: the public number that the"
+        " noisy sum" in str(caught.value)
+    )
     assert "the size of the batch that was drawn is private" in str(caught.value)
 
 
@@ -165,39 +181,84 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
     ("override", "expected"),
     [
         # another sampler
-        ("shuffle=true", "privacy.shuffle: not a key here: an epoch in shuffled order is no Poisson sample; batches are drawn at random"),
-        ("sampler=x", "privacy.sampler: not a key here: batches are drawn at random by privacy.sampling, and accounted as drawn"),
+        (
+            "shuffle=true",
+            (
+                "privacy.shuffle: not a key here: an epoch in shuffled order is no Poisson sample; batches"
+                " are drawn at random"
+            ),
+        ),
+        (
+            "sampler=x",
+            (
+                "privacy.sampler: not a key here: batches are drawn at random by privacy.sampling, and"
+                " accounted as drawn"
+            ),
+        ),
         (
             "sampling.weights=[1]",
-            "privacy.sampling.weights: not a key here: records that are drawn with unequal chances have no accountant",
+            (
+                "privacy.sampling.weights: not a key here: records that are drawn with unequal chances have"
+                " no accountant"
+            ),
         ),
-        ("sampling.drop_last=true", "no accountant holds for another sampler; known here: scheme, sample_rate"),
+        (
+            "sampling.drop_last=true",
+            "no accountant holds for another sampler; known here: scheme, sample_rate",
+        ),
         ("sampling.scheme=shuffle", "got 'shuffle', expected one of poisson, truncated_poisson, fixed"),
-        ("sampling.scheme=poison", "expected one of poisson, truncated_poisson, fixed; did you mean poisson?"),
-        ("batch_size=64", "privacy.batch_size: not a key here: batches have the size that privacy.sampling gives them"),
+        (
+            "sampling.scheme=poison",
+            "expected one of poisson, truncated_poisson, fixed; did you mean poisson?",
+        ),
+        (
+            "batch_size=64",
+            "privacy.batch_size: not a key here: batches have the size that privacy.sampling gives them",
+        ),
         ("epochs=3", "privacy.epochs: not a key here: privacy is spent by steps"),
         # fields of a scheme
         (
             "sampling.batch_size=64",
-            "privacy.sampling: batch_size: a poisson batch has no fixed size, as each record is drawn by itself; set",
+            (
+                "privacy.sampling: batch_size: a poisson batch has no fixed size, as each record is drawn by"
+                " itself; set"
+            ),
         ),
-        ("sampling={scheme: poisson}", "privacy.sampling: poisson sampling needs sample_rate; it takes sample_rate"),
+        (
+            "sampling={scheme: poisson}",
+            "privacy.sampling: poisson sampling needs sample_rate; it takes sample_rate",
+        ),
         ("sampling={scheme: fixed}", "fixed sampling needs batch_size"),
         (
             "sampling={scheme: fixed, batch_size: 8, sample_rate: 0.1}",
             "sample_rate: fixed batches have a batch_size, and are accounted as if",
         ),
-        ("sampling={scheme: truncated_poisson, sample_rate: 0.1}", "truncated_poisson sampling needs max_batch_size and dataset_size; it"),
+        (
+            "sampling={scheme: truncated_poisson, sample_rate: 0.1}",
+            "truncated_poisson sampling needs max_batch_size and dataset_size; it",
+        ),
         ("sampling.max_batch_size=64", "poisson sampling does not take max_batch_size; it takes sample_rate"),
         ("sampling.sample_rate=0", "privacy.sampling.sample_rate: got 0, expected more than 0"),
         ("sampling.sample_rate=1.5", "privacy.sampling.sample_rate: got 1.5, expected at most 1"),
-        ("relation=add_or_remove", "got 'add_or_remove', expected one of add_or_remove_one, replace_one, zero_out; did you mean add_or_re"),
+        (
+            "relation=add_or_remove",
+            (
+                "got 'add_or_remove', expected one of add_or_remove_one, replace_one, zero_out; did you mean"
+                " add_or_re"
+            ),
+        ),
         # the divisor
         ("expected_batch_size=0", "privacy.expected_batch_size: got 0, expected more than 0"),
-        ("sampling={scheme: fixed, batch_size: 64}", "expected_batch_size is 128, and every batch has 64 records (sampling.batch_size)"),
+        (
+            "sampling={scheme: fixed, batch_size: 64}",
+            "expected_batch_size is 128, and every batch has 64 records (sampling.batch_size)",
+        ),
         (
             "sampling={scheme: truncated_poisson, sample_rate: 0.1, max_batch_size: 50, dataset_size: 1280}",
-            "expected_batch_size is 128, and batches have about 50 records (sample_rate * dataset_size, at most max_batch_size)",
+            (
+                "expected_batch_size is 128, and batches have about 50 records (sample_rate * dataset_size,"
+                " at most max_batch_size)"
+            ),
         ),
         # numbers
         ("steps=0", "privacy.steps: got 0, expected at least 1"),
@@ -206,35 +267,71 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
         ("delta=1", "privacy.delta: got 1, expected less than 1"),
         ("delta=.nan", "privacy.delta: got nan, expected"),
         # clipping
-        ("clipping={}", "privacy.clipping: norm is missing: the bound on one record's gradient, from which the noise follows"),
+        (
+            "clipping={}",
+            (
+                "privacy.clipping: norm is missing: the bound on one record's gradient, from which the noise"
+                " follows"
+            ),
+        ),
         (
             "clipping.max_grad_norm=1",
-            "privacy.clipping.max_grad_norm: not a key here: the bound is called norm here; known here: norm, groups",
+            (
+                "privacy.clipping.max_grad_norm: not a key here: the bound is called norm here; known here:"
+                " norm, groups"
+            ),
         ),
         ("clipping.norm=0", "privacy.clipping.norm: got 0, expected more than 0"),
         (
             "clipping.groups=layers",
-            "privacy.clipping.groups: got 'layers', expected flat, layer, parameter, or patterns of parameter names",
+            (
+                "privacy.clipping.groups: got 'layers', expected flat, layer, parameter, or patterns of"
+                " parameter names"
+            ),
         ),
         ("clipping={groups: {}}", "privacy.clipping.groups: got a group of keys, expected flat"),
-        ("clipping={groups: {'a.*': 0}}", "privacy.clipping.groups: the bound of 'a.*' is 0, expected a number above 0"),
+        (
+            "clipping={groups: {'a.*': 0}}",
+            "privacy.clipping.groups: the bound of 'a.*' is 0, expected a number above 0",
+        ),
         ("clipping={groups: {'a.*': true}}", "the bound of 'a.*' is true, expected a number above 0"),
         ("clipping.groups={'*': 1}", "privacy.clipping: norm and groups both give bounds"),
         ("clipping.stability=0.1", "privacy.clipping: stability belongs to rule: automatic"),
         ("clipping.rule=auto", "privacy.clipping.rule: got 'auto', expected one of clip, automatic"),
-        ("clipping={norm: 1, groups: layer, adaptive: {}}", "adaptive follows one bound, and groups gives several; set groups: flat"),
-        ("clipping={norm: 1, rule: automatic, adaptive: {}}", "adaptive has nothing to follow under rule: automatic"),
-        ("clipping.adaptive={quantil: 0.5}", "privacy.clipping.adaptive.quantil: unknown key; did you mean quantile?"),
+        (
+            "clipping={norm: 1, groups: layer, adaptive: {}}",
+            "adaptive follows one bound, and groups gives several; set groups: flat",
+        ),
+        (
+            "clipping={norm: 1, rule: automatic, adaptive: {}}",
+            "adaptive has nothing to follow under rule: automatic",
+        ),
+        (
+            "clipping.adaptive={quantil: 0.5}",
+            "privacy.clipping.adaptive.quantil: unknown key; did you mean quantile?",
+        ),
         ("clipping.adaptive={quantile: 2}", "privacy.clipping.adaptive.quantile: got 2, expected at most 1"),
         (
             "clipping.adaptive={count_noise_multiplier: 0.55}",
-            "clipping.adaptive.count_noise_multiplier is 0.55, and must be more than half of noise.multiplier (1.1)",
+            (
+                "clipping.adaptive.count_noise_multiplier is 0.55, and must be more than half of"
+                " noise.multiplier (1.1)"
+            ),
         ),
         # noise
-        ("noise={}", "privacy.noise: the amount of noise is missing: give exactly one of multiplier and target_epsilon"),
+        (
+            "noise={}",
+            (
+                "privacy.noise: the amount of noise is missing: give exactly one of multiplier and"
+                " target_epsilon"
+            ),
+        ),
         (
             "noise.target_epsilon=3",
-            "privacy.noise: give exactly one of multiplier (the noise) and target_epsilon (from which the noise is solv",
+            (
+                "privacy.noise: give exactly one of multiplier (the noise) and target_epsilon (from which the"
+                " noise is solv"
+            ),
         ),
         ("noise.multiplier=-1", "privacy.noise.multiplier: got -1, expected at least 0"),
         ("noise.multiplier=.inf", "privacy.noise.multiplier: got inf, expected a finite number"),
@@ -242,9 +339,18 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
         ("noise.grid=1e-6", "privacy.noise: grid belongs to mechanism: discrete_gaussian"),
         ("noise.generator=chacha", "privacy.noise.generator: got 'chacha', expected one of aes, torch"),
         ("noise.seed=-1", "privacy.noise.seed: got -1, expected at least 0"),
-        ("noise.schedule={kind: linear}", "privacy.noise.schedule.kind: got 'linear', expected one of constant, step, exponential, list"),
-        ("noise.schedule={kind: step, factor: 2}", "privacy.noise.schedule: a schedule of kind step needs every; it takes every, factor"),
-        ("noise.schedule={kind: constant, factor: 2}", "privacy.noise.schedule: a schedule of kind constant does not take factor"),
+        (
+            "noise.schedule={kind: linear}",
+            "privacy.noise.schedule.kind: got 'linear', expected one of constant, step, exponential, list",
+        ),
+        (
+            "noise.schedule={kind: step, factor: 2}",
+            "privacy.noise.schedule: a schedule of kind step needs every; it takes every, factor",
+        ),
+        (
+            "noise.schedule={kind: constant, factor: 2}",
+            "privacy.noise.schedule: a schedule of kind constant does not take factor",
+        ),
         (
             "noise.schedule={kind: list, multipliers: [1]}",
             "privacy.noise: schedule.multipliers lists the multipliers themselves; leave multipl",
@@ -254,22 +360,49 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
             "privacy: noise.schedule.multipliers has 2 numbers for 300 steps; give one a",
         ),
         # optimiser and the rest
-        ("optimizer.lr=0.1", "privacy.optimizer.lr: not a key here: an optimiser's arguments go to privacy.optimizer.kwargs"),
-        ("optimizer.name=LBFGS", "privacy.optimizer.name: LBFGS asks for several gradients and losses a step, of which one is released"),
+        (
+            "optimizer.lr=0.1",
+            "privacy.optimizer.lr: not a key here: an optimiser's arguments go to privacy.optimizer.kwargs",
+        ),
+        (
+            "optimizer.name=LBFGS",
+            (
+                "privacy.optimizer.name: LBFGS asks for several gradients and losses a step, of which one is"
+                " released"
+            ),
+        ),
         ("optimizer.name=SparseAdam", "privacy.optimizer.name: SparseAdam takes sparse gradients"),
         (
             "loss_scaling=dynamic",
-            "privacy.loss_scaling: dynamic loss scaling skips a step when a gradient overflows, which one record can bring",
+            (
+                "privacy.loss_scaling: dynamic loss scaling skips a step when a gradient overflows, which one"
+                " record can bring"
+            ),
         ),
         ("loss_scaling=128", "privacy.loss_scaling: got 128, expected none, the only value"),
-        ("checkpoint_every=0s", "privacy.checkpoint_every: got '0s', expected a number of steps, or a time such as 30s, 5min or 1h"),
+        (
+            "checkpoint_every=0s",
+            (
+                "privacy.checkpoint_every: got '0s', expected a number of steps, or a time such as 30s, 5min"
+                " or 1h"
+            ),
+        ),
         ("checkpoint_every=0", "privacy.checkpoint_every: got 0, expected a number of steps"),
-        ("trainable=[]", "privacy.trainable: got an empty list, expected one pattern of parameter names or a list of them"),
+        (
+            "trainable=[]",
+            "privacy.trainable: got an empty list, expected one pattern of parameter names or a list of them",
+        ),
         ("unit={combine: mean}", "privacy.unit.column: missing; it is required"),
         ("unit={column: user, max_rows: 0}", "privacy.unit.max_rows: got 0, expected at least 1"),
         ("unit={column: user, combine: max}", "privacy.unit.combine: got 'max', expected one of mean, sum"),
-        ("augmentation={function: crop, copies: 4}", "privacy.augmentation.function: 'crop' does not name a callable"),
-        ("augmentation={function: 'a.py:b', copies: 0}", "privacy.augmentation.copies: got 0, expected at least 1"),
+        (
+            "augmentation={function: crop, copies: 4}",
+            "privacy.augmentation.function: 'crop' does not name a callable",
+        ),
+        (
+            "augmentation={function: 'a.py:b', copies: 0}",
+            "privacy.augmentation.copies: got 0, expected at least 1",
+        ),
         ("trainble=[a]", "privacy.trainble: unknown key; did you mean trainable?"),
     ],
 )
@@ -281,12 +414,26 @@ def test_each_mistake_is_told(tmp_path: Path, override: str, expected: str) -> N
 
 def test_discrete_noise_where_it_is_not_accounted(tmp_path: Path) -> None:
     discrete = "noise.mechanism=discrete_gaussian"
-    for sampling, relation in (("poisson", "replace_one"), ("truncated_poisson", "zero_out"), ("truncated_poisson", "replace_one")):
+    for sampling, relation in (
+        ("poisson", "replace_one"),
+        ("truncated_poisson", "zero_out"),
+        ("truncated_poisson", "replace_one"),
+    ):
         message = error_of(tmp_path, discrete, f"sampling={SAMPLINGS[sampling]}", f"relation={relation}")
-        assert f"noise.mechanism: discrete noise is accounted by moments, which don't cover {sampling} sampling under {relation}" in message
-    for sampling, relation in (("poisson", "add_or_remove_one"), ("poisson", "zero_out"), ("fixed", "replace_one"), ("fixed", "zero_out")):
+        assert (
+            f"noise.mechanism: discrete noise is accounted by moments, which don't cover {sampling} sampling"
+            f" under {relation}" in message
+        )
+    for sampling, relation in (
+        ("poisson", "add_or_remove_one"),
+        ("poisson", "zero_out"),
+        ("fixed", "replace_one"),
+        ("fixed", "zero_out"),
+    ):
         load(tmp_path, discrete, f"sampling={SAMPLINGS[sampling]}", f"relation={relation}")
-    assert "clipping.adaptive: the grid of discrete noise is made for one bound" in error_of(tmp_path, discrete, "clipping.adaptive={}")
+    assert "clipping.adaptive: the grid of discrete noise is made for one bound" in error_of(
+        tmp_path, discrete, "clipping.adaptive={}"
+    )
     load(tmp_path, discrete, "clipping.rule=automatic", "clipping.groups=layer")
 
 
@@ -295,11 +442,23 @@ def test_discrete_noise_where_it_is_not_accounted(tmp_path: Path) -> None:
     [
         (
             "data.shuffle=true",
-            "data.shuffle: not a key here: rows are read in the order of the dataset; a private run draws its batches by",
+            (
+                "data.shuffle: not a key here: rows are read in the order of the dataset; a private run draws"
+                " its batches by"
+            ),
         ),
-        ("data.batch_size=8", "data.batch_size: not a key here: rows that are computed together are engine.chunk_size"),
-        ("data.user=uid", "data.user: not a key here: the column of a private run's users is privacy.unit.column"),
-        ("engine.sample_rate=1", "engine.sample_rate: unknown key; did you mean privacy.sampling.sample_rate?"),
+        (
+            "data.batch_size=8",
+            "data.batch_size: not a key here: rows that are computed together are engine.chunk_size",
+        ),
+        (
+            "data.user=uid",
+            "data.user: not a key here: the column of a private run's users is privacy.unit.column",
+        ),
+        (
+            "engine.sample_rate=1",
+            "engine.sample_rate: unknown key; did you mean privacy.sampling.sample_rate?",
+        ),
         ("target_epsilon=1", "target_epsilon: unknown key; did you mean privacy.noise.target_epsilon?"),
     ],
 )
@@ -311,20 +470,40 @@ def test_keys_in_other_sections(tmp_path: Path, override: str, expected: str) ->
 
 
 def test_several_problems_at_once(tmp_path: Path) -> None:
-    message = error_of(tmp_path, "delta=2", "noise.mechanism=laplace", "clipping.groups=3", "sampling.rate=0.1")
+    message = error_of(
+        tmp_path, "delta=2", "noise.mechanism=laplace", "clipping.groups=3", "sampling.rate=0.1"
+    )
     assert "has 4 problems:" in message
 
 
-PLAIN = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=6) | st.just({}) | st.just([1])
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.just({})
+    | st.just([1])
+)
 PATHS = [
     path
     for name, value in yaml.safe_load(PRIVATE)["privacy"].items()
     for path in ([name], *([[name, key] for key in value] if isinstance(value, dict) else []))
-] + [["relation"], ["unit"], ["clipping", "groups"], ["clipping", "adaptive"], ["noise", "schedule"], ["checkpoint_every"], ["trainable"]]
+] + [
+    ["relation"],
+    ["unit"],
+    ["clipping", "groups"],
+    ["clipping", "adaptive"],
+    ["noise", "schedule"],
+    ["checkpoint_every"],
+    ["trainable"],
+]
 
 
 @given(path=st.sampled_from(PATHS), value=PLAIN)
-def test_any_value_anywhere_is_accepted_or_told(tmp_path_factory: pytest.TempPathFactory, path: list[str], value: Any) -> None:
+def test_any_value_anywhere_is_accepted_or_told(
+    tmp_path_factory: pytest.TempPathFactory, path: list[str], value: Any
+) -> None:
     content: Any = yaml.safe_load(PRIVATE)
     group = content["privacy"]
     for key in path[:-1]:

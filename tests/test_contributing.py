@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from psgrad.engine.influence import methods
-from psgrad.engine.measures import known
+from psgrad.engine.measures import builtin as known
 from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.rules import registry
 from psgrad.quality import detectors
@@ -50,7 +50,9 @@ def test_the_operator_has_per_sample_gradients(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, torch.stack(expected))
 
 
-def test_the_measure_is_found_by_its_file(workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measure_is_found_by_its_file(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "measures"
     folder.mkdir()
     known.known_measures.cache_clear()
@@ -59,7 +61,9 @@ def test_the_measure_is_found_by_its_file(workplace: Workplace, tmp_path: Path, 
         workplace.config["analyze"] = {"measures": ["loss_per_norm"]}
         workplace.succeeded()
         samples = workplace.samples()
-        np.testing.assert_allclose(samples["loss_per_norm"], samples["loss"] / samples["grad_norm"], rtol=1e-5)
+        np.testing.assert_allclose(
+            samples["loss_per_norm"], samples["loss"] / samples["grad_norm"], rtol=1e-5
+        )
     finally:
         known.known_measures.cache_clear()
 

@@ -28,7 +28,9 @@ def without_code(text: str) -> str:
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as hosts of Markdown make them."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE)
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -53,25 +55,41 @@ def test_relative_links_resolve(page: Path) -> None:
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A title: of `code`\n")
     page = tmp_path / "page.md"
-    page.write_text("[a](other.md) [b](other.md#a-title-of-code) [c](none.md) [d](other.md#nothing) `[e](no-link.md)` [f](#here)\n")
+    page.write_text(
+        "[a](other.md) [b](other.md#a-title-of-code) [c](none.md) [d](other.md#nothing) `[e](no-link.md)`"
+        " [f](#here)\n"
+    )
     assert broken_links(page) == ["none.md", "other.md#nothing", "#here"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    named = re.findall(r"(?:\(|`)((?:docs|configs|tests|tools|benchmarks|psgrad)/[\w./-]+)(?:\)|`)", page.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"(?:\(|`)((?:docs|configs|tests|tools|benchmarks|psgrad)/[\w./-]+)(?:\)|`)",
+        page.read_text(encoding="utf-8"),
+    )
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_linked_from_the_index() -> None:
-    linked = {(DOCS / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", (DOCS / "README.md").read_text())}
-    pages = {page.resolve() for page in DOCS.rglob("*.md")} - {(DOCS / "README.md").resolve(), *(page.resolve() for page in DECISIONS)}
+    linked = {
+        (DOCS / link.partition("#")[0]).resolve()
+        for link in re.findall(r"\]\(([^)\s]+)\)", (DOCS / "README.md").read_text())
+    }
+    pages = {page.resolve() for page in DOCS.rglob("*.md")} - {
+        (DOCS / "README.md").resolve(),
+        *(page.resolve() for page in DECISIONS),
+    }
     assert pages - linked == set()
 
 
 def test_the_decisions_are_numbered_short_and_listed() -> None:
-    listed = re.findall(r"^- \[(\d{4})\]\((.*?)\) (.*)$", (DOCS / "decisions" / "README.md").read_text(), flags=re.MULTILINE)
-    assert [(f"{number:04}", page.name) for number, page in enumerate(DECISIONS, 1)] == [(number, name) for number, name, _ in listed]
+    listed = re.findall(
+        r"^- \[(\d{4})\]\((.*?)\) (.*)$", (DOCS / "decisions" / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert [(f"{number:04}", page.name) for number, page in enumerate(DECISIONS, 1)] == [
+        (number, name) for number, name, _ in listed
+    ]
     for page, (number, _, title) in zip(DECISIONS, listed, strict=True):
         lines = page.read_text(encoding="utf-8").splitlines()
         assert lines[0] == f"# {number}. {title}"
@@ -83,7 +101,8 @@ def test_a_page_has_at_most_so_many_lines(name: str, most: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
 
 
-# Words --------------------------------------------------------------------------------------------------------------
+# Words
+# ------------------------------------------------------------------------------------------------------------
 
 
 def terms() -> list[str]:
@@ -104,7 +123,10 @@ def phrases_in(text: str) -> list[str]:
 
 
 def test_the_glossary_has_the_words_of_the_design_once() -> None:
-    words = "operator rule VJP JVP cotangent tangent level tracer tape term factor materialise query chunk stream shard pass checkpoint"
+    words = (
+        "operator rule VJP JVP cotangent tangent level tracer tape term factor materialise query chunk stream"
+        " shard pass checkpoint"
+    )
     words += " measure method detector loss source finding gate baseline reference record program entry"
     assert [word for word in words.split() if terms().count(word) != 1] == []
     assert {"n", "m", "t", "s", "o", "i", "p", "c"} <= set(terms())
@@ -120,7 +142,8 @@ def test_an_avoided_phrase_is_found() -> None:
     assert phrases_in("a value that is written\nout, `by heart`, on two floors") == ["written out", "floors"]
 
 
-# Parts that are made from the code ----------------------------------------------------------------------------------
+# Parts that are made from the code
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("generator", [config_page, layers], ids=lambda generator: generator.__name__)

@@ -1,4 +1,6 @@
-"""The page on private steps and the example that it shows: its commands, its config, its code and the numbers that it claims."""
+"""The page on private steps and the example that it shows: its commands, its config, its code and the numbers
+that it claims.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def blocks(language: str) -> list[str]:
 
 
 def shown(words: str) -> tuple[list[str], list[str]]:
-    """The arguments of the command on the page that has these words, and the lines that the page has below it."""
-    command, *lines = next(block for block in blocks("console") if words in block.partition("\n")[0]).splitlines()
+    """The arguments of the command on the page that has these words, and the lines that the page has below
+    it.
+    """
+    command, *lines = next(
+        block for block in blocks("console") if words in block.partition("\n")[0]
+    ).splitlines()
     return shlex.split(command.removeprefix("$ ")), lines
 
 
@@ -49,11 +55,15 @@ def psgrad(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
-    """The example's run folder after two steps, what the second call printed, and the seconds of the first as a process of its own."""
+    """The example's run folder after two steps, what the second call printed, and the seconds of the first as
+    a process of its own.
+    """
     folder = tmp_path_factory.mktemp("private") / "run"
     arguments = ["dp-step", str(CONFIG), "--output", str(folder)]
     before = time.perf_counter()
-    first = subprocess.run([sys.executable, "-m", "psgrad", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    first = subprocess.run(
+        [sys.executable, "-m", "psgrad", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
     took = time.perf_counter() - before
     assert first.returncode == 0, first.stderr
     return folder, psgrad(*arguments, "--resume", "--json"), took
@@ -71,7 +81,8 @@ def names(two_steps: tuple[Path, str, float], monkeypatch: pytest.MonkeyPatch) -
     return names
 
 
-# The page -------------------------------------------------------------------------------------------------------------------------
+# The page
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_code_of_the_page(names: dict[str, Any], two_steps: tuple[Path, str, float]) -> None:
@@ -135,7 +146,9 @@ def test_what_the_run_says_is_what_the_config_leads_to(two_steps: tuple[Path, st
     assert told["after"].startswith("150 of 150 planned steps")
     assert f"= {stated['noise_multiplier']:.4g} x sensitivity {stated['sensitivity']:.4g}" in told["noise"]
     spent = [float(value) for value in re.findall(r"([\d.]+) \(", told["privacy spent"])]
-    assert spent == [pytest.approx(stated[key], rel=1e-3) for key in ("planned_epsilon_pld", "planned_epsilon_rdp")]
+    assert spent == [
+        pytest.approx(stated[key], rel=1e-3) for key in ("planned_epsilon_pld", "planned_epsilon_rdp")
+    ]
 
 
 def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float]) -> None:
@@ -153,7 +166,9 @@ def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float
 def test_the_table_of_accuracies_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "dp-utility-cpu.json").read_text(encoding="utf-8"))
     last = {side: [seed[-1] for seed in seeds] for side, seeds in stored["accuracy"].items()}
-    expected = [[f"{statistics.mean(right):.1f} %", f"{statistics.stdev(right):.1f}"] for right in last.values()]
+    expected = [
+        [f"{statistics.mean(right):.1f} %", f"{statistics.stdev(right):.1f}"] for right in last.values()
+    ]
     table = TEXT[TEXT.index("| after 150 steps") :].split("\n\n")[0].splitlines()[2:]
     assert list(last) == ["psgrad", "opacus"]
     assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
@@ -162,14 +177,17 @@ def test_the_table_of_accuracies_is_the_stored_result() -> None:
 
 
 def test_the_readme_shows_lines_of_the_page() -> None:
-    readme = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    readme = re.findall(
+        r"```console\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
     (private,) = (block.splitlines() for block in readme if "digits-dp" in block)
     whole = next(block.splitlines() for block in blocks("console") if block.startswith(private[0] + "\n"))
     assert len(private) >= 4
     assert [line for line in whole if line in private] == [line for line in private if line != "..."]
 
 
-# The example ----------------------------------------------------------------------------------------------------------------------
+# The example
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_of_the_example_is_quick(two_steps: tuple[Path, str, float]) -> None:
@@ -182,7 +200,12 @@ def test_the_public_record_has_its_keys(two_steps: tuple[Path, str, float]) -> N
     stated = json.loads((folder / "public" / "step.json").read_text(encoding="utf-8"))
     assert json.loads(printed) == stated
     assert list(stated) == list(STEP_KEYS)
-    assert (stated["steps"], stated["planned_steps"], stated["sample_rate"], stated["expected_batch_size"]) == (2, 150, 0.1, 144)
+    assert (
+        stated["steps"],
+        stated["planned_steps"],
+        stated["sample_rate"],
+        stated["expected_batch_size"],
+    ) == (2, 150, 0.1, 144)
     assert stated["noise_std"] == pytest.approx(stated["noise_multiplier"] * stated["sensitivity"])
     assert 0 < stated["epsilon_pld"] <= stated["epsilon_rdp"] < stated["planned_epsilon_rdp"]
     assert 2.99 < stated["planned_epsilon_pld"] <= 3.0
@@ -193,12 +216,27 @@ def test_public_files_say_nothing_of_how_many_records_there_are(two_steps: tuple
     manifest = json.loads((two_steps[0] / "manifest.json").read_text(encoding="utf-8"))
     del manifest["config"]  # it is public beforehand, with the names of all its keys
     lines = (public / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    everything = [manifest, json.loads((public / "step.json").read_text(encoding="utf-8")), *map(json.loads, lines)]
+    everything = [
+        manifest,
+        json.loads((public / "step.json").read_text(encoding="utf-8")),
+        *map(json.loads, lines),
+    ]
     text = json.dumps(everything)
     with np.load(EXAMPLE / "train.npz") as data:
         assert not re.search(rf"(?<![\w.]){len(data['label'])}(?![\w.])", text)
     keys = set(re.findall(r'"(\w+)":', text))
-    assert not keys & {"batch_size", "records", "rows", "count", "losses", "seconds", "timings", "time", "fingerprint", "chunk_size"}
+    assert not keys & {
+        "batch_size",
+        "records",
+        "rows",
+        "count",
+        "losses",
+        "seconds",
+        "timings",
+        "time",
+        "fingerprint",
+        "chunk_size",
+    }
 
 
 def test_the_released_weights_are_finite_and_fit_the_model(two_steps: tuple[Path, str, float]) -> None:
@@ -214,7 +252,9 @@ def test_the_digits_are_the_original_ones_in_two_parts() -> None:
     for name in ("train", "test"):
         with np.load(EXAMPLE / f"{name}.npz") as data:
             rows = np.array([int(text.removeprefix("digit-")) for text in data["id"]])
-            np.testing.assert_array_equal(data["image"][:, 0], (original.images[rows] / 16).astype(np.float32))
+            np.testing.assert_array_equal(
+                data["image"][:, 0], (original.images[rows] / 16).astype(np.float32)
+            )
             np.testing.assert_array_equal(data["label"], original.target[rows])
         found[name] = rows
     assert sorted([*found["train"], *found["test"]]) == list(range(len(original.target)))

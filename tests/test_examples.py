@@ -76,30 +76,43 @@ def test_the_text_network_has_learnt_something() -> None:
     data = passages()
     items = [data[index] for index in range(0, 512, 16)]
     logits = load_model(CONFIGS / "text")(torch.stack([item["bytes"] for item in items]))
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.stack([item["next_bytes"] for item in items]).flatten())
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.stack([item["next_bytes"] for item in items]).flatten()
+    )
     assert loss.item() < 2  # nats a byte; all bytes alike would be 5.5
 
 
 PART = ", a part"
 
 
-# Every config that is shown -------------------------------------------------------------------------------------------------------
+# Every config that is shown
+# -------------------------------------------------------------------------------------------------------
 
 
 def shown_configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, content) of each config in configs/ and of each YAML block of a page that has a config's keys; parts of a config are laid
-    over that of the digits. Files that they name are relative to configs/, those of the README to a folder of `psgrad init`."""
+    """(name, content) of each config in configs/ and of each YAML block of a page that has a config's keys;
+    parts of a config are laid over that of the digits. Files that they name are relative to configs/, those
+    of the README to a folder of `psgrad init`.
+    """
     digits = parse((CONFIGS / "digits.yaml").read_text(encoding="utf-8"), "digits").content
     for path in sorted(CONFIGS.glob("*.yaml")):
         yield path.name, parse(path.read_text(encoding="utf-8"), path.name).content
     for page in [CONFIGS.parent / "README.md", *sorted((CONFIGS.parent / "docs").rglob("*.md"))]:
-        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
+        for number, block in enumerate(
+            re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        ):
             try:
                 content = parse(block, page.name).content
             except ConfigError:
                 continue  # of another tool, with more than YAML 1.2's plain values
             if isinstance(content, dict) and set(content) <= set(Config.model_fields):
-                yield f"{page.relative_to(CONFIGS.parent)} {number}{'' if 'version' in content else PART}", {**digits, **content}
+                yield (
+                    f"{page.relative_to(CONFIGS.parent)} {number}{'' if 'version' in content else PART}",
+                    {
+                        **digits,
+                        **content,
+                    },
+                )
 
 
 SHOWN = dict(shown_configs())

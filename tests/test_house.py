@@ -1,4 +1,6 @@
-"""The house rules of ARCHITECTURE.md: what a module may import, what it may not mention, and the linters."""
+"""The layers of ARCHITECTURE.md: what a module may import, that no files import each other in a circle, and
+the linters.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "psgrad"
 
-# From the top: a part may import the parts on lower floors, and none on its own.
-FLOORS = (
+# From the top: a part may import the parts of lower layers, and none of its own layer.
+LAYERS = (
     ("__init__", "__main__"),
     ("cli",),
     ("api",),
@@ -26,7 +28,7 @@ FLOORS = (
     ("errors",),
     ("wording",),
 )
-ENGINE_FLOORS = (("gradients",), ("transforms",))
+ENGINE_LAYERS = (("influence", "privacy", "measures"), ("execution",), ("gradients",), ("transforms",))
 
 # Libraries that a part does without, even inside a function.
 FORBIDDEN_LIBRARIES = {
@@ -44,12 +46,14 @@ FORBIDDEN_LIBRARIES = {
 ENGINE_LIBRARIES = {"torch", "numpy", "opt_einsum", "psgrad"} | sys.stdlib_module_names
 
 # The one module that may use torch's own differentiation, to check ours; the one module that may import it.
-CHECKER = "psgrad.engine.verify"
-CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.record"}
+CHECKER = "psgrad.engine.execution.self_check"
+CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.identity"}
 RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functorch", "functorch")
 
 MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+        path.read_text(encoding="utf-8")
+    )
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
@@ -60,12 +64,14 @@ def within(name: str, parent: str) -> bool:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The dotted name of everything that is imported: `from a import b` gives `a.b`, which may be a module or not."""
+    """The dotted name of everything that is imported: `from a import b` gives `a.b`, which may be a module or
+    not.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative imports hide the floor"
+            assert node.level == 0, f"line {node.lineno}: relative imports hide the layer"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -77,18 +83,18 @@ def part_of(name: str, parent: str) -> str | None:
     return below.split(".")[0] or "__init__"
 
 
-def floor_of(part: str, floors: tuple[tuple[str, ...], ...]) -> int | None:
-    return next((index for index, parts in enumerate(floors) if part in parts), None)
+def layer_of(part: str, layers: tuple[tuple[str, ...], ...]) -> int | None:
+    return next((index for index, parts in enumerate(layers) if part in parts), None)
 
 
-def climbs(module: str, imported: str, parent: str, floors: tuple[tuple[str, ...], ...]) -> bool:
+def goes_up(module: str, imported: str, parent: str, layers: tuple[tuple[str, ...], ...]) -> bool:
     """Whether this import leads from one part of `parent` to another that is not below it."""
     importer, target = part_of(module, parent), part_of(imported, parent)
     if importer is None or target is None or importer == target:
         return False
-    above, below = floor_of(importer, floors), floor_of(target, floors)
+    above, below = layer_of(importer, layers), layer_of(target, layers)
     if below is None:
-        # What is on no floor stands on top, as psgrad's own names (its version) do, which anyone may read.
+        # What is in no layer is above all, as psgrad's own names (its version) do, which anyone may read.
         return above is not None and parent != "psgrad"
     return above is not None and above >= below
 
@@ -109,24 +115,66 @@ def rivals_in(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and dotted(node) in RIVALS:
             found.append(dotted(node))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "backward"
+        ):
             found.append(".backward(")
     return found
 
 
-def test_every_part_has_a_floor() -> None:
+def test_every_part_has_a_layer() -> None:
     parts = {part_of(module, "psgrad") for module in MODULES}
-    assert {part for part in parts if floor_of(str(part), FLOORS) is None} == set()
+    assert {part for part in parts if layer_of(str(part), LAYERS) is None} == set()
 
 
 def test_imports_go_downwards() -> None:
-    climbing = [
+    upward = [
         f"{module} imports {imported}"
         for module, tree in MODULES.items()
         for imported in imports(tree)
-        if climbs(module, imported, "psgrad", FLOORS) or climbs(module, imported, "psgrad.engine", ENGINE_FLOORS)
+        if goes_up(module, imported, "psgrad", LAYERS)
+        or goes_up(module, imported, "psgrad.engine", ENGINE_LAYERS)
     ]
-    assert climbing == []
+    assert upward == []
+
+
+def file_imports() -> dict[str, set[str]]:
+    """Each module, and the modules of psgrad that it imports: also inside functions and for type checkers
+    only.
+    """
+    return {
+        module: {
+            target
+            for imported in imports(tree)
+            for target in [imported if imported in MODULES else imported.rpartition(".")[0]]
+            if target in MODULES and target not in (module, "psgrad")
+        }
+        for module, tree in MODULES.items()
+    }
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that import each other, directly or through others."""
+    reached = {module: set(targets) for module, targets in arrows.items()}
+    for middle in arrows:
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    return [
+        {other for other in reached[module] if module in reached[other]}
+        for module in reached
+        if module in reached[module]
+    ]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(file_imports()) == []
+
+
+def test_planted_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}] * 3
 
 
 def test_each_part_does_without_the_libraries_that_are_not_for_it() -> None:
@@ -153,12 +201,16 @@ def test_the_engine_needs_torch_alone() -> None:
 
 
 def test_only_the_checker_uses_torch_differentiation() -> None:
-    found = {module: rivals_in(tree) for module, tree in MODULES.items() if module != CHECKER and rivals_in(tree)}
+    found = {
+        module: rivals_in(tree) for module, tree in MODULES.items() if module != CHECKER and rivals_in(tree)
+    }
     assert found == {}
 
 
 def test_only_the_workflows_use_the_checker() -> None:
-    users = {module for module, tree in MODULES.items() if any(within(name, CHECKER) for name in imports(tree))}
+    users = {
+        module for module, tree in MODULES.items() if any(within(name, CHECKER) for name in imports(tree))
+    }
     assert users <= CHECKER_IS_FOR
 
 
@@ -181,7 +233,14 @@ def test_a_planted_rival_is_found(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["'as torch.func does'", "# torch.autograd", "aten.convolution_backward(g, x)", "rule.backward", "torch.functional"]
+    "code",
+    [
+        "'as torch.func does'",
+        "# torch.autograd",
+        "aten.convolution_backward(g, x)",
+        "rule.backward",
+        "torch.functional",
+    ],
 )
 def test_a_mention_is_no_rival(code: str) -> None:
     assert not rivals_in(ast.parse(code))
@@ -191,24 +250,29 @@ def test_a_mention_is_no_rival(code: str) -> None:
     ("module", "imported", "wrong"),
     [
         ("psgrad.cli.app", "psgrad.workflows.analyze", False),
-        ("psgrad.workflows", "psgrad.engine.verify.self_check", False),
+        ("psgrad.workflows", "psgrad.engine.execution.self_check.self_check", False),
         ("psgrad.storage", "psgrad.errors.OutputError", False),
         ("psgrad.cli.app", "psgrad.__version__", False),
         ("psgrad.engine.measures", "psgrad.engine.gradients.per_sample_gradients", False),
         ("psgrad.engine.gradients.planner", "psgrad.engine.transforms.vmap", False),
         ("psgrad.errors", "psgrad.config.Config", True),
-        ("psgrad.reports.html", "psgrad.storage.RunFolder", True),
-        ("psgrad.inputs.data", "psgrad.engine.objective", True),
-        ("psgrad.engine.verify", "psgrad.workflows", True),
+        ("psgrad.reports.analyze_page", "psgrad.storage.RunFolder", True),
+        ("psgrad.inputs.sources.load", "psgrad.engine.execution.objective", True),
+        ("psgrad.engine.execution.self_check", "psgrad.workflows", True),
         ("psgrad.engine.transforms.vmap", "psgrad.engine.gradients.terms", True),
         ("psgrad.engine.gradients.terms", "psgrad.engine.measures", True),
     ],
 )
-def test_a_planted_import_is_judged(module: str, imported: str, wrong: bool) -> None:
-    assert (climbs(module, imported, "psgrad", FLOORS) or climbs(module, imported, "psgrad.engine", ENGINE_FLOORS)) == wrong
+def test_planted_import_upward(module: str, imported: str, wrong: bool) -> None:
+    assert (
+        goes_up(module, imported, "psgrad", LAYERS)
+        or goes_up(module, imported, "psgrad.engine", ENGINE_LAYERS)
+    ) == wrong
 
 
 @pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])
 def test_linters_are_content(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,12 +20,17 @@ from tests.workplace import CLASSES, FEATURES, ROWS
 
 @pytest.fixture
 def place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> InfluenceWorkplace:
     found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
     found.prepare()
     if "report" not in request.keywords:  # drawing takes longer than all the rest
-        monkeypatch.setattr("psgrad.reports.influence.write_influence_report", lambda result, write: None)
+        monkeypatch.setattr(
+            "psgrad.reports.influence_page.write_influence_report", lambda result, write: None
+        )
     return found
 
 
@@ -36,7 +41,8 @@ def expected_products(place: InfluenceWorkplace) -> np.ndarray:
     return (training @ queries.T).numpy()
 
 
-# What comes out ------------------------------------------------------------------------------------------------------------------------
+# What comes out
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) -> None:
@@ -47,7 +53,10 @@ def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) 
         rows = ranked[ranked["query_index"] == query]
         assert set(rows["query_id"]) == {f"query-{query}"}
         order = np.argsort(-products[:, query], kind="stable")
-        helping, hurting = rows[rows["rank"] > 0].sort_values("rank"), rows[rows["rank"] < 0].sort_values("rank", ascending=False)
+        helping, hurting = (
+            rows[rows["rank"] > 0].sort_values("rank"),
+            rows[rows["rank"] < 0].sort_values("rank", ascending=False),
+        )
         assert helping["train_index"].tolist() == [row for row in order if products[row, query] > 0][:4]
         assert hurting["train_index"].tolist() == [row for row in order[::-1] if products[row, query] < 0][:4]
         np.testing.assert_allclose(helping["score"], products[helping["train_index"], query], rtol=1e-4)
@@ -66,7 +75,10 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     assert matrix["train_index"].tolist() == list(range(ROWS))
     assert matrix["query_index"].tolist() == list(range(QUERIES))
     assert len(pd.read_csv(folder / "scores.csv")) == len(ranked)
-    training, queries = pd.read_parquet(folder / "self_influence.parquet"), pd.read_parquet(folder / "queries.parquet")
+    training, queries = (
+        pd.read_parquet(folder / "self_influence.parquet"),
+        pd.read_parquet(folder / "queries.parquet"),
+    )
     own = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).square().sum(1).numpy()
     np.testing.assert_allclose(training["self_influence"], own, rtol=1e-4)
     np.testing.assert_allclose(training["grad_norm"] ** 2, own, rtol=1e-4)
@@ -75,7 +87,10 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     losses = torch.nn.functional.cross_entropy(logits, torch.tensor(place.queries["y"]), reduction="none")
     np.testing.assert_allclose(queries["measurement"], losses.detach(), rtol=1e-4)
     assert queries["prediction"].tolist() == logits.argmax(1).tolist()
-    assert {path.name for path in (folder / "plots").iterdir()} >= {"score_distributions.png", "cumulative_influence.png"}
+    assert {path.name for path in (folder / "plots").iterdir()} >= {
+        "score_distributions.png",
+        "cumulative_influence.png",
+    }
     assert "<html" in (folder / "report.html").read_text()
 
 
@@ -107,7 +122,10 @@ def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> N
         wrong = 1 - torch.softmax(place.model(torch.tensor(place.queries["x"]).double()), 1)
     # The gradient of the loss is that of minus the margin, times the probability of being wrong.
     np.testing.assert_allclose(
-        found, products / wrong[torch.arange(QUERIES), torch.tensor(place.queries["y"])].numpy(), rtol=1e-4, atol=1e-6
+        found,
+        products / wrong[torch.arange(QUERIES), torch.tensor(place.queries["y"])].numpy(),
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 
@@ -137,16 +155,22 @@ def test_queries_may_be_rows_of_the_training_data(place: InfluenceWorkplace) -> 
     matrix = load_file(place.folder / "out" / "matrix.safetensors")
     assert matrix["query_index"].tolist() == [7, 2]
     training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
-    np.testing.assert_allclose(matrix["scores"], (training @ training[[7, 2]].T).numpy(), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        matrix["scores"], (training @ training[[7, 2]].T).numpy(), rtol=1e-4, atol=1e-6
+    )
 
 
-def test_queries_in_small_blocks_are_ranked_as_at_once(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_in_small_blocks_are_ranked_as_at_once(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_once = place.ranked("--matrix")
     matrix = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
     monkeypatch.setattr("psgrad.workflows.influence_ranking.queries_at_once", lambda setup: 2)
     in_blocks = place.ranked("--matrix", "--overwrite")
     pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(load_file(place.folder / "out" / "matrix.safetensors")["scores"], matrix, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        load_file(place.folder / "out" / "matrix.safetensors")["scores"], matrix, rtol=1e-5, atol=1e-9
+    )
 
 
 def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace) -> None:
@@ -158,7 +182,8 @@ def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace)
     assert place.manifest()["influence"]["predicts_removal"] is False
 
 
-# Several checkpoints -------------------------------------------------------------------------------------------------------------------
+# Several checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkplace) -> None:
@@ -174,15 +199,23 @@ def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkp
         each.append(rate * products.numpy())
         expected = expected + rate * products.numpy()
     place.section["method"] = "tracin"
-    place.section["checkpoints"] = [{"path": "a.safetensors", "learning_rate": 0.5}, {"path": "b.safetensors", "learning_rate": 0.125}]
+    place.section["checkpoints"] = [
+        {"path": "a.safetensors", "learning_rate": 0.5},
+        {"path": "b.safetensors", "learning_rate": 0.125},
+    ]
     ranked = place.ranked("--matrix", "--top", "3")
     found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     for row in ranked[ranked["query_index"] >= 0].itertuples():
         alone = [scores[:, row.query_index] for scores in each]
-        assert row.score_std == pytest.approx(np.std([scores[row.train_index] for scores in alone], ddof=1), rel=1e-3)
+        assert row.score_std == pytest.approx(
+            np.std([scores[row.train_index] for scores in alone], ddof=1), rel=1e-3
+        )
         side = 1 if row.rank > 0 else -1
-        among = [row.train_index in np.argsort(-side * scores)[:3] and side * scores[row.train_index] > 0 for scores in alone]
+        among = [
+            row.train_index in np.argsort(-side * scores)[:3] and side * scores[row.train_index] > 0
+            for scores in alone
+        ]
         assert row.rank_stability == np.mean(among)
 
 
@@ -198,7 +231,8 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     assert not np.allclose(matrices[0], matrices[1])
 
 
-# An index ------------------------------------------------------------------------------------------------------------------------------
+# An index
+# ------------------------------------------------------------------------------------------------------------
 
 
 def with_index(place: InfluenceWorkplace, **options: Any) -> None:
@@ -219,7 +253,11 @@ def test_an_index_of_another_model_is_refused(place: InfluenceWorkplace) -> None
     with_index(place)
     assert place.index().code == 0
     place.save_checkpoint("model.safetensors", 9)
-    place.influence().refused(3, "the index index is of something else: fingerprint.checkpoints differs", "build an index of its own")
+    place.influence().refused(
+        3,
+        "the index index is of something else: fingerprint.checkpoints differs",
+        "build an index of its own",
+    )
     assert not (place.folder / "out").exists()
 
 
@@ -227,7 +265,9 @@ def test_an_index_that_is_half_built_is_refused_and_gone_on_with(place: Influenc
     with_index(place)
     assert place.index().code == 0
     (place.folder / "index" / "checkpoint-000" / "gradients-00001.safetensors").unlink()
-    place.influence().refused(3, "the index index is half built: 4 of 5 files are written", "psgrad influence index CONFIG --resume")
+    place.influence().refused(
+        3, "the index index is half built: 4 of 5 files are written", "psgrad influence index CONFIG --resume"
+    )
     assert place.index("--resume").code == 0
     assert len(place.ranked())
 
@@ -246,10 +286,13 @@ def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceW
     with_index(place)
     assert place.index().code == 0
     place.section["method"] = "influence"
-    place.influence().refused(3, "an index has no answer by influence", "choose one of these, or leave influence.index out")
+    place.influence().refused(
+        3, "an index has no answer by influence", "choose one of these, or leave influence.index out"
+    )
 
 
-# Rows that are not finite ----------------------------------------------------------------------------------------------------------------
+# Rows that are not finite
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: InfluenceWorkplace) -> None:
@@ -259,7 +302,10 @@ def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: Influenc
     place.save_queries(x=xq)
     outcome = place.influence("--matrix")
     assert outcome.code == 0, outcome.err
-    assert "excluded 2 of 24 training examples, whose loss or gradient is not finite: row-03, row-08" in outcome.err
+    assert (
+        "excluded 2 of 24 training examples, whose loss or gradient is not finite: row-03, row-08"
+        in outcome.err
+    )
     assert "excluded 1 of 5 queries, whose loss or gradient is not finite: query-1" in outcome.err
     counts = place.manifest()["counts"]
     assert counts == {"training_examples": 24, "training_nonfinite": 2, "queries": 5, "queries_nonfinite": 1}
@@ -290,11 +336,14 @@ def test_an_index_has_no_score_for_rows_that_are_not_finite(place: InfluenceWork
 
 def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
     place.save(x=np.full((ROWS, 4), np.nan, np.float32))
-    place.influence().refused(3, "the loss or the gradient of every one of the 24 training examples is not finite", "psgrad analyze")
+    place.influence().refused(
+        3, "the loss or the gradient of every one of the 24 training examples is not finite", "psgrad analyze"
+    )
     assert place.manifest()["state"] == "failed"
 
 
-# Refusals ------------------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_queries_without_any_score_are_told(place: InfluenceWorkplace) -> None:
@@ -307,14 +356,18 @@ def test_queries_without_any_score_are_told(place: InfluenceWorkplace) -> None:
 
 def test_a_query_on_which_the_model_fails_is_called_a_query(place: InfluenceWorkplace) -> None:
     place.save_queries(x=np.zeros((QUERIES, 3), np.float32))
-    place.influence().refused(3, "the queries: the model or the loss raised", "check influence.queries and influence.measurement")
+    place.influence().refused(
+        3, "the queries: the model or the loss raised", "check influence.queries and influence.measurement"
+    )
 
 
 def test_one_checkpoint_under_two_names_is_refused(place: InfluenceWorkplace) -> None:
     place.save_checkpoint("a.safetensors", 3)
     place.save_checkpoint("copy.safetensors", 3)
     place.section["checkpoints"] = ["a.safetensors", "copy.safetensors"]
-    place.influence().refused(2, "the checkpoints a.safetensors and copy.safetensors hold the same weights", "it would count double")
+    place.influence().refused(
+        2, "the checkpoints a.safetensors and copy.safetensors hold the same weights", "it would count double"
+    )
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkplace) -> None:
@@ -327,7 +380,11 @@ def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkpla
 
 def test_a_query_without_a_target_is_refused(place: InfluenceWorkplace) -> None:
     del place.section["queries"]["target"]
-    place.influence().refused(2, "influence.queries.target is missing: the measurement 'loss' compares a query's output with its target")
+    place.influence().refused(
+        2,
+        "influence.queries.target is missing: the measurement 'loss' compares a query's output with its"
+        " target",
+    )
 
 
 def test_a_query_with_a_label_that_the_model_has_not_is_refused(place: InfluenceWorkplace) -> None:
@@ -350,19 +407,31 @@ def test_a_run_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
     place.influence().refused(2, "the output folder out holds an earlier run", "--overwrite")
 
 
-# Amounts -------------------------------------------------------------------------------------------------------------------------------
+# Amounts
+# ------------------------------------------------------------------------------------------------------------
 
 
 def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:
-    """A workplace of softmax regression at its minimum, and the rises of the queries' losses without each row, [n, m], by retraining."""
+    """A workplace of softmax regression at its minimum, and the rises of the queries' losses without each
+    row, [n, m], by retraining.
+    """
     random = np.random.default_rng(2)
-    place.save(x=random.normal(size=(150, FEATURES)).astype(np.float32), y=random.integers(0, CLASSES, 150), uid=np.arange(150).astype(str))
-    (place.folder / "linear.py").write_text(f"from torch import nn\n\ndef build():\n    return nn.Linear({FEATURES}, {CLASSES}).double()\n")
+    place.save(
+        x=random.normal(size=(150, FEATURES)).astype(np.float32),
+        y=random.integers(0, CLASSES, 150),
+        uid=np.arange(150).astype(str),
+    )
+    (place.folder / "linear.py").write_text(
+        f"from torch import nn\n\ndef build():\n    return nn.Linear({FEATURES}, {CLASSES}).double()\n"
+    )
     inputs, labels = torch.tensor(place.arrays["x"]).double(), torch.tensor(place.arrays["y"])
     problem = SoftmaxRegression.of(inputs, labels, weight_decay)
     weights = problem.solve()
     save_file(
-        {"weight": torch.tensor(weights[:, :-1]).contiguous(), "bias": torch.tensor(weights[:, -1]).contiguous()},
+        {
+            "weight": torch.tensor(weights[:, :-1]).contiguous(),
+            "bias": torch.tensor(weights[:, -1]).contiguous(),
+        },
         place.folder / "linear.safetensors",
     )
     place.config["model"] = {"factory": "linear.py:build", "checkpoint": "linear.safetensors"}
@@ -370,7 +439,12 @@ def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:
     place.section["method"] = {"name": "influence", "weight_decay": weight_decay}
     asked, wanted = torch.tensor(place.queries["x"]).double(), torch.tensor(place.queries["y"])
     before = problem.losses(weights, asked, wanted)
-    return np.stack([problem.losses(problem.without(row).solve(weights), asked, wanted) - before for row in range(len(labels))])
+    return np.stack(
+        [
+            problem.losses(problem.without(row).solve(weights), asked, wanted) - before
+            for row in range(len(labels))
+        ]
+    )
 
 
 def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWorkplace) -> None:
@@ -433,8 +507,10 @@ def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkp
     assert "predicted and found" not in outcome.out
 
 
-def test_removals_without_a_step_that_lowers_the_loss_are_not_told(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.influence.removal_check._HALVINGS", 0)
+def test_removals_without_a_step_that_lowers_the_loss_are_not_told(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psgrad.engine.influence.amounts._HALVINGS", 0)
     place.section["method"] = "influence"
     outcome = place.influence()
     assert "no removal was tried by training on: no step lowers the training loss" in outcome.err
@@ -453,15 +529,17 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
     assert ranked["beyond_loss"].any()
     assert not ranked["beyond_loss"].all()
     assert (
-        f"{int(ranked['beyond_loss'].sum())} of {len(ranked)} ranked scores predict that a query's loss falls by more than it is"
-        in outcome.err
+        f"{int(ranked['beyond_loss'].sum())} of {len(ranked)} ranked scores predict that a query's loss falls"
+        " by more than it is" in outcome.err
     )
     assert "and is no amount" in outcome.out
     place.section["measurement"] = "margin"
     assert "beyond_loss" not in place.ranked("--overwrite")
 
 
-def test_self_influence_by_solves_follows_its_predicted_time(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_influence_by_solves_follows_its_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
     place.section["check"] = "never"
 
@@ -474,7 +552,7 @@ def test_self_influence_by_solves_follows_its_predicted_time(place: InfluenceWor
     heard, table = run("auto")  # 24 solves take no time
     assert "self-influence takes" not in heard
     own = table["self_influence"]
-    monkeypatch.setattr("psgrad.workflows.influence_run._SELF_SECONDS", 0.0)
+    monkeypatch.setattr("psgrad.workflows.influence._SELF_SECONDS", 0.0)
     heard, table = run("auto")
     assert "self-influence takes a solve for each of the 24 training examples, predicted to take" in heard
     assert "and is left out; solver: exact or dual" in heard

@@ -31,7 +31,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def bench(script: Any, tmp_path: Path) -> Any:
     truth = script("influence_truth")
-    return truth.Bench(tmp_path, replace(truth.RECIPE, epochs=1), subsets=4, seeds=2, tuning_subsets=3, models=2)
+    return truth.Bench(
+        tmp_path, replace(truth.RECIPE, epochs=1), subsets=4, seeds=2, tuning_subsets=3, models=2
+    )
 
 
 def test_models_are_trained_once_and_kept(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,9 @@ def test_tuning_has_other_halves_and_other_queries(bench: Any) -> None:
     assert not (bench.truth.subsets[:3] == bench.tuning.subsets).all(1).any()
 
 
-def test_the_table_of_quality(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_quality(
+    bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     quality = script("influence_quality")
     dot = (quality.GradientDot(), ())
     trak = (quality.TRAK(dimension=32), (0.1, 1.0))
@@ -62,8 +66,17 @@ def test_the_table_of_quality(bench: Any, script: Any, monkeypatch: pytest.Monke
     quality.fill(table, [1, 2], [quality.MAIN, "psgrad trak", "constant"])
     content = quality.report(table)
     rows = {(row["method"], row["models"], row["tuned"]) for row in content["rows"]}
-    assert {(quality.MAIN, 1, None), ("psgrad trak", 2, None), ("psgrad trak (halves)", 1, None), ("constant", 1, None)} <= rows
-    assert {method for method, _, tuned in rows if tuned} == {"psgrad trak", "psgrad trak (halves)", "constant"}
+    assert {
+        (quality.MAIN, 1, None),
+        ("psgrad trak", 2, None),
+        ("psgrad trak (halves)", 1, None),
+        ("constant", 1, None),
+    } <= rows
+    assert {method for method, _, tuned in rows if tuned} == {
+        "psgrad trak",
+        "psgrad trak (halves)",
+        "constant",
+    }
     constant = next(row for row in content["rows"] if row["method"] == "constant" and row["tuned"] is None)
     assert (constant["mean"], constant["undefined"]) == (0.0, 300)
     assert f"{quality.MAIN} ahead of constant, one model" in content["bars"]
@@ -82,7 +95,11 @@ def test_mislabels_are_found_by_their_loss(bench: Any, script: Any, monkeypatch:
 
 def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     speed = script("influence_speed")
-    ways = {"psgrad": lambda: torch.ones(3, 2), "same": lambda: torch.ones(3, 2), "other": lambda: 2 * torch.ones(3, 2)}
+    ways = {
+        "psgrad": lambda: torch.ones(3, 2),
+        "same": lambda: torch.ones(3, 2),
+        "other": lambda: 2 * torch.ones(3, 2),
+    }
     found = speed.contest("ekfac", ways, 1)
     assert set(found["seconds"]) == {"psgrad", "same"}
     assert "other: wrong" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""`psgrad influence`: scores, labels and retrained models follow from all that they should, and from nothing else."""
+"""`psgrad influence`: scores, labels and retrained models follow from all that they should, and from nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
-from psgrad.engine.influence.evaluation.members import Rows
+from psgrad.engine.influence.evaluation.jobs import Rows
 from psgrad.workflows.evaluation_bench import behaviour
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
 
@@ -37,10 +39,12 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> InfluenceWorkplace:
+def place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> InfluenceWorkplace:
     found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
     found.prepare()
-    monkeypatch.setattr("psgrad.reports.influence.write_influence_report", lambda result, write: None)
+    monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
     return found
 
 
@@ -56,7 +60,8 @@ def with_index(place: InfluenceWorkplace, **options: str) -> None:
     assert built.code == 0, built.err
 
 
-# Labels --------------------------------------------------------------------------------------------------------------------------------
+# Labels
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_labels_that_were_not_read_are_left_out_of_the_table(place: InfluenceWorkplace) -> None:
@@ -71,10 +76,14 @@ def test_queries_far_apart_have_their_labels(place: InfluenceWorkplace) -> None:
     (place.folder / "rows.py").write_text(DATASET)
     place.section["queries"] = {"factory": "rows.py:Rows", "rows": [7, 3, 11]}
     place.ranked()
-    assert pd.read_parquet(place.folder / "out" / "queries.parquet")["target"].tolist() == place.arrays["y"][[7, 3, 11]].tolist()
+    assert (
+        pd.read_parquet(place.folder / "out" / "queries.parquet")["target"].tolist()
+        == place.arrays["y"][[7, 3, 11]].tolist()
+    )
 
 
-# An index ------------------------------------------------------------------------------------------------------------------------------
+# An index
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_index_of_another_target_column_is_refused(place: InfluenceWorkplace) -> None:
@@ -86,25 +95,39 @@ def test_an_index_of_another_target_column_is_refused(place: InfluenceWorkplace)
 
 def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: InfluenceWorkplace) -> None:
     state = place.model.state_dict()
-    torch.save({"model": state, "average": {name: value + 1 for name, value in state.items()}}, place.folder / "both.pt")
+    torch.save(
+        {"model": state, "average": {name: value + 1 for name, value in state.items()}},
+        place.folder / "both.pt",
+    )
     place.config["model"] |= {"checkpoint": "both.pt", "state_dict_key": "model"}
     with_index(place)
     place.config["model"]["state_dict_key"] = "average"
-    place.influence().refused(3, "the index index is of something else: fingerprint.checkpoints, fingerprint.state_dict_key differ")
+    place.influence().refused(
+        3, "the index index is of something else: fingerprint.checkpoints, fingerprint.state_dict_key differ"
+    )
 
 
-@pytest.mark.parametrize(("file", "old", "new"), [("model.py", "nn.Tanh", "nn.ReLU"), ("loss.py", "2 *", "3 *"), ("rows.py", "= 0", "= 1")])
-def test_an_index_made_by_other_code_is_refused(place: InfluenceWorkplace, file: str, old: str, new: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [("model.py", "nn.Tanh", "nn.ReLU"), ("loss.py", "2 *", "3 *"), ("rows.py", "= 0", "= 1")],
+)
+def test_an_index_made_by_other_code_is_refused(
+    place: InfluenceWorkplace, file: str, old: str, new: str
+) -> None:
     (place.folder / "rows.py").write_text(DATASET.replace("+ SHIFT", "* 0 + SHIFT"))
     place.config["data"] = {"factory": "rows.py:Rows"}
-    place.use_loss("def loss(output, target):\n    return 2 * torch.nn.functional.cross_entropy(output, target)\n")
+    place.use_loss(
+        "def loss(output, target):\n    return 2 * torch.nn.functional.cross_entropy(output, target)\n"
+    )
     with_index(place)
     source = (place.folder / file).read_text()
     (place.folder / file).write_text(source.replace(old, new))
     place.influence().refused(3, "the index index is of something else", "fingerprint.code.", file)
 
 
-def test_an_index_made_by_code_that_was_imported_is_refused(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_made_by_code_that_was_imported_is_refused(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(place.folder)
     layers = place.folder / "layers_of_the_index.py"
     layers.write_text("from torch import nn\n\nActivation = nn.Tanh\n")
@@ -112,14 +135,21 @@ def test_an_index_made_by_code_that_was_imported_is_refused(place: InfluenceWork
     (place.folder / "model.py").write_text(f"import layers_of_the_index\n{source}")
     with_index(place)
     place.ranked()
-    layers.write_text("from torch import nn\n\nActivation = nn.ReLU  # of another size: a cache goes by that\n")
-    for name in [name for name in sys.modules if name == "layers_of_the_index" or name.startswith("psgrad_file_model")]:
+    layers.write_text(
+        "from torch import nn\n\nActivation = nn.ReLU  # of another size: a cache goes by that\n"
+    )
+    for name in [
+        name for name in sys.modules if name == "layers_of_the_index" or name.startswith("psgrad_file_model")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    place.influence("--overwrite").refused(3, "the index index is of something else", "fingerprint.code.model.py:mlp.layers_of_the_index")
+    place.influence("--overwrite").refused(
+        3, "the index index is of something else", "fingerprint.code.model.py:mlp.layers_of_the_index"
+    )
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_weights_in_files_that_differ_are_refused(place: InfluenceWorkplace) -> None:
@@ -127,7 +157,9 @@ def test_the_same_weights_in_files_that_differ_are_refused(place: InfluenceWorkp
         torch.save(place.model.state_dict(), place.folder / name)
     assert (place.folder / "a.pt").read_bytes() != (place.folder / "b.pt").read_bytes()
     place.section["checkpoints"] = ["a.pt", "b.pt"]
-    place.influence().refused(2, "the checkpoints a.pt and b.pt hold the same weights", "it would count double")
+    place.influence().refused(
+        2, "the checkpoints a.pt and b.pt hold the same weights", "it would count double"
+    )
 
 
 SLOW = """\
@@ -169,7 +201,8 @@ def test_rows_are_not_read_twice_at_once_for_two_checkpoints(place: InfluenceWor
     assert not (place.folder / "twice").exists()
 
 
-# What the model draws --------------------------------------------------------------------------------------------------------------------
+# What the model draws
+# ------------------------------------------------------------------------------------------------------------
 
 
 DROPOUT = """\
@@ -189,7 +222,8 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
     assert place.index().code == 0
 
 
-# Models that are trained again ---------------------------------------------------------------------------------------------------------
+# Models that are trained again
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_fresh_models_are_told_apart_by_what_they_do() -> None:
@@ -208,12 +242,14 @@ def test_fresh_models_are_told_apart_by_what_they_do() -> None:
     assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
-# Rows that are left out ------------------------------------------------------------------------------------------------------------------
+# Rows that are left out
+# ------------------------------------------------------------------------------------------------------------
 
 
 ODD = """\
 def loss(output, target):
-    return torch.where(target == 7, -1.0, 1.0) * torch.nn.functional.cross_entropy(output, target.clamp(max=2))
+    sign = torch.where(target == 7, -1.0, 1.0)
+    return sign * torch.nn.functional.cross_entropy(output, target.clamp(max=2))
 """
 
 
@@ -226,7 +262,9 @@ def loss(output, target):
         ("trak", "the loss of row 8 is no function of its margin"),
     ],
 )
-def test_rows_are_named_by_their_number_in_the_dataset(place: InfluenceWorkplace, method: str, words: str) -> None:
+def test_rows_are_named_by_their_number_in_the_dataset(
+    place: InfluenceWorkplace, method: str, words: str
+) -> None:
     x, y = place.arrays["x"].copy(), place.arrays["y"].copy()
     x[3, 0], y[8] = np.nan, 7
     place.save(x=x, y=y)
@@ -246,7 +284,8 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
     pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
 
 
-# Units ---------------------------------------------------------------------------------------------------------------------------------
+# Units
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,7 +295,9 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
         ("preconditioned_norm", "divided by the norm of the training example's preconditioned gradient"),
     ],
 )
-def test_the_unit_says_what_scores_are_divided_by(place: InfluenceWorkplace, normalize: str, words: str) -> None:
+def test_the_unit_says_what_scores_are_divided_by(
+    place: InfluenceWorkplace, normalize: str, words: str
+) -> None:
     place.section.update(method="influence", normalize=normalize)
     place.ranked()
     assert place.manifest()["influence"]["unit"].endswith(words)
@@ -270,7 +311,8 @@ def test_arnoldi_s_unit_is_not_that_of_a_removal(place: InfluenceWorkplace) -> N
     assert said["predicts_removal"] is False
 
 
-# Layers and queries without a score ------------------------------------------------------------------------------------------------------
+# Layers and queries without a score
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_cosines_by_layer_have_those_of_all_layers_beside_them(place: InfluenceWorkplace) -> None:
@@ -278,13 +320,19 @@ def test_cosines_by_layer_have_those_of_all_layers_beside_them(place: InfluenceW
     ranked = place.ranked("--matrix", "--top", "30")
     training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
     queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])
-    whole = (torch.nn.functional.normalize(training, dim=1) @ torch.nn.functional.normalize(queries, dim=1).T).numpy()
-    np.testing.assert_allclose(load_file(place.folder / "out" / "matrix.safetensors")["scores"], whole, rtol=1e-4, atol=1e-6)
+    whole = (
+        torch.nn.functional.normalize(training, dim=1) @ torch.nn.functional.normalize(queries, dim=1).T
+    ).numpy()
+    np.testing.assert_allclose(
+        load_file(place.folder / "out" / "matrix.safetensors")["scores"], whole, rtol=1e-4, atol=1e-6
+    )
     overall = pd.read_parquet(place.folder / "out" / "self_influence.parquet")["overall"]
     np.testing.assert_allclose(overall, whole.mean(1), rtol=1e-3, atol=1e-6)
     assert set(ranked["layer"]) == {"", "0", "2"}
     total = ranked[(ranked["layer"] == "") & (ranked["query_index"] >= 0)]
-    np.testing.assert_allclose(total["score"], whole[total["train_index"], total["query_index"]], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        total["score"], whole[total["train_index"], total["query_index"]], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_query_without_scores_takes_none_from_the_queries_as_a_whole(place: InfluenceWorkplace) -> None:

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from psgrad.engine.influence.evaluation.ensemble import Ensemble
-from psgrad.engine.influence.evaluation.lds import half_subsets
+from psgrad.engine.influence.evaluation.metrics import half_subsets
 from psgrad.engine.influence.evaluation.mislabel import flip
+from psgrad.engine.influence.evaluation.retraining import Ensemble
 from tests.engine.influence.problems import SoftmaxRegression, linear
 from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
 from tests.workplace import CLASSES, ROWS
@@ -41,12 +41,20 @@ class EvaluationWorkplace(InfluenceWorkplace):
     def start(self) -> None:
         self.prepare()
         self.use_model(LINEAR)
-        self.problem = SoftmaxRegression.of(torch.tensor(self.arrays["x"]).double(), torch.tensor(self.arrays["y"]), DECAY)
+        self.problem = SoftmaxRegression.of(
+            torch.tensor(self.arrays["x"]).double(), torch.tensor(self.arrays["y"]), DECAY
+        )
         self.minimum = self.problem.solve()
         save_file(linear(self.minimum).state_dict(), self.folder / "minimum.safetensors")
         self.config["model"]["checkpoint"] = "minimum.safetensors"
         self.config["engine"] = {"dtype": "float64", "verify": 0}
-        self.evaluate = {"train": {"optimizer": "newton", "weight_decay": DECAY}, "subsets": 12, "removals": 8, "highest": 3, "seeds": 2}
+        self.evaluate = {
+            "train": {"optimizer": "newton", "weight_decay": DECAY},
+            "subsets": 12,
+            "removals": 8,
+            "highest": 3,
+            "seeds": 2,
+        }
         self.section["evaluate"] = self.evaluate
 
     def evaluated(self, kind: str, *options: str) -> dict[str, Any]:
@@ -58,11 +66,15 @@ class EvaluationWorkplace(InfluenceWorkplace):
 
     def retrained(self, rows: np.ndarray) -> np.ndarray:
         """[m]: the queries' losses after training on these rows, by numpy."""
-        wanted = SoftmaxRegression(self.problem.inputs[rows], self.problem.labels[rows], CLASSES, self.problem.penalty)
+        wanted = SoftmaxRegression(
+            self.problem.inputs[rows], self.problem.labels[rows], CLASSES, self.problem.penalty
+        )
         return self.losses(wanted.solve())
 
     def losses(self, weights: np.ndarray) -> np.ndarray:
-        return self.problem.losses(weights, torch.tensor(self.queries["x"]).double(), torch.tensor(self.queries["y"]))
+        return self.problem.losses(
+            weights, torch.tensor(self.queries["x"]).double(), torch.tensor(self.queries["y"])
+        )
 
     def products(self) -> np.ndarray:
         """[n, m]: gradient products at the minimum, by a loop."""
@@ -72,10 +84,12 @@ class EvaluationWorkplace(InfluenceWorkplace):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> EvaluationWorkplace:
+def place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> EvaluationWorkplace:
     found = EvaluationWorkplace(tmp_path, monkeypatch, capfd)
     found.start()
-    monkeypatch.setattr("psgrad.workflows.influence_evaluation.evaluation_plots", lambda result: [])
+    monkeypatch.setattr("psgrad.workflows.influence_evaluate.evaluation_plots", lambda result: [])
     return found
 
 
@@ -83,7 +97,8 @@ def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
     return half_subsets(ROWS, count, 0.5, np.random.default_rng([0, 3]))
 
 
-# -- the four of them ------------------------------------------------------------------------------------------------------------------
+# -- the four of them
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
@@ -94,24 +109,43 @@ def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: Eva
     assert found["mean"] == pytest.approx(np.mean(each), abs=1e-9)
     assert found["interval"][0] <= found["mean"] <= found["interval"][1]
     assert found["methods"]["gradient_dot"]["mean"] == found["mean"]
-    assert (found["subsets"], found["seeds"], found["models"], found["queries"]) == (12, 1, 12, QUERIES)  # newton has no seeds
+    assert (found["subsets"], found["seeds"], found["models"], found["queries"]) == (
+        12,
+        1,
+        12,
+        QUERIES,
+    )  # newton has no seeds
     assert found["ceiling"] is None
     controls = {name for name, values in found["methods"].items() if values["control"]}
-    assert controls == {"random", "same label", "nearest neighbour (input)", "penultimate cosine", "training loss", "gradient norm"}
+    assert controls == {
+        "random",
+        "same label",
+        "nearest neighbour (input)",
+        "penultimate cosine",
+        "training loss",
+        "gradient norm",
+    }
     details = pd.read_parquet(place.folder / "out-lds" / "evaluation_details.parquet")
     np.testing.assert_allclose(details[details["method"] == "gradient_dot"]["value"], each, atol=1e-9)
     assert details["query_id"].unique().tolist() == [f"query-{row}" for row in range(QUERIES)]
 
 
 def test_leave_one_out_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
-    place.section["method"] = {"name": "influence", "damping": 0.0, "weight_decay": DECAY, "curvature": "hessian"}
+    place.section["method"] = {
+        "name": "influence",
+        "damping": 0.0,
+        "weight_decay": DECAY,
+        "curvature": "hessian",
+    }
     found = place.evaluated("loo")["loo"]
     points = pd.read_parquet(place.folder / "out-loo" / "evaluation_points.parquet")
     assert len(points) == 8 * QUERIES
     whole = place.losses(place.minimum)
     for name, rows in points.groupby("train_id"):
         row = int(str(name).removeprefix("row-"))
-        np.testing.assert_allclose(rows["actual"], place.retrained(np.delete(np.arange(ROWS), row)) - whole, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(
+            rows["actual"], place.retrained(np.delete(np.arange(ROWS), row)) - whole, rtol=0, atol=1e-8
+        )
     line = stats.linregress(points["predicted"], points["actual"])
     assert found["slope"] == pytest.approx(line.slope)
     assert found["pooled"] == pytest.approx(line.rvalue)
@@ -132,21 +166,31 @@ def test_mislabels_are_flipped_trained_on_and_looked_for(place: EvaluationWorkpl
         weights = problem.solve()
         own = problem.losses(weights, torch.tensor(place.arrays["x"]).double(), torch.tensor(given))
         losses.append(roc_auc_score(flipped, own))
-        norms.append(roc_auc_score(flipped, loop_of_gradients(linear(weights), place.arrays["x"], given).norm(dim=1).numpy()))
+        norms.append(
+            roc_auc_score(
+                flipped, loop_of_gradients(linear(weights), place.arrays["x"], given).norm(dim=1).numpy()
+            )
+        )
     assert found["methods"]["training loss"]["auc"] == pytest.approx(np.mean(losses))
     assert found["methods"]["training loss"]["auc_deviation"] == pytest.approx(np.std(losses, ddof=1))
     assert found["methods"]["1 - p(label)"]["auc"] == pytest.approx(np.mean(losses))
-    assert found["auc"] == pytest.approx(np.mean(norms))  # the self-influence of gradient dot is the square of the norm
+    assert found["auc"] == pytest.approx(
+        np.mean(norms)
+    )  # the self-influence of gradient dot is the square of the norm
     assert found["methods"]["gradient norm"]["auc"] == found["auc"]
     assert "1 - p(label), 5-fold cross-validated" in found["methods"]
     assert {"EL2N", "margin", "random"} <= set(found["methods"])
     assert found["models"] == 2 * 6
 
 
-def test_flipped_labels_are_trained_on_once(place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flipped_labels_are_trained_on_once(
+    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = list[int]()
     original: Callable[..., Any] = Ensemble.__call__
-    monkeypatch.setattr(Ensemble, "__call__", lambda self, jobs: trained.append(len(jobs)) or original(self, jobs))
+    monkeypatch.setattr(
+        Ensemble, "__call__", lambda self, jobs: trained.append(len(jobs)) or original(self, jobs)
+    )
     place.evaluate["flips"] = 2
     place.evaluated("mislabel")
     assert sum(trained) == 2 * (1 + 5)
@@ -164,16 +208,23 @@ def test_what_an_evaluation_does_not_take_from_the_config_is_told(place: Evaluat
     place.section["method"] = {"name": "influence", "weight_decay": 2 * DECAY}
     told = " ".join(place.evaluated("lds")["notes"])
     assert "the index is not asked" in told
-    assert "influence takes a weight decay of 0.1 for the one of training, and models are trained again with 0.05" in told
+    assert (
+        "influence takes a weight decay of 0.1 for the one of training, and models are trained again with"
+        " 0.05" in told
+    )
 
 
-def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(place: EvaluationWorkplace) -> None:
+def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(
+    place: EvaluationWorkplace,
+) -> None:
     """Of a network that learns every flip by heart, only what was not seen tells."""
     random = np.random.default_rng(0)
     labels = random.integers(0, CLASSES, 60)
     x = (np.eye(CLASSES, 4)[labels] * 6 + random.normal(size=(60, 4))).astype(np.float32)
     place.save(x=x, y=labels, uid=np.array([f"row-{row}" for row in range(60)]))
-    place.use_model("def Model():\n    return nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 3))\n")
+    place.use_model(
+        "def Model():\n    return nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 3))\n"
+    )
     place.section["evaluate"] = {"train": {"epochs": 60, "batch_size": 60, "learning_rate": 0.02}, "flips": 1}
     found = place.evaluated("mislabel")["mislabel"]["methods"]
     assert found["1 - p(label), 5-fold cross-validated"]["auc"] > 0.95
@@ -195,7 +246,8 @@ def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> N
     assert found["models"] <= 1 + 4 * 2 * 3
 
 
-# -- dampings ----------------------------------------------------------------------------------------------------------------------------
+# -- dampings
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: EvaluationWorkplace) -> None:
@@ -210,14 +262,17 @@ def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: Evaluatio
     assert "gradient_dot" not in found["tuning"]
     assert found["queries"] == QUERIES - 2
     assert found["models"] == 12 + 6
-    # By dense algebra: what the chosen damping scores on the queries and subsets that are left, and each on those set aside.
+    # By dense algebra: what the chosen damping scores on the queries and subsets that are left, and each on
+    # those set aside.
     drawn = half_subsets_after_choice()
     outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
     aside = chosen_queries()
     rest = np.setdiff1d(np.arange(QUERIES), aside)
     for damping, mean in curve.items():
         assert mean == pytest.approx(dense_lds(place, damping, drawn[:6], outcomes[:6], aside), abs=1e-9)
-    assert found["mean"] == pytest.approx(dense_lds(place, found["damping"], drawn[6:], outcomes[6:], rest), abs=1e-9)
+    assert found["mean"] == pytest.approx(
+        dense_lds(place, found["damping"], drawn[6:], outcomes[6:], rest), abs=1e-9
+    )
 
 
 def chosen_queries() -> np.ndarray:
@@ -230,16 +285,22 @@ def half_subsets_after_choice() -> np.ndarray:
     return half_subsets(ROWS, 18, 0.5, random)
 
 
-def dense_lds(place: EvaluationWorkplace, relative: float, drawn: np.ndarray, outcomes: np.ndarray, asked: np.ndarray) -> float:
+def dense_lds(
+    place: EvaluationWorkplace, relative: float, drawn: np.ndarray, outcomes: np.ndarray, asked: np.ndarray
+) -> float:
     hessian = place.problem.hessian(place.minimum)
     mean = np.trace(hessian - place.problem.penalty * np.eye(len(hessian))) / len(hessian)
     scores = dense_scores(place, hessian + relative * mean * np.eye(len(hessian)), asked)
-    found = [stats.spearmanr(drawn @ scores[:, q], -outcomes[:, query]).statistic for q, query in enumerate(asked)]
+    found = [
+        stats.spearmanr(drawn @ scores[:, q], -outcomes[:, query]).statistic for q, query in enumerate(asked)
+    ]
     return float(np.mean(found))
 
 
 def dense_scores(place: EvaluationWorkplace, matrix: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """[n, m]: g_i' matrix^-1 g_q; the matrix is of the weights flattened class by class, as SoftmaxRegression has its Hessian."""
+    """[n, m]: g_i' matrix^-1 g_q; the matrix is of the weights flattened class by class, as SoftmaxRegression
+    has its Hessian.
+    """
     model = linear(place.minimum)
     training = loop_of_gradients(model, place.arrays["x"], place.arrays["y"]).numpy()
     queries = loop_of_gradients(model, place.queries["x"], place.queries["y"]).numpy()[asked]
@@ -254,9 +315,13 @@ def test_a_damping_without_an_inverse_is_no_candidate(place: EvaluationWorkplace
     place.evaluate |= {"subsets": 3, "tuning": {"subsets": 3, "queries": 2, "dampings": [1e-300, 0.1]}}
     content = place.evaluated("lds")
     assert [entry["damping"] for entry in content["lds"]["tuning"]["influence"]] == [0.1]
-    assert any(note.startswith("no candidate for influence: damping 1e-300, as ") for note in content["notes"])
+    assert any(
+        note.startswith("no candidate for influence: damping 1e-300, as ") for note in content["notes"]
+    )
     place.evaluate["tuning"]["dampings"] = [1e-300]
-    place.influence("--evaluate", "lds", "--overwrite").refused(3, "with none of the candidate dampings influence has scores")
+    place.influence("--evaluate", "lds", "--overwrite").refused(
+        3, "with none of the candidate dampings influence has scores"
+    )
 
 
 def test_as_many_queries_as_there_are_cannot_be_set_aside(place: EvaluationWorkplace) -> None:
@@ -264,7 +329,8 @@ def test_as_many_queries_as_there_are_cannot_be_set_aside(place: EvaluationWorkp
     place.influence("--evaluate", "lds").refused(2, f"sets {QUERIES} of the {QUERIES} queries aside")
 
 
-# -- training ----------------------------------------------------------------------------------------------------------------------------
+# -- training
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
@@ -312,7 +378,9 @@ def test_models_may_be_trained_by_a_function_of_ones_own(place: EvaluationWorkpl
     assert found["ceiling"] is not None
     shards = sorted((place.folder / "out-lds" / "retrained").iterdir())
     place.section["evaluate"]["subsets"] = 5
-    (place.folder / "own.py").write_text("import torch\nfrom torch import nn\n\n\n" + OWN.replace("lr=0.1", "lr=0.2"))
+    (place.folder / "own.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n" + OWN.replace("lr=0.1", "lr=0.2")
+    )
     assert place.evaluated("lds", "--overwrite")["lds"]["mean"] != found["mean"]
     assert len(sorted((place.folder / "out-lds" / "retrained").iterdir())) == 2 * len(shards)
 
@@ -324,10 +392,13 @@ def test_weights_that_do_not_depend_on_the_seed_are_told(place: EvaluationWorkpl
     assert any("whatever the seed" in note for note in place.evaluated("lds", "--overwrite")["notes"])
 
 
-# -- methods and refusals --------------------------------------------------------------------------------------------------------------
+# -- methods and refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
-def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(place: EvaluationWorkplace) -> None:
+def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(
+    place: EvaluationWorkplace,
+) -> None:
     place.section["method"] = {"name": "influence", "weight_decay": DECAY}
     place.evaluate["subsets"] = 3
     place.evaluate["methods"] = [
@@ -337,7 +408,11 @@ def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(p
     ]
     content = place.evaluated("lds")
     names = [name for name, values in content["lds"]["methods"].items() if not values["control"]]
-    assert names == [f"influence (weight_decay {DECAY})", f"influence (damping 1.0, weight_decay {DECAY})", "gradient_cosine"]
+    assert names == [
+        f"influence (weight_decay {DECAY})",
+        f"influence (damping 1.0, weight_decay {DECAY})",
+        "gradient_cosine",
+    ]
     assert content["method"] == names[0]
     assert any(note.startswith("left out: influence (damping 0.0), as ") for note in content["notes"])
     assert content["lds"]["methods"]["gradient_cosine"]["ahead"] == pytest.approx(
@@ -351,7 +426,10 @@ def test_a_method_without_scores_of_its_own_ends_the_run(place: EvaluationWorkpl
     place.evaluated("lds")
     place.section["method"] = {"name": "influence", "damping": 0.0}
     place.influence("--evaluate", "lds", "--overwrite").refused(3, "damping")
-    assert sorted(path.name for path in (place.folder / "out-lds").iterdir()) == ["manifest.json", "retrained"]
+    assert sorted(path.name for path in (place.folder / "out-lds").iterdir()) == [
+        "manifest.json",
+        "retrained",
+    ]
 
 
 def test_labels_are_needed_to_flip(place: EvaluationWorkplace) -> None:
@@ -362,32 +440,46 @@ def test_labels_are_needed_to_flip(place: EvaluationWorkplace) -> None:
     place.influence("--evaluate", "mislabel").refused(2, "flips labels, and targets of the loss mse are none")
 
 
-@pytest.mark.parametrize(("kind", "key", "value"), [("lds", "fraction", 1e-3), ("lds", "fraction", 0.999), ("mislabel", "share", 1e-3)])
-def test_shares_that_are_all_or_nothing_are_refused(place: EvaluationWorkplace, kind: str, key: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("lds", "fraction", 1e-3), ("lds", "fraction", 0.999), ("mislabel", "share", 1e-3)],
+)
+def test_shares_that_are_all_or_nothing_are_refused(
+    place: EvaluationWorkplace, kind: str, key: str, value: float
+) -> None:
     place.evaluate[key] = value
     count = ROWS if value > 0.5 else 0
     noun = "labels" if kind == "mislabel" else "training examples"
-    place.influence("--evaluate", kind).refused(2, f"influence.evaluate.{key}: {value:g} of {ROWS} {noun} are {count} of them")
+    place.influence("--evaluate", kind).refused(
+        2, f"influence.evaluate.{key}: {value:g} of {ROWS} {noun} are {count} of them"
+    )
 
 
 def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: EvaluationWorkplace) -> None:
     (place.folder / "own.py").write_text(
-        "from dataclasses import dataclass\nfrom psgrad.engine.influence.methods.gradient_dot import GradientDot\n\n\n"
-        "@dataclass(frozen=True)\nclass Broken(GradientDot):\n    by: int = 0\n\n"
-        "    def fit(self, training, checkpoint):\n        return 1 / self.by\n"
+        "from dataclasses import dataclass\nfrom psgrad.engine.influence.methods.gradient_products import"
+        " GradientDot\n\n\n@dataclass(frozen=True)\nclass Broken(GradientDot):\n    by: int = 0\n\n    def"
+        " fit(self, training, checkpoint):\n        return 1 / self.by\n"
     )
     place.evaluate["methods"] = [{"name": "own.py:Broken", "by": 0}]
     place.evaluate["subsets"] = 3
     outcome = place.influence("--evaluate", "lds")
     assert outcome.code == 0, outcome.err
-    assert "left out: own.py:Broken, as scoring by the method own.py:Broken raised ZeroDivisionError: division by zero" in outcome.out
+    assert (
+        "left out: own.py:Broken, as scoring by the method own.py:Broken raised ZeroDivisionError: division"
+        " by zero" in outcome.out
+    )
     place.section["method"] = "own.py:Broken"
-    place.influence("--evaluate", "lds", "--overwrite").refused(3, "scoring by the method own.py:Broken raised ZeroDivisionError")
+    place.influence("--evaluate", "lds", "--overwrite").refused(
+        3, "scoring by the method own.py:Broken raised ZeroDivisionError"
+    )
 
 
 def test_two_examples_are_too_few_to_be_left_out(place: EvaluationWorkplace) -> None:
     place.save(**{name: column[:2] for name, column in place.arrays.items()})
-    place.influence("--evaluate", "loo").refused(2, "there are 2 training examples to leave out, one at a time")
+    place.influence("--evaluate", "loo").refused(
+        2, "there are 2 training examples to leave out, one at a time"
+    )
 
 
 def test_more_removals_than_examples_are_refused(place: EvaluationWorkplace) -> None:

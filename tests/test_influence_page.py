@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from psgrad.cli.app import app
 from psgrad.config import IndexConfig, load_config
 from psgrad.engine.influence.methods import known_methods
-from psgrad.results.evaluation import EVALUATION_COLUMNS
-from psgrad.results.influence import SCORE_COLUMNS
+from psgrad.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
 from psgrad.storage.folders import OWN_ENTRIES
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +57,16 @@ def test_the_code_of_the_page_runs() -> None:
     x, y, xq, yq, model = (names[name] for name in ("x", "y", "xq", "yq", "model"))
 
     def loop(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        losses = [nn.functional.cross_entropy(model(each[None]), label[None]) for each, label in zip(x, y, strict=True)]
-        return torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]) for loss in losses])
+        losses = [
+            nn.functional.cross_entropy(model(each[None]), label[None])
+            for each, label in zip(x, y, strict=True)
+        ]
+        return torch.stack(
+            [
+                torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+                for loss in losses
+            ]
+        )
 
     gradients, asked = loop(x, y).double(), loop(xq, yq).double()
     diagonal = gradients.square().sum(0) + len(x) * 1e-3
@@ -67,8 +74,11 @@ def test_the_code_of_the_page_runs() -> None:
     probabilities = model(x).softmax(1).double()
     spread = torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None]
     wide = torch.cat([x, torch.ones(len(x), 1)], 1).double()
-    # Of logits W x + b the Gauss-Newton matrix is the sum of (diag p - p p') times (x, 1)(x, 1)'; here in the order of rows of (W, b).
-    curvature = torch.einsum("nab,ni,nj->aibj", spread, wide, wide).reshape(15, 15) + len(x) * 0.01 * torch.eye(15)
+    # Of logits W x + b the Gauss-Newton matrix is the sum of (diag p - p p') times (x, 1)(x, 1)'; here in the
+    # order of rows of (W, b).
+    curvature = torch.einsum("nab,ni,nj->aibj", spread, wide, wide).reshape(15, 15) + len(
+        x
+    ) * 0.01 * torch.eye(15)
 
     def in_order(rows: torch.Tensor) -> torch.Tensor:
         return torch.cat([rows[:, :12].reshape(-1, 3, 4), rows[:, 12:].reshape(-1, 3, 1)], 2).flatten(1)
@@ -78,7 +88,9 @@ def test_the_code_of_the_page_runs() -> None:
 
 
 def test_the_config_of_the_page_loads(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(next(block for block in blocks("yaml") if block.startswith("version")), encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(
+        next(block for block in blocks("yaml") if block.startswith("version")), encoding="utf-8"
+    )
     shown = load_config(tmp_path / "config.yaml").influence
     assert shown.model_fields_set == set(type(shown).model_fields), "a key that the page does not show"
 
@@ -105,9 +117,15 @@ def test_every_column_and_file_is_on_the_page(run: tuple[Path, str]) -> None:
 
 def test_the_command_prints_what_the_page_shows(run: tuple[Path, str]) -> None:
     """Words and ids; digits of scores differ from machine to machine."""
-    shown = [line.split() for line in blocks("console")[0].splitlines()[1:] if not line.startswith(("self-check", "scores:"))]
+    shown = [
+        line.split()
+        for line in blocks("console")[0].splitlines()[1:]
+        if not line.startswith(("self-check", "scores:"))
+    ]
     printed = [line.split() for line in run[1].splitlines()]
-    assert [line for line in shown if line and line[0] == "rank"] == [line for line in printed if line and line[0] == "rank"]
+    assert [line for line in shown if line and line[0] == "rank"] == [
+        line for line in printed if line and line[0] == "rank"
+    ]
     first = [word for line in shown for word in line if word.startswith("digit-")]
     again = [word for line in printed for word in line if word.startswith("digit-")]
     assert set(first) & set(again) >= set(first[:4])
@@ -116,7 +134,10 @@ def test_the_command_prints_what_the_page_shows(run: tuple[Path, str]) -> None:
 def test_the_example_knows_what_the_page_says_it_knows(run: tuple[Path, str]) -> None:
     manifest = json.loads((run[0] / "manifest.json").read_text())
     assert manifest["model"]["trainable"] == 4810
-    training, queries = pd.read_parquet(run[0] / "self_influence.parquet"), pd.read_parquet(run[0] / "queries.parquet")
+    training, queries = (
+        pd.read_parquet(run[0] / "self_influence.parquet"),
+        pd.read_parquet(run[0] / "queries.parquet"),
+    )
     assert len(training) == 1437
     assert (training["prediction"] == training["target"]).all()
     assert (training["self_influence"] >= 0).all()
@@ -145,7 +166,11 @@ def table_below(title: str) -> list[list[str]]:
 def test_the_datamodeling_scores_are_the_stored_ones() -> None:
     content = stored("influence-quality-cpu")
     known = {
-        (row["models"], row["tuned"] is not None, f"{row['mean']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})")
+        (
+            row["models"],
+            row["tuned"] is not None,
+            f"{row['mean']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})",
+        )
         for row in content["rows"]
     }
     rows = table_below("## Linear datamodeling scores")
@@ -154,7 +179,9 @@ def test_the_datamodeling_scores_are_the_stored_ones() -> None:
         assert (int(models), False, default) in known
         assert not tuned or (int(models), True, tuned) in known
     missed = [bar for bar, kept in content["bars"].items() if not kept]
-    assert missed == ["psgrad influence ahead of captum NaiveInfluenceFunction, one model, tuned: 0.003"], "the page names what is missed"
+    assert missed == ["psgrad influence ahead of captum NaiveInfluenceFunction, one model, tuned: 0.003"], (
+        "the page names what is missed"
+    )
 
 
 def test_the_agreement_with_others_is_the_stored_one() -> None:
@@ -171,8 +198,15 @@ def test_the_mislabels_are_the_stored_ones() -> None:
     rows = table_below("## Mislabels")
     assert [row[0] for row in rows] == list(content["80 epochs"])
     for name, *cells in rows:
-        kinds = [(epochs, kind) for epochs in ("80 epochs", "12 epochs") for kind in ("auc", "average_precision", "recall")]
-        assert cells == [f"{content[epochs][name][kind]:.3f} ± {content[epochs][name][f'{kind}_deviation']:.3f}" for epochs, kind in kinds]
+        kinds = [
+            (epochs, kind)
+            for epochs in ("80 epochs", "12 epochs")
+            for kind in ("auc", "average_precision", "recall")
+        ]
+        assert cells == [
+            f"{content[epochs][name][kind]:.3f} ± {content[epochs][name][f'{kind}_deviation']:.3f}"
+            for epochs, kind in kinds
+        ]
 
 
 def test_the_seconds_are_the_stored_ones() -> None:
@@ -181,4 +215,6 @@ def test_the_seconds_are_the_stored_ones() -> None:
         assert ours == f"{content[task]['seconds']['psgrad']['median']:.3f} s"
         for words in others.split(", "):
             library, *_, seconds, _ = words.split()
-            assert float(seconds) == round(min(v["median"] for name, v in content[task]["seconds"].items() if library in name), 3)
+            assert float(seconds) == round(
+                min(v["median"] for name, v in content[task]["seconds"].items() if library in name), 3
+            )

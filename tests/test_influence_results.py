@@ -29,12 +29,21 @@ def _pairs(scores: list[list[float]], k: int, **options: Any) -> pd.DataFrame:
     array = np.array(scores, dtype=float)
     m, n = array.shape
     return ranked_pairs(
-        [f"q{i}" for i in range(m)], range(10, 10 + m), np.array([f"t{i}" for i in range(n)]), *strongest(array, k), **options
+        [f"q{i}" for i in range(m)],
+        range(10, 10 + m),
+        np.array([f"t{i}" for i in range(n)]),
+        *strongest(array, k),
+        **options,
     )
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0, NAN]), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(1, 7)
+    st.lists(
+        st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0, NAN]), min_size=5, max_size=5),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 7),
 )
 def test_ranks_are_those_of_a_plain_sort(scores: list[list[float]], k: int) -> None:
     found = _pairs(scores, k)
@@ -44,7 +53,10 @@ def test_ranks_are_those_of_a_plain_sort(scores: list[list[float]], k: int) -> N
         hurts = sorted((score, place) for place, score in enumerate(row) if score < 0)[:k]
         expected += [(10 + query, rank, place, -score) for rank, (score, place) in enumerate(helps, 1)]
         expected += [(10 + query, -rank, place, score) for rank, (score, place) in enumerate(hurts, 1)]
-    assert list(found[["query_index", "rank", "train_index", "score"]].itertuples(index=False, name=None)) == expected
+    assert (
+        list(found[["query_index", "rank", "train_index", "score"]].itertuples(index=False, name=None))
+        == expected
+    )
     assert list(found["query_id"]) == [f"q{query - 10}" for query, *_ in expected]
     assert list(found["train_id"]) == [f"t{place}" for _, _, place, _ in expected]
 
@@ -52,8 +64,12 @@ def test_ranks_are_those_of_a_plain_sort(scores: list[list[float]], k: int) -> N
 def test_extras_stay_with_their_pairs_and_columns_come_in_one_order() -> None:
     values, rows = strongest(np.array([[3.0, -1.0, 2.0]]), 2)
     spread = np.where(rows >= 0, rows / 10, NAN)
-    found = ranked_pairs(["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread}, layer="2.weight")
-    assert list(found) == [column for column in SCORE_COLUMNS if column not in ("rank_stability", "beyond_loss")]
+    found = ranked_pairs(
+        ["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread}, layer="2.weight"
+    )
+    assert list(found) == [
+        column for column in SCORE_COLUMNS if column not in ("rank_stability", "beyond_loss")
+    ]
     assert found["score_std"].tolist() == [0.0, 0.2, 0.1]
     assert found["train_id"].tolist() == [7, 9, 8]
     assert set(found["layer"]) == {"2.weight"}
@@ -89,7 +105,12 @@ def test_shown_queries_wrong_ones_and_highest_losses_first() -> None:
         ]
     )
     assert shown_queries(queries, 9) == [14, 12, 13, 10]
-    assert shown_queries(queries, 9, larger_is_worse=False) == [12, 14, 10, 13]  # of a margin the smallest is the worst
+    assert shown_queries(queries, 9, larger_is_worse=False) == [
+        12,
+        14,
+        10,
+        13,
+    ]  # of a margin the smallest is the worst
     assert shown_queries(queries.drop(columns="prediction"), 9) == [14, 13, 12, 10]
     chosen = queries[queries["index"].isin([10, 12])]
     assert shown_rows(scores, chosen, 2, 1) == ([12, 10], [0, 1, 3, 4])

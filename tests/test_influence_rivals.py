@@ -1,4 +1,6 @@
-"""Scores against captum's and dattri's: the comparisons of benchmarks/influence_agreement.py whose libraries are test extras."""
+"""Scores against captum's and dattri's: the comparisons of benchmarks/influence_agreement.py whose libraries
+are test extras.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,17 @@ def setting(agreement: Any) -> Any:
 
 
 def named(agreement: Any, title: str) -> Any:
-    return next(comparison for comparison in agreement.COMPARISONS if f"{comparison.library} {comparison.name}" == title)
+    return next(
+        comparison
+        for comparison in agreement.COMPARISONS
+        if f"{comparison.library} {comparison.name}" == title
+    )
 
 
 def test_every_comparison_with_an_installed_library_is_listed(agreement: Any) -> None:
-    assert [f"{c.library} {c.name}" for c in agreement.COMPARISONS if c.library in INSTALLED] == list(COMPARISONS)
+    assert [f"{c.library} {c.name}" for c in agreement.COMPARISONS if c.library in INSTALLED] == list(
+        COMPARISONS
+    )
 
 
 @pytest.mark.parametrize("title", COMPARISONS)
@@ -79,4 +87,6 @@ def test_the_margin_is_the_log_odds(agreement: Any) -> None:
     logits = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     for target in range(3):
         probability = logits.softmax(0)[target]
-        torch.testing.assert_close(agreement.margin(logits, torch.tensor(target)), (probability / (1 - probability)).log())
+        torch.testing.assert_close(
+            agreement.margin(logits, torch.tensor(target)), (probability / (1 - probability)).log()
+        )

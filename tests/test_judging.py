@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 
 from psgrad.config import load_config
-from psgrad.workflows import analysis
+from psgrad.workflows import analyze
 from tests.oracles import one_sample_gradients
 from tests.workplace import CLASSES, FEATURES, Workplace
 
@@ -33,7 +33,7 @@ class Model(nn.Module):
 @pytest.fixture
 def judged(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """A workplace with trusted samples in trusted.npz, which draws no plots."""
-    monkeypatch.setattr(analysis, "write_report", lambda result, write: None)
+    monkeypatch.setattr(analyze, "write_report", lambda result, write: None)
     random = np.random.default_rng(7)
     np.savez(
         workplace.folder / "trusted.npz",
@@ -66,7 +66,13 @@ def test_a_trusted_dataset_is_measured_in_the_same_command(judged: Workplace) ->
     expected = [(1 + (known >= norm).sum()) / (TRUSTED + 1) for norm in frame["grad_norm"]]
     np.testing.assert_allclose(frame["p_value"], expected)
     assert frame["is_outlier_issue"][3]
-    assert facts["reference"] == {"kind": "data", "source": "trusted.npz", "size": TRUSTED, "nonfinite": 0, "in_both": 0}
+    assert facts["reference"] == {
+        "kind": "data",
+        "source": "trusted.npz",
+        "size": TRUSTED,
+        "nonfinite": 0,
+        "in_both": 0,
+    }
     assert "reference-samples" in outcome.err
     assert not (judged.folder / "out" / "parts").exists()
 
@@ -103,10 +109,15 @@ def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judge
     judged.succeeded("--output", "first")
     assert judged.command("baseline", "save", "first", "--output", "first.json").code == 0
     torch.manual_seed(9)
-    save_file({name: value + 1 for name, value in judged.model.state_dict().items()}, judged.folder / "model.safetensors")
+    save_file(
+        {name: value + 1 for name, value in judged.model.state_dict().items()},
+        judged.folder / "model.safetensors",
+    )
     for reference in ("first", "first.json"):
         use_reference(judged, reference)
-        judged.refused(2, "checkpoint:", "can't be compared", "run psgrad analyze on the trusted samples again")
+        judged.refused(
+            2, "checkpoint:", "can't be compared", "run psgrad analyze on the trusted samples again"
+        )
         assert not (judged.folder / "out").exists()
 
 
@@ -120,11 +131,17 @@ def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judge
         ({"data": {"path": "trusted.npz"}}, {"score": "grad_nrom"}, "did you mean grad_norm?"),
         ({"data": {"path": "trusted.npz"}}, {"group_by": "length"}, "length counts positions"),
         ({"data": {"path": "trusted.npz"}}, {"group_by": "source"}, "has no column 'source'"),
-        ({"data": {"path": "trusted.npz"}}, {"detectors": [{"name": "a"}, {"name": "a"}]}, "the detector a is listed twice"),
+        (
+            {"data": {"path": "trusted.npz"}},
+            {"detectors": [{"name": "a"}, {"name": "a"}]},
+            "the detector a is listed twice",
+        ),
         ({"data": {"path": "trusted.npz"}, "run": "known"}, {}, "give exactly one of baseline"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(judged: Workplace, reference: object, outliers: dict[str, object], words: str) -> None:
+def test_mistakes_are_told_before_anything_runs(
+    judged: Workplace, reference: object, outliers: dict[str, object], words: str
+) -> None:
     use_reference(judged, reference, **outliers)
     outcome = judged.analyze()
     assert outcome.code in (2, 3)
@@ -148,12 +165,18 @@ def test_groups_may_be_a_column_of_the_dataset(judged: Workplace) -> None:
     for name, rows in (("data", 24), ("trusted", TRUSTED)):
         with np.load(judged.folder / f"{name}.npz") as file:
             table = pd.DataFrame(file["x"], columns=list("abcd")).assign(y=file["y"], uid=file["uid"])
-        table.assign(source=np.where(random.random(rows) < 0.5, "web", "book")).to_csv(judged.folder / f"{name}.csv", index=False)
+        table.assign(source=np.where(random.random(rows) < 0.5, "web", "book")).to_csv(
+            judged.folder / f"{name}.csv", index=False
+        )
     judged.config["data"] = {"path": "data.csv", "inputs": list("abcd"), "target": "y", "id": "uid"}
     use_reference(judged, {"data": {"path": "trusted.csv"}}, group_by="source", min_group=5)
     judged.succeeded()
     frame, known = judged.samples(), pd.read_csv(judged.folder / "trusted.csv")
-    assert frame["group"].tolist() == pd.read_csv(judged.folder / "data.csv")["source"].tolist() == frame["source"].tolist()
+    assert (
+        frame["group"].tolist()
+        == pd.read_csv(judged.folder / "data.csv")["source"].tolist()
+        == frame["source"].tolist()
+    )
     norms = trusted_norms(judged)
     expected = [
         (1 + (norms[known["source"] == group] >= norm).sum()) / (1 + (known["source"] == group).sum())
@@ -177,16 +200,18 @@ def test_lengths_count_the_positions_that_count(judged: Workplace) -> None:
     assert frame["group"].value_counts().to_dict() == {"0 to 1": 3, "2 to 3": 6, "4 to 7": 12, "8 to 15": 3}
 
 
-def test_a_killed_run_goes_on_with_the_same_reference_alone(judged: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_with_the_same_reference_alone(
+    judged: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judged.succeeded("--output", "whole")
-    real = analysis.Judging.judge
-    monkeypatch.setattr(analysis.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    real = analyze.Judging.judge
+    monkeypatch.setattr(analyze.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert judged.analyze().code == 130
-    monkeypatch.setattr(analysis.Judging, "judge", real)
+    monkeypatch.setattr(analyze.Judging, "judge", real)
     assert (judged.folder / "out" / "parts" / "reference-samples").is_dir()
     judged.succeeded("--resume")
     pd.testing.assert_frame_equal(judged.samples(), judged.samples("whole"))
-    monkeypatch.setattr(analysis.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(analyze.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     judged.analyze("--overwrite")
     with np.load(judged.folder / "trusted.npz") as file:
         changed = {name: file[name] for name in file.files}
@@ -194,13 +219,17 @@ def test_a_killed_run_goes_on_with_the_same_reference_alone(judged: Workplace, m
     judged.refused(2, "reference (its content)", options=("--resume",))
 
 
-def test_only_the_measures_that_judge_are_taken_of_trusted_samples(judged: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_measures_that_judge_are_taken_of_trusted_samples(
+    judged: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[str]] = []
     from psgrad.workflows import judging
 
     real = judging.measures_of
     monkeypatch.setattr(
-        judging, "measures_of", lambda config: asked.append([each.name for each in config.analyze.measures]) or real(config)
+        judging,
+        "measures_of",
+        lambda config: asked.append([each.name for each in config.analyze.measures]) or real(config),
     )
     judged.config["analyze"]["measures"] = [{"name": "el2n"}, {"name": "margin"}]
     judged.succeeded()
@@ -221,12 +250,19 @@ def test_the_example_with_a_gate_runs_as_written(judged: Workplace) -> None:
 
 
 @pytest.mark.parametrize(("score", "said"), [("vog", False), ("vog_z", True), ("cosine_to_mean", True)])
-def test_a_score_that_depends_on_the_other_samples_is_said_to(judged: Workplace, score: str, said: bool) -> None:
+def test_a_score_that_depends_on_the_other_samples_is_said_to(
+    judged: Workplace, score: str, said: bool
+) -> None:
     checkpoints = [f"step{step}.safetensors" for step in range(3)]
     for step, name in enumerate(checkpoints):
-        save_file({key: value * (1 + step) for key, value in judged.model.state_dict().items()}, judged.folder / name)
+        save_file(
+            {key: value * (1 + step) for key, value in judged.model.state_dict().items()},
+            judged.folder / name,
+        )
     judged.config["analyze"]["outliers"]["score"] = score
     judged.config["analyze"] |= {"measures": ["vog", "cosine_to_mean"], "checkpoints": checkpoints}
     judged.succeeded()
     caveats = judged.manifest()["outliers"]["caveats"]
-    assert any(each.startswith(f"{score} of a sample depends on the other samples") for each in caveats) == said
+    assert (
+        any(each.startswith(f"{score} of a sample depends on the other samples") for each in caveats) == said
+    )

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from psgrad.config import load_config
-from psgrad.engine.measures.known import known_measures
-from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.builtin import known_measures
+from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
 from psgrad.errors import MeasureError
 from psgrad.storage.finished import load_run
-from psgrad.workflows.analysis import analyze
-from psgrad.workflows.measure_setup import measures_of
+from psgrad.workflows.analyze import analyze
+from psgrad.workflows.measures import measures_of
 from tests.workplace import CLASSES, ROWS, Workplace
 
 
@@ -30,8 +30,12 @@ def test_detectors_have_the_projected_gradients_measured(workplace: Workplace) -
     detectors = {"detectors": ["isolation_forest"]}
     assert measures(workplace, {"outliers": detectors}) == [ProjectedGradients(save=True)]
     own = {"name": "projected_gradients", "dimension": 16}
-    assert measures(workplace, {"measures": [own], "outliers": detectors}) == [ProjectedGradients(dimension=16)]
-    assert [each.name for each in measures(workplace, {"measures": ["neighbour_distance"], "outliers": detectors})] == [
+    assert measures(workplace, {"measures": [own], "outliers": detectors}) == [
+        ProjectedGradients(dimension=16)
+    ]
+    assert [
+        each.name for each in measures(workplace, {"measures": ["neighbour_distance"], "outliers": detectors})
+    ] == [
         "projected_gradients",
         "neighbour_distance",
     ]
@@ -41,7 +45,10 @@ def test_detectors_have_the_projected_gradients_measured(workplace: Workplace) -
 def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
     names = ["covariance_spectrum", "neighbour_distance", {"name": "ntk", "samples": 6}]
     forest = {"name": "isolation_forest", "trees": 5}
-    content = {**workplace.config, "analyze": {"measures": names, "outliers": {"detectors": [forest, "nearest_neighbours"]}}}
+    content = {
+        **workplace.config,
+        "analyze": {"measures": names, "outliers": {"detectors": [forest, "nearest_neighbours"]}},
+    }
     path = workplace.folder / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     analyze(load_config(path), report=False)
@@ -65,7 +72,10 @@ def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
     [
         ({"name": "neighbour_distance", "neighbours": 0}, "got 0 neighbours, expected at least 1"),
         ({"name": "projected_gradients", "dimension": 0}, "got 0 as dimension, expected at least 1 column"),
-        ({"name": "projected_gradients", "kind": "two-sided"}, "expected one of sparse, rademacher, gaussian, none"),
+        (
+            {"name": "projected_gradients", "kind": "two-sided"},
+            "expected one of sparse, rademacher, gaussian, none",
+        ),
         ({"name": "ntk", "samples": 1.5}, "expected a whole number"),
         ({"name": "covariance_spectrum", "tops": 3}, "did you mean top?"),
     ],
@@ -83,7 +93,8 @@ def test_each_known_measure_can_be_named(workplace: Workplace) -> None:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Workplace, mode: str) -> None:
     dropping = (
-        "import torch\nfrom torch import nn\n\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3))\n"
+        "import torch\nfrom torch import nn\n\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4, 5),"
+        " nn.Dropout(), nn.Linear(5, 3))\n"
     )
     (workplace.folder / "model.py").write_text(dropping)
     workplace.config["model"] = {"factory": "model.py:mlp", "mode": mode}
@@ -97,7 +108,9 @@ def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Work
     if mode == "eval":
         run("cosine_to_mean", "loo_mean_change")
         return
-    with pytest.raises(MeasureError, match="cosine_to_mean, loo_mean_change ask for a sample's gradient more than once"):
+    with pytest.raises(
+        MeasureError, match="cosine_to_mean, loo_mean_change ask for a sample's gradient more than once"
+    ):
         run("cosine_to_mean", "loo_mean_change")
     names = [f"step{step}.safetensors" for step in range(3)]
     for name in names:
@@ -106,5 +119,8 @@ def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Work
     for measure in ("vog", "grand", "trajectory", "forgetting"):
         section = {"measures": [measure], "checkpoints": names}
         path.write_text(yaml.safe_dump({**workplace.config, "analyze": section}))
-        with pytest.raises(MeasureError, match=f"{measure} asks for a sample's gradient more than once, and the model draws at random"):
+        with pytest.raises(
+            MeasureError,
+            match=f"{measure} asks for a sample's gradient more than once, and the model draws at random",
+        ):
             analyze(load_config(path), report=False, overwrite=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.builtin import known_measures
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -25,7 +25,10 @@ def test_the_ways_run_and_every_measure_is_of_one_kind(monkeypatch: pytest.Monke
         assert {"margin", "cosine_to_class_mean", "noise_scale", "el2n"} <= set(kinds["one pass"])
         assert "input_gradient" in kinds["own passes"]
         assert kinds["second derivatives"] == ["hessian_top_eigenvalue", "hessian_trace"]
-        ways = {"norms": lambda: problem.run([]), "two": lambda: problem.run(script.with_needed(["margin", "cosine_to_class_mean"]))}
+        ways = {
+            "norms": lambda: problem.run([]),
+            "two": lambda: problem.run(script.with_needed(["margin", "cosine_to_class_mean"])),
+        }
         timings = script.time_in_turn(ways, 3)
     finally:
         for name in set(sys.modules) - before:
@@ -43,5 +46,7 @@ def test_the_page_has_the_stored_figures() -> None:
     assert f"take {stored['seconds']['all: one pass']['ratio']:.2f} times the norm pass all together" in page
     assert f"a norm pass takes {1e3 * stored['seconds']['norms']['median']:.0f} ms" in page
     seconds = {name: f"{command['seconds']:.1f} s" for name, command in tables["commands"].items()}
-    assert f"`check` {seconds['check A']}, `report` {seconds['report A']}, `diff` {seconds['diff A B']}" in page
+    assert (
+        f"`check` {seconds['check A']}, `report` {seconds['report A']}, `diff` {seconds['diff A B']}" in page
+    )
     assert all(command["passed"] for command in tables["commands"].values())

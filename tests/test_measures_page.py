@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from psgrad.config import load_config
-from psgrad.engine.measures.known import known_measures
-from psgrad.workflows.analysis import analyze
-from psgrad.workflows.own_measure import RESERVED
+from psgrad.engine.measures.builtin import known_measures
+from psgrad.workflows.analyze import analyze
+from psgrad.workflows.measures import RESERVED
 from tools import measures_page
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,9 @@ def module_at(path: Path) -> ModuleType:
 
 def block(language: str, words: str) -> str:
     """The one block of this language that has these words."""
-    (found,) = (each for each in re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL) if words in each)
+    (found,) = (
+        each for each in re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL) if words in each
+    )
     return str(found)
 
 
@@ -69,16 +71,26 @@ def test_the_config_of_the_page_runs(folder: Path) -> None:
 
 def test_the_measure_of_the_page_runs_and_is_what_it_says(folder: Path) -> None:
     (folder / "measures_of_mine.py").write_text(block("python", "WeightDecayPull"), encoding="utf-8")
-    config = block("yaml", "version: 1").partition("analyze:")[0] + block("yaml", "measures_of_mine") + "output: run\n"
+    config = (
+        block("yaml", "version: 1").partition("analyze:")[0]
+        + block("yaml", "measures_of_mine")
+        + "output: run\n"
+    )
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     result = analyze(load_config(folder / "config.yaml"), limit=40, report=False)
     model = module_at(folder / "digits" / "model.py").build().double()
-    model.load_state_dict({key: value.double() for key, value in load_file(folder / "digits" / "model.safetensors").items()})
+    model.load_state_dict(
+        {key: value.double() for key, value in load_file(folder / "digits" / "model.safetensors").items()}
+    )
     data = np.load(folder / "digits" / "digits.npz")
     weights = [parameter for name, parameter in model.named_parameters() if name.endswith("weight")]
     expected = []
-    for image, label in zip(torch.from_numpy(data["image"][:40]).double(), torch.from_numpy(data["label"][:40]), strict=True):
-        gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(model(image[None]), label[None]), weights)
+    for image, label in zip(
+        torch.from_numpy(data["image"][:40]).double(), torch.from_numpy(data["label"][:40]), strict=True
+    ):
+        gradients = torch.autograd.grad(
+            torch.nn.functional.cross_entropy(model(image[None]), label[None]), weights
+        )
         expected.append(sum(float((g * w.detach()).sum()) for g, w in zip(gradients, weights, strict=True)))
     found = result.samples["weight_decay_pull"].to_numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

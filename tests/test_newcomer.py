@@ -1,4 +1,6 @@
-"""A newcomer's way, from an empty folder, through processes of the real command line: init, validate, analyze, look, gate."""
+"""A newcomer's way, from an empty folder, through processes of the real command line: init, validate,
+analyze, look, gate.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,20 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`psgrad ARGUMENTS` in the folder."""
     environment = {**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "psgrad", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "psgrad", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 def children() -> float:
-    """Seconds of a processor that this process's children took: what a clock shows where nothing else runs."""
+    """Seconds of a processor that this process's children took: what a clock shows where nothing else
+    runs.
+    """
     times = os.times()
     return times.children_user + times.children_system
 
@@ -41,7 +51,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.fetched += [value for name, value in attrs if name in ("src", "href") and value and not value.startswith(("data:", "#"))]
+        self.fetched += [
+            value
+            for name, value in attrs
+            if name in ("src", "href") and value and not value.startswith(("data:", "#"))
+        ]
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)

@@ -12,7 +12,9 @@ from tests.test_benchmarks import FOLDER
 from tests.test_benchmarks import script as script
 
 
-def test_the_benchmark_of_the_noise_runs(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_benchmark_of_the_noise_runs(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     noise, norms = script("noise"), script("norms")
     monkeypatch.setattr(norms, "SHORTEST_TIMING", 0.0)
     monkeypatch.setattr(noise, "DRAWS", 50)
@@ -21,7 +23,10 @@ def test_the_benchmark_of_the_noise_runs(script: Any, tmp_path: Path, monkeypatc
     timings = found["step"]["seconds"]
     assert found["step"]["share"] == pytest.approx(timings["noise"]["median"] / timings["private"]["median"])
     assert set(timings) == {"plain", "private", "without noise", "noise"}
-    assert f"of the private step; at most 25%: {'pass' if found['step']['share'] <= 0.25 else 'FAIL'}" in capsys.readouterr().out
+    assert (
+        f"of the private step; at most 25%: {'pass' if found['step']['share'] <= 0.25 else 'FAIL'}"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_perceptron_has_about_so_many_parameters(script: Any) -> None:

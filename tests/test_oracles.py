@@ -15,4 +15,6 @@ def test_the_loop_and_torch_func_agree(architecture: Architecture, device: torch
     model = architecture.build(dtype=torch.float64).to(device)
     inputs, target = architecture.batch(4, dtype=torch.float64)
     arguments = (model, architecture.loss, tuple(value.to(device) for value in inputs), target.to(device))
-    torch.testing.assert_close(torch_func_gradients(*arguments), one_sample_gradients(*arguments), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        torch_func_gradients(*arguments), one_sample_gradients(*arguments), rtol=1e-10, atol=1e-12
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.reports.page import facts_of, made_words
-from psgrad.workflows.origin import command_line, origin, revision_of
+from psgrad.workflows.identity import command_line, origin, revision_of
 from tests.private_workplace import PrivateWorkplace
 from tests.reports.frames import MANIFEST
 from tests.workplace import Workplace
@@ -19,7 +19,9 @@ from tests.workplace import Workplace
 
 def git(folder: Path, *words: str) -> str:
     settings = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
-    return subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_revision_is_the_commit_that_is_checked_out_and_nothing_of_the_repository_runs(repository: Path) -> None:
+def test_the_revision_is_the_commit_that_is_checked_out_and_nothing_of_the_repository_runs(
+    repository: Path,
+) -> None:
     expected = git(repository, "rev-parse", "HEAD")
     (repository.parent / "ran").unlink(missing_ok=True)
     assert revision_of(repository / "configs") == expected
@@ -52,7 +56,11 @@ def test_a_worktree_has_a_revision_of_its_own(repository: Path) -> None:
     (repository.parent / "other" / "file").write_text("y")
     git(repository.parent / "other", "commit", "-am", "second")
     assert revision_of(repository.parent / "other") == git(repository.parent / "other", "rev-parse", "HEAD")
-    assert revision_of(repository) == git(repository, "rev-parse", "HEAD") != revision_of(repository.parent / "other")
+    assert (
+        revision_of(repository)
+        == git(repository, "rev-parse", "HEAD")
+        != revision_of(repository.parent / "other")
+    )
 
 
 @pytest.mark.parametrize("head", ["", "ref: refs/heads/none", "garbage", "\x00", "ref: ../../../etc/passwd"])
@@ -72,7 +80,9 @@ def test_only_psgrads_own_command_line_is_kept(monkeypatch: pytest.MonkeyPatch) 
     assert command_line() is None
 
 
-def test_the_manifest_and_the_page_say_when_how_and_from_where(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_and_the_page_say_when_how_and_from_where(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["psgrad", "analyze", "config.yaml"])
     workplace.succeeded()
     folder = workplace.folder / workplace.config["output"]
@@ -87,20 +97,36 @@ def test_the_manifest_and_the_page_say_when_how_and_from_where(workplace: Workpl
     assert "psgrad analyze config.yaml" in page
 
 
-def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter(["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00", "2026-01-03T00:00:00+00:00", "2026-01-04T00:00:00+00:00"])
-    monkeypatch.setattr("psgrad.workflows.origin.now", lambda: next(times))
-    monkeypatch.setattr("psgrad.workflows.record.now", lambda: "2026-02-02T00:00:00+00:00")
+def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
+    private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(
+        [
+            "2026-01-01T00:00:00+00:00",
+            "2026-01-02T00:00:00+00:00",
+            "2026-01-03T00:00:00+00:00",
+            "2026-01-04T00:00:00+00:00",
+        ]
+    )
+    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: next(times))
+    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: "2026-02-02T00:00:00+00:00")
     for options in ((), ("--resume",)):
         private_workplace.succeeded(*options)
-        manifest = json.loads((private_workplace.run_folder / "private" / "NOT_PRIVATE_manifest.json").read_bytes())
+        manifest = json.loads(
+            (private_workplace.run_folder / "private" / "NOT_PRIVATE_manifest.json").read_bytes()
+        )
         assert manifest["created"] == "2026-01-01T00:00:00+00:00"
 
 
-def test_what_is_public_names_no_path_command_or_commit(private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_public_names_no_path_command_or_commit(
+    private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["psgrad", "dp-step", "/home/somebody/secret/config.yaml"])
     private_workplace.succeeded()
-    public = [private_workplace.run_folder / "manifest.json", *(private_workplace.run_folder / "public").iterdir()]
+    public = [
+        private_workplace.run_folder / "manifest.json",
+        *(private_workplace.run_folder / "public").iterdir(),
+    ]
     for path in public:
         assert b"somebody" not in path.read_bytes(), path
         assert str(private_workplace.folder).encode() not in path.read_bytes(), path
@@ -109,8 +135,8 @@ def test_what_is_public_names_no_path_command_or_commit(private_workplace: Priva
 
 @pytest.fixture
 def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.private_training.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
     return PrivateWorkplace(workplace)
 
 

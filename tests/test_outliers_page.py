@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from psgrad.cli.app import app
 from psgrad.config import load_config
 from psgrad.quality.conformal import resolution
-from psgrad.quality.detectors import DETECTORS
+from psgrad.quality.detectors import DETECTORS, LEAST_ROWS
 from psgrad.quality.references import SAVED_ROWS
-from psgrad.quality.robust_z import LEAST_ROWS
 from psgrad.results import SAMPLE_COLUMNS
 
 ROOT = Path(__file__).parent.parent
@@ -64,14 +63,15 @@ def test_the_page_knows_the_limits_of_the_code() -> None:
 
 def test_the_example_flags_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts differ by a digit or two from machine to machine."""
-    monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: None)
+    monkeypatch.setattr("psgrad.workflows.analyze.write_report", lambda result, write: None)
     done = CliRunner().invoke(app, ["analyze", str(CONFIG), "--output", str(tmp_path / "run")])
     assert done.exit_code == 0, done.stderr
     frame = pd.read_parquet(tmp_path / "run" / "samples.parquet")
     flipped = frame["id"].isin(pd.read_json(CONFIG.parent / "digits" / "flipped.json")["id"])
     flagged = frame["is_outlier_issue"]
     said = re.search(
-        r"flags (\d+) of ([\d,]+) digits\. (\d+) labels were flipped on purpose, and (\d+) of them are among the flagged; "
+        r"flags (\d+) of ([\d,]+) digits\. (\d+) labels were flipped on purpose, and (\d+) of them are among"
+        r" the flagged; "
         r"the other (\d+) are sound\. That is a share of (0\.\d\d)",
         " ".join(TEXT.split()),
     )
@@ -98,14 +98,20 @@ def test_the_measured_tables_are_the_stored_ones(setting: str) -> None:
     assert [row[0] for row in rows] == list(found["0"])
     for rule, clean, *rest in rows:
         assert clean == shown(found["0"][rule]["flagged"])
-        assert rest == [shown(found[share][rule][key]) for share in ("0.03", "0.1") for key in ("flagged", "fdr", "worst", "recall")]
+        assert rest == [
+            shown(found[share][rule][key])
+            for share in ("0.03", "0.1")
+            for key in ("flagged", "fdr", "worst", "recall")
+        ]
 
 
 def test_the_table_of_what_is_not_exchangeable_is_the_stored_one() -> None:
     for rule, *cells in table_below("### Not exchangeable"):
         settings = ("only the judged", "only the reference")
         assert cells == [
-            shown(STORED["found"][each]["0.03"][rule][key]) for each in settings for key in ("flagged", "fdr", "worst", "recall")
+            shown(STORED["found"][each]["0.03"][rule][key])
+            for each in settings
+            for key in ("flagged", "fdr", "worst", "recall")
         ]
 
 
@@ -125,16 +131,28 @@ def test_what_the_page_says_of_the_tables_holds() -> None:
                 assert found["fdr"] <= STORED["fdr"] + 2 * error
         assert of(setting, "0.1", "MAD, log norm")["recall"] == 0
     flipped = [each for each in false if each]
-    assert f"{shown(sum(flipped) / len(flipped))} on average over the {len(flipped)} cells" in " ".join(TEXT.split())
+    assert f"{shown(sum(flipped) / len(flipped))} on average over the {len(flipped)} cells" in " ".join(
+        TEXT.split()
+    )
     assert sum(flipped) / len(flipped) <= STORED["fdr"]
     for setting in ("only the judged", "only the reference"):
-        assert all(of(setting, "0", f"conformal, {score}")["flagged"] < 0.001 for score in ("grad_norm", "loss"))
+        assert all(
+            of(setting, "0", f"conformal, {score}")["flagged"] < 0.001 for score in ("grad_norm", "loss")
+        )
     clean = of("both trained on", "0", "MAD, norm")["flagged"]
     assert f"flags {shown(clean)} of the digits where **nothing** is wrong" in " ".join(TEXT.split())
-    norm, loss = (of("both held out", "0.03", f"conformal, {score}")["recall"] for score in ("grad_norm", "loss"))
+    norm, loss = (
+        of("both held out", "0.03", f"conformal, {score}")["recall"] for score in ("grad_norm", "loss")
+    )
     assert f"recall is {shown(norm)} by the norm, and {shown(loss)} by the loss" in " ".join(TEXT.split())
-    assert of("only the reference", "0.03", "conformal, grad_norm")["fdr"] > of("both held out", "0.03", "conformal, grad_norm")["fdr"]
-    assert of("only the judged", "0.03", "conformal, loss")["recall"] < of("both held out", "0.03", "conformal, loss")["recall"]
+    assert (
+        of("only the reference", "0.03", "conformal, grad_norm")["fdr"]
+        > of("both held out", "0.03", "conformal, grad_norm")["fdr"]
+    )
+    assert (
+        of("only the judged", "0.03", "conformal, loss")["recall"]
+        < of("both held out", "0.03", "conformal, loss")["recall"]
+    )
     assert of("both trained on", "0.03", "mean + 3 sigma, norm")["recall"] > 0.9
     assert of("both trained on", "0.1", "mean + 3 sigma, norm")["recall"] < 0.5
     sizes = STORED["sizes"]

@@ -1,4 +1,6 @@
-"""Measures of the user's own, in the config as file.py:Class: what is wrong with them is told by their name."""
+"""Measures of the user's own, in the config as file.py:Class: what is wrong with them is told by
+their name.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,16 @@ def use(place: Workplace, body: str, *others: str) -> None:
 
 
 def test_its_columns_stand_in_the_table(workplace: Workplace) -> None:
-    use(workplace, "def columns(self, gradients):\n    return {'mine': self.times * gradients.square_norms().half()}")
+    use(
+        workplace,
+        "def columns(self, gradients):\n    return {'mine': self.times * gradients.square_norms().half()}",
+    )
     workplace.config["analyze"]["measures"] = [{"name": "mine.py:Mine", "times": 2.0}]
     workplace.succeeded()
     samples = workplace.samples()
-    pd.testing.assert_series_equal(samples["mine"].astype(float), 2 * samples["grad_norm"] ** 2, rtol=2e-3, check_names=False)
+    pd.testing.assert_series_equal(
+        samples["mine"].astype(float), 2 * samples["grad_norm"] ** 2, rtol=2e-3, check_names=False
+    )
 
 
 def columns(value: str) -> str:
@@ -44,12 +51,21 @@ def columns(value: str) -> str:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (columns("{'mine': torch.zeros(3)}"), ["the measure mine.py:Mine returned mine of shape (3,) for", "one number a sample"]),
+        (
+            columns("{'mine': torch.zeros(3)}"),
+            ["the measure mine.py:Mine returned mine of shape (3,) for", "one number a sample"],
+        ),
         (columns("{'mine': torch.zeros(())}"), ["the measure mine.py:Mine returned mine of shape ()"]),
-        (columns("{'mine': gradients.losses + 1j}"), ["the measure mine.py:Mine returned mine of type torch.complex64"]),
+        (
+            columns("{'mine': gradients.losses + 1j}"),
+            ["the measure mine.py:Mine returned mine of type torch.complex64"],
+        ),
         (columns("{'mine': 3.0}"), ["the measure mine.py:Mine returned float as mine in columns"]),
         (columns("gradients.losses"), ["the measure mine.py:Mine returned Tensor in columns"]),
-        (columns("{'loss': gradients.losses}"), ["the measure mine.py:Mine makes a column loss", "mine.loss"]),
+        (
+            columns("{'loss': gradients.losses}"),
+            ["the measure mine.py:Mine makes a column loss", "mine.loss"],
+        ),
         (columns("{'status': gradients.losses}"), ["the measure mine.py:Mine makes a column status"]),
         (columns("{1: gradients.losses}"), ["the measure mine.py:Mine names a tensor 1"]),
         (columns("{'margin': gradients.losses}"), ["two measures make the column margin"]),
@@ -57,24 +73,66 @@ def columns(value: str) -> str:
             columns("{'mine': gradients.losses / gradients.nothing}"),
             ["the measure mine.py:Mine raised AttributeError", "mine.py:14, in columns"],
         ),
-        ("def prepare(self, setting):\n    raise KeyError('no such thing')", ["the measure mine.py:Mine raised KeyError", "in prepare"]),
-        ("def summary(self, output, target):\n    return {'mine': output.sum() / int('x')}", ["raised ValueError", "in summary"]),
+        (
+            "def prepare(self, setting):\n    raise KeyError('no such thing')",
+            ["the measure mine.py:Mine raised KeyError", "in prepare"],
+        ),
+        (
+            "def summary(self, output, target):\n    return {'mine': output.sum() / int('x')}",
+            ["raised ValueError", "in summary"],
+        ),
         (
             "def summary(self, output, target):\n    return {'class_outputs.output': output.sum()}",
             ["the measure mine keeps class_outputs.output of each output"],
         ),
-        ("def gather(self, rows):\n    return {}", ["the measure mine.py:Mine returned dict in gather", "a Gathered"]),
-        ("def gather(self, rows):\n    return Gathered(columns={'mine': torch.zeros(2)})", ["of shape (2,) for 24 samples in gather"]),
-        ("def gather(self, rows):\n    return Gathered(columns={'margin': torch.zeros(24)})", ["two measures make the column margin"]),
-        ("def gather(self, rows):\n    return Gathered(numbers={'a': object()})", ["raised TypeError", "in the numbers of gather"]),
-        ("def gather(self, rows):\n    return Gathered(tables={'a': 3})", ["mine.py:Mine returned int as the table a in gather"]),
-        ("def gather(self, rows):\n    return Gathered(tables={'a': {'b': [1], 'c': [1, 2]}})", ["raised ValueError", "the table a"]),
-        ("def gather(self, rows):\n    return Gathered(arrays={'a': [1.0]})", ["mine.py:Mine returned list as a in gather"]),
+        (
+            "def gather(self, rows):\n    return {}",
+            ["the measure mine.py:Mine returned dict in gather", "a Gathered"],
+        ),
+        (
+            "def gather(self, rows):\n    return Gathered(columns={'mine': torch.zeros(2)})",
+            ["of shape (2,) for 24 samples in gather"],
+        ),
+        (
+            "def gather(self, rows):\n    return Gathered(columns={'margin': torch.zeros(24)})",
+            ["two measures make the column margin"],
+        ),
+        (
+            "def gather(self, rows):\n    return Gathered(numbers={'a': object()})",
+            ["raised TypeError", "in the numbers of gather"],
+        ),
+        (
+            "def gather(self, rows):\n    return Gathered(tables={'a': 3})",
+            ["mine.py:Mine returned int as the table a in gather"],
+        ),
+        (
+            "def gather(self, rows):\n    return Gathered(tables={'a': {'b': [1], 'c': [1, 2]}})",
+            ["raised ValueError", "the table a"],
+        ),
+        (
+            "def gather(self, rows):\n    return Gathered(arrays={'a': [1.0]})",
+            ["mine.py:Mine returned list as a in gather"],
+        ),
         ("def passes(self):\n    return [3]", ["mine.py:Mine returned a list with int in passes", "OwnPass"]),
-        ("def columns(self, gradients):\n    raise SystemExit(0)", ["the measure mine.py:Mine raised SystemExit", "in columns"]),
-        ("def __post_init__(self):\n    raise RuntimeError('no')", ["the measure mine.py:Mine raised RuntimeError: no"]),
-        ("looks_twice = True\n\ndef columns_again(self, gradients):\n    raise OSError('gone')", ["raised OSError", "in columns_again"]),
-        ("looks_twice = True\n\ndef columns_again(self, gradients):\n    return {'margin': gradients.losses}", ["its second pass"]),
+        (
+            "def columns(self, gradients):\n    raise SystemExit(0)",
+            ["the measure mine.py:Mine raised SystemExit", "in columns"],
+        ),
+        (
+            "def __post_init__(self):\n    raise RuntimeError('no')",
+            ["the measure mine.py:Mine raised RuntimeError: no"],
+        ),
+        (
+            "looks_twice = True\n\ndef columns_again(self, gradients):\n    raise OSError('gone')",
+            ["raised OSError", "in columns_again"],
+        ),
+        (
+            (
+                "looks_twice = True\n\ndef columns_again(self, gradients):\n    return {'margin':"
+                " gradients.losses}"
+            ),
+            ["its second pass"],
+        ),
         ("def state(self):\n    return {'a': 1}", ["the measure mine.py:Mine returned int as a in state"]),
         ("name = 'margin'", ["mine.py:Mine calls itself margin"]),
         ("name = '../up'", ["mine.py:Mine calls itself '../up'"]),
@@ -102,7 +160,10 @@ def passes(self):
     return [OwnPass("mine-alone", run)]
 """
     use(workplace, body)
-    assert "the measure mine.py:Mine returned mine of shape (23,) for 24 samples in the pass mine-alone" in workplace.analyze().err
+    assert (
+        "the measure mine.py:Mine returned mine of shape (23,) for 24 samples in the pass mine-alone"
+        in workplace.analyze().err
+    )
 
 
 def test_memory_that_runs_out_in_it_is_no_mistake_of_its_own(workplace: Workplace) -> None:

@@ -1,4 +1,6 @@
-"""The benchmarks of private steps and of private training: their own arithmetic, and each at a size that takes no time."""
+"""The benchmarks of private steps and of private training: their own arithmetic, and each at a size that
+takes no time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def posed(script: Any) -> tuple[Any, Any]:
     return training, data
 
 
-# -- the step --------------------------------------------------------------------------------------------------------------------------
+# -- the step
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_without_noise_is_that_of_the_loop_and_a_wrong_rival_is_named(
@@ -36,7 +39,9 @@ def test_a_step_without_noise_is_that_of_the_loop_and_a_wrong_rival_is_named(
 
     def off(training: Any) -> Any:
         step = contenders.psgrad(training)
-        return contenders.Step(step.draw, lambda x, y: (step.update(x, y), step.parameters[0].data.mul_(1.1)), step.parameters)
+        return contenders.Step(
+            step.draw, lambda x, y: (step.update(x, y), step.parameters[0].data.mul_(1.1)), step.parameters
+        )
 
     def refuses(training: Any) -> Any:
         raise NotImplementedError("no such layer\nand more")
@@ -74,7 +79,9 @@ def test_noise_is_added_as_its_multiplier_says(script: Any, posed: tuple[Any, An
     assert 0.6 < float(apart.std()) < 1.4  # 95 draws: five standard errors on either side
 
 
-def test_a_contest_has_times_memory_and_a_verdict(script: Any, posed: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contest_has_times_memory_and_a_verdict(
+    script: Any, posed: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dp_step, norms, models = script("dp_step"), script("norms"), script("models")
     monkeypatch.setattr(dp_step, "RIVALS", {"again": script("dp_contenders").psgrad})
     monkeypatch.setattr(norms, "SHORTEST_TIMING", 0.0)
@@ -91,14 +98,16 @@ def test_the_verdict_is_on_the_fastest_rival(script: Any, monkeypatch: pytest.Mo
     dp_step, norms = script("dp_step"), script("norms")
     monkeypatch.setattr(dp_step, "RIVALS", dict.fromkeys(("slow", "quick")))
     seconds = {
-        name: norms.Timing(value, value, value, value) for name, value in {"plain": 1.0, "psgrad": 1.5, "slow": 9.0, "quick": 1.8}.items()
+        name: norms.Timing(value, value, value, value)
+        for name, value in {"plain": 1.0, "psgrad": 1.5, "slow": 9.0, "quick": 1.8}.items()
     }
     verdict = dp_step.verdicts(seconds, {"plain": 100, "psgrad": 150})
     assert (verdict["time_kept"], verdict["memory_kept"], verdict["speedup_kept"]) == (True, False, False)
     assert (verdict["best"], verdict["memory"], verdict["speedup"]) == ("quick", 1.5, pytest.approx(1.2))
 
 
-# -- the training ------------------------------------------------------------------------------------------------------------------------
+# -- the training
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_private_training_in_pieces_releases_a_model_and_an_epsilon_each(
@@ -128,12 +137,24 @@ def test_the_difference_is_of_means_over_seeds_and_the_curve_is_drawn(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     utility = script("dp_utility")
-    public = {"sample_rate": 0.1, "noise_multiplier": 2.0, "expected_batch_size": 144, "delta": 1e-5, "relation": "add_or_remove_one"}
+    public = {
+        "sample_rate": 0.1,
+        "noise_multiplier": 2.0,
+        "expected_batch_size": 144,
+        "delta": 1e-5,
+        "relation": "add_or_remove_one",
+    }
     accuracies = itertools.cycle([50.0, 90.0, 60.0, 94.0])
 
     def ours(seed: int, *rest: Any) -> list[dict[str, Any]]:
         return [
-            {**public, "steps": steps, "epsilon_rdp": 1.1 * steps, "epsilon_pld": 1.0 * steps, "accuracy": next(accuracies)}
+            {
+                **public,
+                "steps": steps,
+                "epsilon_rdp": 1.1 * steps,
+                "epsilon_pld": 1.0 * steps,
+                "accuracy": next(accuracies),
+            }
             for steps in (1, 2)
         ]
 
@@ -145,6 +166,8 @@ def test_the_difference_is_of_means_over_seeds_and_the_curve_is_drawn(
     assert found["difference"]["standard_error"] == pytest.approx(np.std([-1, 2], ddof=1) / 2**0.5)
     assert found["difference"]["kept"]
     utility.print_table(found)
-    assert "psgrad minus Opacus: +0.50 ± 1.50 (standard error) points; within 1: pass" in capsys.readouterr().out
+    assert (
+        "psgrad minus Opacus: +0.50 ± 1.50 (standard error) points; within 1: pass" in capsys.readouterr().out
+    )
     utility.draw(found, tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,6 @@
-"""`psgrad dp-step` with a model that draws at random: its draws are secret, and the same again for whoever sets an insecure seed."""
+"""`psgrad dp-step` with a model that draws at random: its draws are secret, and the same again for whoever
+sets an insecure seed.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,16 @@ from torch import nn
 
 from psgrad.config import load_config
 from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.step import private_sum
 from psgrad.workflows.private_setup import set_up_privately
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import Workplace
 
-# As our own examples do it: whoever reads the factory knows the state of PyTorch's generator when the first step begins.
+# As our own examples do it: whoever reads the factory knows the state of PyTorch's generator when the first
+# step begins.
 SEEDING = """\
 def Model():
     torch.manual_seed(0)
@@ -30,8 +33,11 @@ def Model():
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
+    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_statement.epsilon_pld",
+        lambda events, delta: Epsilon(None, "not asked for in this test"),
+    )
     found = PrivateWorkplace(workplace)
     workplace.use_model(SEEDING)
     found.config["model"]["mode"] = "train"
@@ -48,8 +54,12 @@ def as_the_factory_leaves_it() -> None:
 def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: PrivateWorkplace) -> None:
     """At noise 4, and a sum that one record moves by its bound, the best guess is right 55 times of 100."""
     rows, random = 400, np.random.default_rng(0)
-    private.workplace.save(x=random.normal(size=(rows, 4)).astype(np.float32), y=random.integers(0, 3, rows), uid=np.arange(rows))
-    private.privacy.update(clipping={"norm": 0.1}, noise={"multiplier": 4.0, "seed": 1}, expected_batch_size=200, delta=1e-3)
+    private.workplace.save(
+        x=random.normal(size=(rows, 4)).astype(np.float32), y=random.integers(0, 3, rows), uid=np.arange(rows)
+    )
+    private.privacy.update(
+        clipping={"norm": 0.1}, noise={"multiplier": 4.0, "seed": 1}, expected_batch_size=200, delta=1e-3
+    )
     (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
     setup = set_up_privately(load_config(private.folder / "config.yaml"))
     objective, run = setup.run.objective, setup.run
@@ -66,7 +76,7 @@ def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: Priv
         )
         as_the_factory_leaves_it()
         with pytest.MonkeyPatch.context() as patch:  # psgrad refuses draws that belong to no record
-            patch.setattr("psgrad.engine.privacy.source.without_draws", nullcontext)
+            patch.setattr("psgrad.engine.privacy.batches.without_draws", nullcontext)
             sums = streams.source(records)(setup.clipping).sums
         return torch.cat([sums[name].flatten() for name in objective.params])
 
@@ -76,7 +86,9 @@ def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: Priv
     for trial in range(40):
         member = trial % 2 == 0
         as_the_factory_leaves_it()
-        noisy = private_sum(setup.source(worlds[member]), setup.clipping, Noise(4.0), "add_or_remove_one", generator)
+        noisy = private_sum(
+            setup.source(worlds[member]), setup.clipping, Noise(4.0), "add_or_remove_one", generator
+        )
         seen = torch.cat([noisy.sums[name].flatten() for name in objective.params])
         guess = (seen - expected[True]).norm() < (seen - expected[False]).norm()
         right += bool(guess) == member
@@ -97,13 +109,19 @@ def test_seeded_draws_are_the_same_in_another_run_and_after_a_resume(private: Pr
         assert not torch.equal(value, first[name])
 
 
-def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(private: PrivateWorkplace) -> None:
+def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(
+    private: PrivateWorkplace,
+) -> None:
     private.workplace.use_model(
         "class Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
         "    def forward(self, x):\n        return super().forward(x) + torch.poisson(torch.ones(3))\n"
     )
     private.config["model"]["mode"] = "train"
-    private.refused(3, "the random operator aten::poisson can't draw for each record by itself", "next step: write it with these")
+    private.refused(
+        3,
+        "the random operator aten::poisson can't draw for each record by itself",
+        "next step: write it with these",
+    )
     assert not private.run_folder.exists()
 
 
@@ -116,7 +134,8 @@ def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
     assert not torch.equal(private.weights()["0.weight"], first["0.weight"])
 
 
-# Generators that the code keeps to itself --------------------------------------------------------------------------------------------
+# Generators that the code keeps to itself
+# --------------------------------------------------------------------------------------------
 
 ROWS = """\
 import numpy as np
@@ -136,7 +155,10 @@ class Rows:
         self.reads += 1
         return self.x[row] + {drawn}, self.y[row]
 """
-AUGMENT = "import torch\n\nRNG = torch.Generator().manual_seed(0)\n\n\ndef jittered(x):\n    return x + torch.rand(4, generator=RNG)\n"
+AUGMENT = (
+    "import torch\n\nRNG = torch.Generator().manual_seed(0)\n\n\ndef jittered(x):\n    return x +"
+    " torch.rand(4, generator=RNG)\n"
+)
 
 
 def own(private: PrivateWorkplace, drawn: str, top: str = "") -> None:
@@ -145,8 +167,12 @@ def own(private: PrivateWorkplace, drawn: str, top: str = "") -> None:
 
 
 @pytest.mark.parametrize("kept", ["self.rng.random()", "RNG.random()", "augmentation"])
-def test_rows_drawn_by_a_generator_of_ones_own_depend_on_no_other_record(private: PrivateWorkplace, kept: str) -> None:
-    """Whoever reads the code knows its seed; which number a record draws told how many records were read before it."""
+def test_rows_drawn_by_a_generator_of_ones_own_depend_on_no_other_record(
+    private: PrivateWorkplace, kept: str
+) -> None:
+    """Whoever reads the code knows its seed; which number a record draws told how many records were read
+    before it.
+    """
     if kept == "augmentation":
         (private.folder / "augment.py").write_text(AUGMENT)
         private.privacy["augmentation"] = {"function": "augment.py:jittered", "copies": 2}
@@ -157,17 +183,25 @@ def test_rows_drawn_by_a_generator_of_ones_own_depend_on_no_other_record(private
     setup = set_up_privately(load_config(private.folder / "config.yaml"))
 
     def total(records: list[int], step: int = 0) -> torch.Tensor:
-        return torch.cat([value.flatten() for value in setup.source(np.array(records), step)(setup.clipping).sums.values()])
+        return torch.cat(
+            [value.flatten() for value in setup.source(np.array(records), step)(setup.clipping).sums.values()]
+        )
 
     alone = {record: total([record]) for record in (3, 4, 9, 15)}
     for records in ([3, 4, 9, 15], [4, 15], [9, 3]):
-        torch.testing.assert_close(total(records), sum(alone[record] for record in records), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            total(records), sum(alone[record] for record in records), rtol=0, atol=1e-9
+        )
     assert (total([3], step=1) - alone[3]).norm() > 1e-6
 
 
 def test_rows_that_follow_from_what_was_read_before_are_refused(private: PrivateWorkplace) -> None:
     own(private, "self.reads")
-    private.refused(3, "record 0 of the records looked at is another one when it is read again, after others", "keep nothing")
+    private.refused(
+        3,
+        "record 0 of the records looked at is another one when it is read again, after others",
+        "keep nothing",
+    )
     assert not private.run_folder.exists()
 
 

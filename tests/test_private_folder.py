@@ -1,5 +1,6 @@
-"""A private run's folder that was copied, moved or restored: what it spent elsewhere is not in its ledger, so it is refused until its owner
-says that there is no other."""
+"""A private run's folder that was copied, moved or restored: what it spent elsewhere is not in its ledger, so
+it is refused until its owner says that there is no other.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from pathlib import Path
 import pytest
 
 from psgrad.engine.privacy.accounting import Epsilon
-from psgrad.storage import place
+from psgrad.storage import folders
 from tests.private_workplace import PrivateWorkplace
 from tests.workplace import Workplace
 
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for"))
+    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
+    )
     return PrivateWorkplace(workplace)
 
 
@@ -43,7 +46,9 @@ def replaced_by_a_backup(private: PrivateWorkplace) -> None:
 
 
 def ledger_and_checkpoint_restored(private: PrivateWorkplace) -> None:
-    """As rsync does: a new file under the old name. Numbers of files are used again, so the time of birth tells."""
+    """As rsync does: a new file under the old name. Numbers of files are used again, so the time of birth
+    tells.
+    """
     files = [private.run_folder / "public" / "ledger.jsonl", private.run_folder / "checkpoint.safetensors"]
     old = [(path, path.read_bytes()) for path in files]
     private.succeeded("--resume")
@@ -72,7 +77,10 @@ def test_dp_resume_in_a_folder_that_may_be_a_copy_is_refused_until_owned(
     private.succeeded("--resume", "--moved")
     assert private.ledger("resume")[-1]["moved"] is True
     assert private.step()["moved"] == 1
-    assert "the run folder was moved 1 time, and that no copy of it went on is its owner's word" in private.step()["guarantee"]
+    assert (
+        "the run folder was moved 1 time, and that no copy of it went on is its owner's word"
+        in private.step()["guarantee"]
+    )
     private.succeeded("--resume")  # it is at home there
     assert private.ledger("resume")[-1]["moved"] is False
     assert private.step()["moved"] == 1
@@ -81,7 +89,9 @@ def test_dp_resume_in_a_folder_that_may_be_a_copy_is_refused_until_owned(
 def test_dp_resume_of_a_copy_does_not_stop_the_original(private: PrivateWorkplace) -> None:
     private.succeeded()
     copied(private)
-    private.refused(3, "is not where the run left it: it was at ", "it is another file", options=("--resume",))
+    private.refused(
+        3, "is not where the run left it: it was at ", "it is another file", options=("--resume",)
+    )
     private.config["output"] = "out"
     private.succeeded("--resume")
     assert private.step()["moved"] == 0
@@ -109,9 +119,11 @@ def test_dp_resume_from_another_folder_or_by_a_link_or_after_touch_is_accepted(
     assert private.step()["steps"] == 3
 
 
-def test_dp_resume_on_another_machine_is_told(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dp_resume_on_another_machine_is_told(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     private.succeeded()
-    monkeypatch.setattr(place.platform, "node", lambda: "another")
+    monkeypatch.setattr(folders.platform, "node", lambda: "another")
     assert "and is on another now" in private.succeeded("--resume").err
     assert "machine" not in private.succeeded("--resume").err
 
@@ -134,12 +146,16 @@ def test_dp_resume_with_the_private_folder_of_another_run_is_refused(private: Pr
     private.succeeded()
     private.config["output"] = "other"
     private.succeeded()
-    shutil.copy(private.folder / "out" / "private" / "NOT_PRIVATE_manifest.json", private.run_folder / "private")
+    shutil.copy(
+        private.folder / "out" / "private" / "NOT_PRIVATE_manifest.json", private.run_folder / "private"
+    )
     private.refused(2, "belongs to another run than the ledger", options=("--resume",))
 
 
-def test_public_files_have_no_path_and_no_machine(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place.platform, "node", lambda: "the-name-of-a-machine")
+def test_public_files_have_no_path_and_no_machine(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders.platform, "node", lambda: "the-name-of-a-machine")
     private.succeeded()
     private.succeeded("--resume")
     public = b"".join(path.read_bytes() for path in (private.run_folder / "public").iterdir())
@@ -152,12 +168,12 @@ def test_public_files_have_no_path_and_no_machine(private: PrivateWorkplace, mon
 def test_born_is_kept_by_touch_and_new_in_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a")
-    first = place.born(path)
+    first = folders.born(path)
     if first is None:
         pytest.skip("this file system does not tell when a file was made")
     path.write_text("ab")
     os.utime(path, (1, 1))
-    assert place.born(path) == first
+    assert folders.born(path) == first
     shutil.copy2(path, tmp_path / "copy")
-    assert place.born(tmp_path / "copy") != first
+    assert folders.born(tmp_path / "copy") != first
     assert abs(first / 1e9 - path.stat().st_ctime) < 60

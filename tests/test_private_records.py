@@ -1,4 +1,6 @@
-"""`psgrad dp-step` with records of several rows, from the config to the weights: what is clipped is the record."""
+"""`psgrad dp-step` with records of several rows, from the config to the weights: what is clipped is the
+record.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,25 @@ def rows_of(user: int) -> np.ndarray:
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run without noise on all records, without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
+    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_statement.epsilon_pld",
+        lambda events, delta: Epsilon(None, "not asked for in this test"),
+    )
     found = PrivateWorkplace(workplace)
     found.privacy.update(EXACT)
     found.workplace.save(user=np.array([f"user-{user}" for user in USERS]))
     return found
 
 
-def gradients(private: PrivateWorkplace, change: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
+def gradients(
+    private: PrivateWorkplace, change: Callable[[Tensor], Tensor] = lambda x: x
+) -> dict[str, Tensor]:
     """name -> [rows, *shape], in float64, one row after another."""
-    x, y = torch.from_numpy(private.workplace.arrays["x"]).double(), torch.from_numpy(private.workplace.arrays["y"])
+    x, y = (
+        torch.from_numpy(private.workplace.arrays["x"]).double(),
+        torch.from_numpy(private.workplace.arrays["y"]),
+    )
     return one_sample_gradients(private.workplace.model.double(), F.cross_entropy, (change(x),), y)
 
 
@@ -47,8 +57,13 @@ def require_step(private: PrivateWorkplace, records: list[dict[str, Tensor]]) ->
     before = private.workplace.model.state_dict()
     norms = [torch.cat([value.flatten() for value in record.values()]).norm() for record in records]
     for name, after in private.weights().items():
-        moved = sum(record[name] * min(1.0, BOUND * (1 - MARGIN) / float(norm)) for record, norm in zip(records, norms, strict=True))
-        torch.testing.assert_close(after, before[name].double() - moved / expected_batch_size, rtol=1e-6, atol=1e-9)
+        moved = sum(
+            record[name] * min(1.0, BOUND * (1 - MARGIN) / float(norm))
+            for record, norm in zip(records, norms, strict=True)
+        )
+        torch.testing.assert_close(
+            after, before[name].double() - moved / expected_batch_size, rtol=1e-6, atol=1e-9
+        )
 
 
 def test_rows_of_a_user_are_added_and_the_first_ones_count(private: PrivateWorkplace) -> None:
@@ -56,11 +71,16 @@ def test_rows_of_a_user_are_added_and_the_first_ones_count(private: PrivateWorkp
     private.succeeded()
     assert private.step()["unit"] == "all rows with one user, at most 4 of them, summed inside it"
     rows = gradients(private)
-    require_step(private, [{name: value[rows_of(user)[:4]].sum(0) for name, value in rows.items()} for user in range(3)])
+    require_step(
+        private,
+        [{name: value[rows_of(user)[:4]].sum(0) for name, value in rows.items()} for user in range(3)],
+    )
 
 
 @pytest.mark.parametrize("unit", [None, {"column": "user"}])
-def test_copies_of_a_row_are_averaged_inside_its_record(private: PrivateWorkplace, unit: dict[str, str] | None) -> None:
+def test_copies_of_a_row_are_averaged_inside_its_record(
+    private: PrivateWorkplace, unit: dict[str, str] | None
+) -> None:
     (private.folder / "augment.py").write_text(
         "calls = 0\ndef turned(x):\n    global calls\n    calls += 1\n    return -x if calls % 2 else 2 * x\n"
     )
@@ -70,14 +90,22 @@ def test_copies_of_a_row_are_averaged_inside_its_record(private: PrivateWorkplac
     private.succeeded()
     assert private.step()["unit"].endswith(", with 2 augmented copies averaged inside it")
     one, other = gradients(private, lambda x: -x), gradients(private, lambda x: 2 * x)
-    members = [np.array([row]) for row in range(ROWS)] if unit is None else [rows_of(user) for user in range(3)]
-    require_step(private, [{name: torch.cat([one[name][rows], other[name][rows]]).mean(0) for name in one} for rows in members])
+    members = (
+        [np.array([row]) for row in range(ROWS)] if unit is None else [rows_of(user) for user in range(3)]
+    )
+    require_step(
+        private,
+        [{name: torch.cat([one[name][rows], other[name][rows]]).mean(0) for name in one} for rows in members],
+    )
 
 
 def test_a_user_of_many_rows_is_refused_without_a_cap(private: PrivateWorkplace) -> None:
     rows = 1002
     private.workplace.save(
-        x=np.zeros((rows, 4), np.float32), y=np.zeros(rows, int), uid=np.arange(rows), user=np.array([0] * (rows - 1) + [1])
+        x=np.zeros((rows, 4), np.float32),
+        y=np.zeros(rows, int),
+        uid=np.arange(rows),
+        user=np.array([0] * (rows - 1) + [1]),
     )
     private.privacy.update(unit={"column": "user"}, expected_batch_size=2)
     private.refused(3, "the unit 0 has 1001 rows", "next step: set privacy.unit.max_rows")
@@ -94,7 +122,11 @@ def test_a_column_that_is_not_there(private: PrivateWorkplace) -> None:
     ("changed", "code", "words"),
     [
         ({"delta": 0.05}, 2, "privacy.delta is 0.05, and the dataset has 24 records"),
-        ({"expected_batch_size": 200}, 2, "privacy.expected_batch_size is 200, and batches will have about 24 records"),
+        (
+            {"expected_batch_size": 200},
+            2,
+            "privacy.expected_batch_size is 200, and batches will have about 24 records",
+        ),
         ({"trainable": ["heads.*"]}, 2, "privacy.trainable: no parameter matches 'heads.*'"),
     ],
 )
@@ -109,12 +141,20 @@ def test_what_does_not_fit_the_data_or_the_model_stops_the_run_before_its_ledger
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return self.net(x) - self.net(x).mean(0)", "what the model makes of a row changes with the other rows of its batch"),
-        ("self.seen += x.mean().detach()\n        return self.net(x)", "a forward pass changes the buffer seen"),
+        (
+            "return self.net(x) - self.net(x).mean(0)",
+            "what the model makes of a row changes with the other rows of its batch",
+        ),
+        (
+            "self.seen += x.mean().detach()\n        return self.net(x)",
+            "a forward pass changes the buffer seen",
+        ),
         ("self.last, x = x.detach(), x + self.last\n        return self.net(x)", "once others have passed"),
     ],
 )
-def test_a_model_whose_records_are_not_apart_stops_the_run(private: PrivateWorkplace, body: str, words: str) -> None:
+def test_a_model_whose_records_are_not_apart_stops_the_run(
+    private: PrivateWorkplace, body: str, words: str
+) -> None:
     private.workplace.use_model(
         "class Model(nn.Module):\n"
         "    def __init__(self):\n"

@@ -1,4 +1,6 @@
-"""`psgrad dp-step` from the command line to the run folder: what is computed, what is said, what is kept, what is refused."""
+"""`psgrad dp-step` from the command line to the run folder: what is computed, what is said, what is kept,
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
-from psgrad.workflows import private_training
+from psgrad.workflows import dp_step
 from psgrad.workflows.private_statement import Statement
 from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -47,9 +49,12 @@ def whole(workplace: Workplace) -> PrivateWorkplace:
 @pytest.fixture
 def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """The same without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.private_training.pld_curve", lambda events, delta: [])
-    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
+    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_statement.epsilon_pld",
+        lambda events, delta: Epsilon(None, "not asked for in this test"),
+    )
     return whole
 
 
@@ -58,7 +63,9 @@ def names(folder: Path) -> set[str]:
 
 
 def clipped_sum(private: PrivateWorkplace, rows: list[int], bound: float) -> dict[str, torch.Tensor]:
-    """name -> the sum of these rows' gradients, each clipped by itself, one backward pass a row, in float64."""
+    """name -> the sum of these rows' gradients, each clipped by itself, one backward pass a row, in
+    float64.
+    """
     arrays = private.workplace.arrays
     model = private.workplace.model.double()
     inputs, target = torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
@@ -68,7 +75,8 @@ def clipped_sum(private: PrivateWorkplace, rows: list[int], bound: float) -> dic
     return {name: torch.einsum("n,n...->...", factors, g) for name, g in gradients.items()}
 
 
-# What is computed ---------------------------------------------------------------------------------------------------------------------
+# What is computed
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_that_of_the_loop_with_the_public_divisor(private: PrivateWorkplace) -> None:
@@ -77,7 +85,9 @@ def test_a_step_is_that_of_the_loop_with_the_public_divisor(private: PrivateWork
     before = {name: value.double() for name, value in private.workplace.model.state_dict().items()}
     expected = clipped_sum(private, list(range(ROWS)), 0.5)
     for name, after in private.weights().items():
-        torch.testing.assert_close(after, before[name] - expected[name] / 15, rtol=1e-6, atol=1e-9)  # the bound is kept from within
+        torch.testing.assert_close(
+            after, before[name] - expected[name] / 15, rtol=1e-6, atol=1e-9
+        )  # the bound is kept from within
 
 
 def test_the_noisy_sum_of_the_last_step_is_released_too(private: PrivateWorkplace) -> None:
@@ -108,7 +118,9 @@ def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
     assert "what is left of floating point adds at most" in step["guarantee"]
 
 
-def test_rounding_of_steps_that_an_earlier_version_took_is_not_claimed(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_of_steps_that_an_earlier_version_took_is_not_claimed(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = Statement.ledger_line
 
     def as_before(self: Statement, *arguments: Any) -> dict[str, Any]:
@@ -119,19 +131,29 @@ def test_rounding_of_steps_that_an_earlier_version_took_is_not_claimed(private: 
         private.succeeded("--steps", "2")
     private.succeeded("--resume")
     assert private.step()["rounding"]["unrounded_steps"] == 2
-    assert "2 steps of an earlier version had noise whose floating-point gaps may tell records" in private.step()["guarantee"]
+    assert (
+        "2 steps of an earlier version had noise whose floating-point gaps may tell records"
+        in private.step()["guarantee"]
+    )
 
 
 def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateWorkplace) -> None:
     private.privacy["noise"] = {"multiplier": 0.005}
-    private.refused(2, "the noise multiplier is 0.005: a record may move the sum by 200 standard deviations", "discrete_gaussian")
+    private.refused(
+        2,
+        "the noise multiplier is 0.005: a record may move the sum by 200 standard deviations",
+        "discrete_gaussian",
+    )
     assert not (private.run_folder / "public").exists()
 
 
 def test_the_optimiser_sees_what_torch_would(private: PrivateWorkplace) -> None:
     private.privacy.update(EXACT, optimizer={"name": "Adam", "kwargs": {"lr": 0.01, "weight_decay": 0.1}})
     private.succeeded()
-    parameters = {name: torch.nn.Parameter(value.double().clone()) for name, value in private.workplace.model.state_dict().items()}
+    parameters = {
+        name: torch.nn.Parameter(value.double().clone())
+        for name, value in private.workplace.model.state_dict().items()
+    }
     optimizer = torch.optim.Adam(parameters.values(), lr=0.01, weight_decay=0.1)
     for name, value in clipped_sum(private, list(range(ROWS)), 0.5).items():
         parameters[name].grad = value / 24
@@ -141,9 +163,13 @@ def test_the_optimiser_sees_what_torch_would(private: PrivateWorkplace) -> None:
 
 
 def test_the_noise_on_the_weights_is_what_is_stated(private: PrivateWorkplace) -> None:
-    # Nobody is drawn (but once in 10^7): the weights move by noise alone, lr * z * C / B times a standard normal number.
+    # Nobody is drawn (but once in 10^7): the weights move by noise alone, lr * z * C / B times a standard
+    # normal number.
     private.privacy.update(
-        steps=1, sampling={"scheme": "poisson", "sample_rate": 1e-9}, expected_batch_size=2e-8, noise={"multiplier": 4.0}
+        steps=1,
+        sampling={"scheme": "poisson", "sample_rate": 1e-9},
+        expected_batch_size=2e-8,
+        noise={"multiplier": 4.0},
     )
     private.workplace.use_model(
         "class Model(nn.Linear):\n"
@@ -196,9 +222,15 @@ def total(output, target):
 
 
 def test_clip_bound_cancelling_positions_in_the_released_sum(private: PrivateWorkplace) -> None:
-    """The first record's positions cancel but for a remainder; without noise, the sums with and without it are no more than C apart."""
+    """The first record's positions cancel but for a remainder; without noise, the sums with and without it
+    are no more than C apart.
+    """
     (private.folder / "bilinear.py").write_text(BILINEAR)
-    private.config |= {"model": {"factory": "bilinear.py:Bilinear"}, "loss": "bilinear.py:total", "engine": {"verify": 0}}
+    private.config |= {
+        "model": {"factory": "bilinear.py:Bilinear"},
+        "loss": "bilinear.py:total",
+        "engine": {"verify": 0},
+    }
     private.privacy.update(EXACT, clipping={"norm": 0.5})
     rows = np.random.default_rng(0).normal(size=(ROWS, 4, 48)).astype(np.float32)
     rows[0, 0, 16:] *= 1e12
@@ -207,7 +239,9 @@ def test_clip_bound_cancelling_positions_in_the_released_sum(private: PrivateWor
     for first in (rows[:1], np.zeros_like(rows[:1])):
         private.workplace.save(x=np.concatenate([first, rows[1:]]))
         private.succeeded("--steps", "1")
-        sums.append(load_file(private.run_folder / "public" / "noisy_sum.safetensors")["layer.weight"].double())
+        sums.append(
+            load_file(private.run_folder / "public" / "noisy_sum.safetensors")["layer.weight"].double()
+        )
         shutil.rmtree(private.run_folder)
     assert 0.49 < (sums[0] - sums[1]).norm() <= 0.5
 
@@ -259,7 +293,10 @@ def test_low_rank_adapters_are_trained_on_a_frozen_model(private: PrivateWorkpla
     )
     private.privacy.update(EXACT, trainable=["lora_*"])
     private.succeeded()
-    x, y = torch.from_numpy(private.workplace.arrays["x"]).double(), torch.from_numpy(private.workplace.arrays["y"])
+    x, y = (
+        torch.from_numpy(private.workplace.arrays["x"]).double(),
+        torch.from_numpy(private.workplace.arrays["y"]),
+    )
     base, a = torch.arange(12.0).reshape(3, 4).double() / 12, torch.arange(8.0).reshape(2, 4).double() / 8
     # B is zero, so that A has no gradient, and B's is (softmax - one-hot) (A x)^T.
     gradients = torch.einsum("no,nr->nor", (x @ base.T).softmax(1) - F.one_hot(y, 3), x @ a.T)
@@ -283,7 +320,10 @@ def test_discrete_noise_leaves_weights_on_the_grid(private: PrivateWorkplace) ->
 
 
 def test_an_adaptive_bound_is_kept_from_step_to_step_and_over_a_resume(private: PrivateWorkplace) -> None:
-    private.privacy["clipping"] = {"norm": 1e-3, "adaptive": {"learning_rate": 1.0, "count_noise_multiplier": 2.0}}
+    private.privacy["clipping"] = {
+        "norm": 1e-3,
+        "adaptive": {"learning_rate": 1.0, "count_noise_multiplier": 2.0},
+    }
     private.succeeded("--steps", "2")
     private.succeeded("--steps", "2", "--resume")
     lines = private.ledger("step")
@@ -309,10 +349,13 @@ def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateW
     private.succeeded("--steps", "1")
     private.succeeded("--steps", "3", "--resume")
     for key, value in private.weights().items():
-        torch.testing.assert_close(value, at_once[key], rtol=1e-10, atol=1e-12)  # chunks of other sizes round otherwise
+        torch.testing.assert_close(
+            value, at_once[key], rtol=1e-10, atol=1e-12
+        )  # chunks of other sizes round otherwise
 
 
-# What is said -------------------------------------------------------------------------------------------------------------------------
+# What is said
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkplace) -> None:
@@ -339,7 +382,9 @@ def test_epsilon_can_be_computed_from_the_ledger_by_dp_accounting_alone(whole: P
     whole.succeeded("--steps", "3")
     moments, losses = rdp.RdpAccountant(), pld.PLDAccountant()
     for line in whole.ledger("step"):
-        event = dp_accounting.PoissonSampledDpEvent(line["sample_rate"], dp_accounting.GaussianDpEvent(line["noise_multiplier"]))
+        event = dp_accounting.PoissonSampledDpEvent(
+            line["sample_rate"], dp_accounting.GaussianDpEvent(line["noise_multiplier"])
+        )
         moments.compose(event)
         losses.compose(event)
     assert [line["noise_multiplier"] for line in whole.ledger("step")] == [2.0, 2.0, 3.0]
@@ -347,8 +392,12 @@ def test_epsilon_can_be_computed_from_the_ledger_by_dp_accounting_alone(whole: P
     assert whole.step()["epsilon_pld"] == pytest.approx(losses.get_epsilon(0.01), rel=1e-3)
 
 
-def test_neighbouring_datasets_have_the_same_public_values(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.workflows.private_training.uuid4", lambda: UUID(int=7))  # a run's number is drawn without the data
+def test_neighbouring_datasets_have_the_same_public_values(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "psgrad.workflows.dp_step.uuid4", lambda: UUID(int=7)
+    )  # a run's number is drawn without the data
     private.privacy["noise"]["seed"] = 7
     arrays = dict(private.workplace.arrays)
     said: list[Any] = []
@@ -366,7 +415,9 @@ def test_neighbouring_datasets_have_the_same_public_values(private: PrivateWorkp
 def test_no_public_file_tells_how_many_records_there_are(private: PrivateWorkplace) -> None:
     rows = 1237  # a number that nothing else is
     random = np.random.default_rng(0)
-    private.workplace.save(x=random.normal(size=(rows, 4)).astype(np.float32), y=random.integers(0, 3, rows), uid=np.arange(rows))
+    private.workplace.save(
+        x=random.normal(size=(rows, 4)).astype(np.float32), y=random.integers(0, 3, rows), uid=np.arange(rows)
+    )
     private.privacy.update(delta=1e-5, expected_batch_size=600)
     outcome = private.succeeded("--steps", "2")
     texts = [path.read_text() for path in (private.run_folder / "public").glob("*.json*")]
@@ -376,7 +427,9 @@ def test_no_public_file_tells_how_many_records_there_are(private: PrivateWorkpla
 
 def test_a_seed_is_told_everywhere(private: PrivateWorkplace) -> None:
     private.privacy["noise"]["seed"] = 3
-    private.refused(2, "privacy.noise.seed is set, and with a seed nothing is private", "--insecure-deterministic")
+    private.refused(
+        2, "privacy.noise.seed is set, and with a seed nothing is private", "--insecure-deterministic"
+    )
     outcome = private.succeeded("--insecure-deterministic")
     assert private.step()["insecure_deterministic"]
     assert private.step()["generator"] == "aes-256-ctr, insecure: seed 3"
@@ -396,7 +449,9 @@ def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> N
     assert "median norm" in private.succeeded("--resume", "--show-private").err
 
 
-def test_what_makes_an_epsilon_larger_than_it_need_be_is_told(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_an_epsilon_larger_than_it_need_be_is_told(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("psgrad.engine.privacy.accounting.events._UNLIKE", 4)
     private.privacy["noise"]["schedule"] = {"kind": "exponential", "factor": 0.99}
     outcome = private.succeeded("--steps", "5")
@@ -429,7 +484,8 @@ def test_a_target_is_met_and_not_exceeded(whole: PrivateWorkplace) -> None:
     assert step["planned_epsilon_pld"] == step["epsilon_pld"]
 
 
-# What is kept -------------------------------------------------------------------------------------------------------------------------
+# What is kept
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_counts_all_its_steps_and_draws_other_noise(private: PrivateWorkplace) -> None:
@@ -444,16 +500,26 @@ def test_a_resumed_run_counts_all_its_steps_and_draws_other_noise(private: Priva
     assert private.step()["steps"] == 2
     assert [line["kind"] for line in private.ledger()] == ["header", "step", "resume", "step"]
     # The gradient hardly changes in a step this small; the noise, three times as large, does.
-    moves = [(first[name] - before[name].double()).flatten() for name in first], [(second[name] - first[name]).flatten() for name in first]
+    moves = (
+        [(first[name] - before[name].double()).flatten() for name in first],
+        [(second[name] - first[name]).flatten() for name in first],
+    )
     apart = torch.cat(moves[0]) - torch.cat(moves[1])
     assert apart.std() > 0.5 * 0.1 * 2.0 * 0.5 / 24
 
 
 def test_steps_beyond_the_plan_are_refused_before_any_is_taken(private: PrivateWorkplace) -> None:
-    private.refused(2, "21 steps were asked for, and 20 of the 20 planned ones are left", options=("--steps", "21"))
+    private.refused(
+        2, "21 steps were asked for, and 20 of the 20 planned ones are left", options=("--steps", "21")
+    )
     assert not private.run_folder.exists()
     private.succeeded("--steps", "18")
-    private.refused(2, "3 steps were asked for, and 2 of the 20 planned ones are left", "--steps 2", options=("--steps", "3", "--resume"))
+    private.refused(
+        2,
+        "3 steps were asked for, and 2 of the 20 planned ones are left",
+        "--steps 2",
+        options=("--steps", "3", "--resume"),
+    )
     private.succeeded("--steps", "2", "--resume")
     private.refused(2, "0 of the 20 planned ones are left", options=("--resume",))
     assert private.step()["steps"] == 20
@@ -470,7 +536,9 @@ def test_steps_beyond_the_plan_are_refused_before_any_is_taken(private: PrivateW
         ({"steps": 30}, "planned_steps"),
     ],
 )
-def test_a_resume_under_other_terms_is_refused(private: PrivateWorkplace, change: dict[str, Any], words: str) -> None:
+def test_a_resume_under_other_terms_is_refused(
+    private: PrivateWorkplace, change: dict[str, Any], words: str
+) -> None:
     private.succeeded()
     before = (private.run_folder / "public" / "ledger.jsonl").read_bytes()
     private.privacy.update(change)
@@ -486,7 +554,11 @@ def test_a_resume_on_other_data_or_another_model_is_refused(private: PrivateWork
     private.refused(2, "the dataset is not the one that the run in out began with", options=("--resume",))
     private.workplace.save(x=x)
     private.workplace.use_model("def Model():\n    return mlp(6)\n")
-    private.refused(3, "does not fit: 0.weight is float64 [5, 4] in it and float64 [6, 4] in the model", options=("--resume",))
+    private.refused(
+        3,
+        "does not fit: 0.weight is float64 [5, 4] in it and float64 [6, 4] in the model",
+        options=("--resume",),
+    )
     assert (private.run_folder / "public" / "ledger.jsonl").read_bytes() == ledger
 
 
@@ -503,7 +575,9 @@ def test_a_lost_checkpoint_is_told(private: PrivateWorkplace) -> None:
     private.refused(3, "checkpoint.safetensors is gone, and 1 steps were taken", options=("--resume",))
 
 
-def test_an_interrupt_waits_for_the_step_and_loses_none(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_waits_for_the_step_and_loses_none(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from psgrad.engine.privacy.step import PrivateTraining
 
     update = PrivateTraining.update
@@ -523,7 +597,9 @@ def test_an_interrupt_waits_for_the_step_and_loses_none(private: PrivateWorkplac
     assert "lost" not in resumed.err
 
 
-def test_a_failed_payment_releases_nothing(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_payment_releases_nothing(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     private.succeeded()
     weights = private.weights()
     checkpoint = (private.run_folder / "checkpoint.safetensors").read_bytes()
@@ -545,7 +621,8 @@ def test_a_failed_payment_releases_nothing(private: PrivateWorkplace, monkeypatc
     assert all(torch.equal(value, weights[name]) for name, value in private.weights().items())
 
 
-# What is refused ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_delta_that_promises_nothing(private: PrivateWorkplace) -> None:
@@ -554,7 +631,9 @@ def test_a_delta_that_promises_nothing(private: PrivateWorkplace) -> None:
 
 
 def test_batch_statistics(private: PrivateWorkplace) -> None:
-    private.workplace.use_model("def Model():\n    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))\n")
+    private.workplace.use_model(
+        "def Model():\n    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))\n"
+    )
     private.config["model"]["mode"] = "train"
     private.refused(3, "BatchNorm1d", "nn.GroupNorm")
 
@@ -605,20 +684,36 @@ def test_nothing_to_resume(private: PrivateWorkplace) -> None:
     private.refused(2, "there is no run to resume in out", options=("--resume",))
 
 
-# What goes wrong leaves nothing half begun ----------------------------------------------------------------------------------------------
+# What goes wrong leaves nothing half begun
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sampling": {"scheme": "fixed", "batch_size": 100}, "expected_batch_size": 100}, "batch_size is 100, and the dataset has 24"),
-        ({"noise": {"multiplier": 1e6, "mechanism": "discrete_gaussian"}}, "the noise's standard deviation is 500000, and the grid"),
+        (
+            {"sampling": {"scheme": "fixed", "batch_size": 100}, "expected_batch_size": 100},
+            "batch_size is 100, and the dataset has 24",
+        ),
+        (
+            {"noise": {"multiplier": 1e6, "mechanism": "discrete_gaussian"}},
+            "the noise's standard deviation is 500000, and the grid",
+        ),
         ({"noise": {"multiplier": 1e160}}, "the noise multiplier is 1e+160"),
         ({"noise": {"multiplier": 1e-160}}, "the noise multiplier is 1e-160"),
-        ({"noise": {"multiplier": 1.0, "schedule": {"kind": "exponential", "factor": 1e-10}}}, "a number from 1e-100 to 1e+100"),
+        (
+            {"noise": {"multiplier": 1.0, "schedule": {"kind": "exponential", "factor": 1e-10}}},
+            "a number from 1e-100 to 1e+100",
+        ),
         ({"optimizer": {"name": "SGD", "kwargs": {"lr": 1e300}}}, "SGD does not take {'lr': 1e+300}"),
-        ({"optimizer": {"name": "SGD", "kwargs": {"lr": math.inf}}}, "SGD does not take {'lr': inf}: a number is NaN or infinite"),
-        ({"optimizer": {"name": "Adam", "kwargs": {"betas": [0.9, math.nan]}}}, "a number is NaN or infinite"),
+        (
+            {"optimizer": {"name": "SGD", "kwargs": {"lr": math.inf}}},
+            "SGD does not take {'lr': inf}: a number is NaN or infinite",
+        ),
+        (
+            {"optimizer": {"name": "Adam", "kwargs": {"betas": [0.9, math.nan]}}},
+            "a number is NaN or infinite",
+        ),
         ({"optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "differentiable": True}}}, "SGD does not take"),
     ],
 )
@@ -673,33 +768,40 @@ def test_weights_that_are_no_numbers_any_more_are_told(private: PrivateWorkplace
     assert "of 4 trained parameters, " in private.succeeded("--steps", "20").err
 
 
-def test_private_figures_have_the_steps_of_all_processes(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_figures_have_the_steps_of_all_processes(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[list[int]] = []
-    monkeypatch.setattr(private_training, "write_plots", lambda result, *into: drawn.append(result.steps["step"].tolist()))
+    monkeypatch.setattr(
+        dp_step, "write_plots", lambda result, *into: drawn.append(result.steps["step"].tolist())
+    )
     private.succeeded("--steps", "2")
     private.succeeded("--steps", "1", "--resume")
     private.succeeded("--steps", "2", "--resume")
     assert drawn == [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]
 
 
-def test_an_interrupted_process_leaves_the_private_table_of_its_steps(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     private.succeeded("--steps", "1")
-    note = private_training.Run._note
+    note = dp_step.Run._note
 
     def interrupted(run: Any, noisy: Any) -> None:
         note(run, noisy)
         if run.training.taken == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(private_training.Run, "_note", interrupted)
+    monkeypatch.setattr(dp_step.Run, "_note", interrupted)
     assert private.dp_step("--steps", "5", "--resume").code == 130
-    monkeypatch.setattr(private_training.Run, "_note", note)
+    monkeypatch.setattr(dp_step.Run, "_note", note)
     private.succeeded("--resume")
     table = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
     assert table["step"].tolist() == [1, 2, 3, 4]
 
 
-# State that the model keeps ---------------------------------------------------------------------------------------------------------
+# State that the model keeps
+# ---------------------------------------------------------------------------------------------------------
 
 KEEPS = """\
 class Model(nn.Module):
@@ -713,7 +815,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         factor = 1 + self.known[0]
-        for place in range(8, 32):  # the largest input, to an eighth: of the four rows that are looked at beforehand none comes here
+        for place in range(8, 32):  # the largest input, to an eighth
             if x[0, 0] > place / 8:
                 {write}
         return self.last(x) * factor
@@ -729,9 +831,12 @@ def keeping(private: PrivateWorkplace, write: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "chunk"), [("self.largest = torch.full((2,), place / 8)", "auto"), ("self.largest.data.numpy()[0] = place / 8", 5)]
+    ("write", "chunk"),
+    [("self.largest = torch.full((2,), place / 8)", "auto"), ("self.largest.data.numpy()[0] = place / 8", 5)],
 )
-def test_buffer_written_under_a_branch_is_published_as_it_began(private: PrivateWorkplace, write: str, chunk: int | str) -> None:
+def test_buffer_written_under_a_branch_is_published_as_it_began(
+    private: PrivateWorkplace, write: str, chunk: int | str
+) -> None:
     keeping(private, write)
     private.config["engine"]["chunk_size"] = chunk
     private.succeeded("--steps", "2")
@@ -745,7 +850,10 @@ def test_attribute_written_under_a_branch_changes_no_gradient(private: PrivateWo
     sums: list[dict[str, torch.Tensor]] = []
     for write in ("pass", "self.known[0] = place"):
         keeping(private, write)
-        private.config |= {"output": f"out{len(sums)}", "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4}}
+        private.config |= {
+            "output": f"out{len(sums)}",
+            "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4},
+        }
         private.privacy["noise"] = {"multiplier": 0.0}
         private.succeeded("--steps", "2")
         sums.append(load_file(private.run_folder / "public" / "noisy_sum.safetensors"))
@@ -754,16 +862,24 @@ def test_attribute_written_under_a_branch_changes_no_gradient(private: PrivateWo
 
 def test_frozen_parameter_that_is_written_into_is_not_published(private: PrivateWorkplace) -> None:
     keeping(private, "self.frozen.data.numpy()[0] = place / 8")
-    private.refused(3, "frozen, which is not trained, is not what it was before the first record was read", options=("--steps", "2"))
+    private.refused(
+        3,
+        "frozen, which is not trained, is not what it was before the first record was read",
+        options=("--steps", "2"),
+    )
     assert not (private.run_folder / "public" / "model.safetensors").exists()
-    assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/frozen"].tolist() == [0.0, 0.0]  # of before the first step
+    assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/frozen"].tolist() == [
+        0.0,
+        0.0,
+    ]  # of before the first step
 
 
 @pytest.mark.parametrize("flag", ["self.known", "KNOWN"])
 def test_parameter_that_the_first_row_sets_up_is_refused(private: PrivateWorkplace, flag: str) -> None:
-    """Data-dependent initialisation: the first pass, on a row of the data, would be published in the weights."""
-    private.workplace.use_model(
-        f"""\
+    """Data-dependent initialisation: the first pass, on a row of the data, would be published in the
+    weights.
+    """
+    private.workplace.use_model(f"""\
 KNOWN = []
 
 
@@ -779,22 +895,30 @@ class Model(nn.Module):
             with torch.no_grad():
                 self.scale.copy_(1 / x.abs().mean(0))
         return self.last(x * self.scale)
-"""
+""")
+    private.refused(
+        3,
+        "a forward pass changes the parameter scale",
+        "data-dependent initialisation",
+        "where the model is built",
     )
-    private.refused(3, "a forward pass changes the parameter scale", "data-dependent initialisation", "where the model is built")
     assert not private.run_folder.exists()
 
 
 @pytest.mark.parametrize("alias", ["detach()", "detach().numpy()", "data[1:]"])
-def test_parameter_that_the_model_has_under_another_name_is_trained_as_without(private: PrivateWorkplace, alias: str) -> None:
+def test_parameter_that_the_model_has_under_another_name_is_trained_as_without(
+    private: PrivateWorkplace, alias: str
+) -> None:
     """What a record may not change is put back; what the optimiser changed is not."""
     private.privacy["noise"]["seed"] = 3
-    private.config["engine"]["dtype"] = "float32"  # in another type the alias would be of the memory of before
+    private.config["engine"]["dtype"] = (
+        "float32"  # in another type the alias would be of the memory of before
+    )
     trained = []
     for name, kept in (("out", "None"), ("other", f"self.weight.{alias}")):
         private.workplace.use_model(
-            "class Model(nn.Linear):\n    def __init__(self):\n        torch.manual_seed(0)\n        super().__init__(4, 3)\n"
-            f"        self.kept = {kept}\n"
+            "class Model(nn.Linear):\n    def __init__(self):\n        torch.manual_seed(0)\n       "
+            f" super().__init__(4, 3)\n        self.kept = {kept}\n"
         )
         private.config["output"] = name
         private.succeeded("--steps", "3", "--insecure-deterministic")
@@ -808,7 +932,10 @@ def test_global_that_a_record_writes_changes_no_gradient(private: PrivateWorkpla
         keeping(private, write)
         model = private.folder / "model.py"
         model.write_text("GLOBAL = [0.0]\n" + model.read_text().replace("self.known[0]", "GLOBAL[0]"))
-        private.config |= {"output": f"out{len(sums)}", "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4}}
+        private.config |= {
+            "output": f"out{len(sums)}",
+            "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4},
+        }
         private.privacy["noise"] = {"multiplier": 0.0}
         private.succeeded("--steps", "2")
         sums.append(load_file(private.run_folder / "public" / "noisy_sum.safetensors")["last.weight"])
@@ -816,8 +943,7 @@ def test_global_that_a_record_writes_changes_no_gradient(private: PrivateWorkpla
 
 
 def test_caches_and_counters_of_a_model_go_on_working(private: PrivateWorkplace) -> None:
-    private.workplace.use_model(
-        """\
+    private.workplace.use_model("""\
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -830,7 +956,6 @@ class Model(nn.Module):
         self.calls += 1
         self.last_output = self.last(x + self.angles)
         return self.last_output
-"""
-    )
+""")
     private.succeeded("--steps", "3")
     assert private.step()["steps"] == 3

@@ -1,4 +1,6 @@
-"""README.md, the tutorial and the pages with its details: commands, configs, code and figures are compared with what psgrad does."""
+"""README.md, the tutorial and the pages with its details: commands, configs, code and figures are compared
+with what psgrad does.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.config import Config, load_config
-from psgrad.reports.rankings import OFFER, OPTION, rankings_of
+from psgrad.reports.outlier_sections import OFFER, OPTION, rankings_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -30,7 +32,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 def shown(text: str, words: str) -> tuple[list[str], list[str]]:
     """The arguments of the command of a page that has these words, and the lines below it."""
-    command, *lines = next(block for block in blocks(text, "console") if words in block.partition("\n")[0]).splitlines()
+    command, *lines = next(
+        block for block in blocks(text, "console") if words in block.partition("\n")[0]
+    ).splitlines()
     return shlex.split(command.removeprefix("$ ")), lines
 
 
@@ -42,11 +46,17 @@ def table(text: str, first_line: str) -> list[list[str]]:
 
 def psgrad(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "psgrad", *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "psgrad", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
-# The README and the config ------------------------------------------------------------------------------------------
+# The README and the config
+# ------------------------------------------------------------------------------------------
 
 
 def test_ci_runs_the_test_command() -> None:
@@ -81,7 +91,9 @@ def test_the_library_example_runs() -> None:
     total = torch.stack([value.detach().flatten(1).square().sum(1) for value in same.values()]).sum(0)
     torch.testing.assert_close(norms.float(), total.sqrt())
     for name, value in clipped.items():
-        torch.testing.assert_close(value, torch.tensordot((1 / norms).clamp(max=1).float(), same[name].detach(), 1))
+        torch.testing.assert_close(
+            value, torch.tensordot((1 / norms).clamp(max=1).float(), same[name].detach(), 1)
+        )
 
 
 def test_the_error_of_a_wrong_key_is_the_one_shown() -> None:
@@ -91,7 +103,8 @@ def test_the_error_of_a_wrong_key_is_the_one_shown() -> None:
     assert done.stderr.split() == " ".join(expected).split()
 
 
-# The digits ---------------------------------------------------------------------------------------------------------
+# The digits
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +119,14 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.mark.parametrize("page", [README, TUTORIAL], ids=["README", "tutorial"])
 def test_the_flipped_labels_are_found_as_claimed(page: str, digits_run: tuple[Path, str]) -> None:
     (_, script, _), lines = shown(page, "found.py")
-    done = subprocess.run([sys.executable, script, str(digits_run[0])], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, script, str(digits_run[0])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.splitlines() == lines
 
 
@@ -128,7 +148,9 @@ def test_the_table_is_the_one_shown(page: str, top: int, digits_run: tuple[Path,
     assert len(expected) == top
     for ours, theirs in zip(rows(digits_run[1].splitlines())[:top], expected, strict=True):
         assert ours[:4] == theirs[:4]
-        assert [float(number) for number in ours[4:]] == pytest.approx([float(number) for number in theirs[4:]], rel=2e-3)
+        assert [float(number) for number in ours[4:]] == pytest.approx(
+            [float(number) for number in theirs[4:]], rel=2e-3
+        )
 
 
 def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> None:
@@ -140,7 +162,10 @@ def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> Non
     page = " ".join((DOCS / "explanation" / "outliers.md").read_text().split())
     correlation = f"{agreement['spearman']:.6f}"[1:6]
     top, shared = agreement["top"], agreement["shared"]
-    assert f"first {top} by norm {shared} are among the first {top} by loss, at a correlation of {correlation}" in page
+    assert (
+        f"first {top} by norm {shared} are among the first {top} by loss, at a correlation of {correlation}"
+        in page
+    )
 
 
 def test_the_code_of_the_tutorial_prints_what_is_shown(
@@ -177,7 +202,9 @@ def test_the_plan_has_the_parameters_shown() -> None:
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert [line.split()[:3] for line in said[:9]] == [line.split()[:3] for line in expected[:9]]
-    assert [line.split()[0] for line in said[10:] if line] == [line.split()[0] for line in expected[10:] if line]
+    assert [line.split()[0] for line in said[10:] if line] == [
+        line.split()[0] for line in expected[10:] if line
+    ]
 
 
 def test_the_operators_are_listed_as_shown() -> None:
@@ -185,7 +212,8 @@ def test_the_operators_are_listed_as_shown() -> None:
     assert psgrad(*arguments).stdout.splitlines() == expected
 
 
-# Figures ------------------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [README, COSTS], ids=["README", "costs"])
@@ -194,7 +222,9 @@ def test_the_benchmark_table_is_the_stored_result(page: str) -> None:
     expected = []
     for case in stored["cases"].values():
         medians = {way: timing["median"] for way, timing in case["seconds"].items()}
-        expected.append([f"{medians[way] / medians['plain']:.2f}" for way in ("torch.func", "norms", "clipped")])
+        expected.append(
+            [f"{medians[way] / medians['plain']:.2f}" for way in ("torch.func", "norms", "clipped")]
+        )
     assert table(page, "| network | torch.func norms") == expected
 
 
@@ -216,8 +246,13 @@ def test_the_table_of_private_steps_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "dp-step-cpu.json").read_text(encoding="utf-8"))
     expected = []
     for case in stored["cases"].values():
-        ratios = {way: timing["median"] / case["seconds"]["plain"]["median"] for way, timing in case["seconds"].items()}
-        rivals = {way.removeprefix("Opacus "): ratio for way, ratio in ratios.items() if way.startswith("Opacus")}
+        ratios = {
+            way: timing["median"] / case["seconds"]["plain"]["median"]
+            for way, timing in case["seconds"].items()
+        }
+        rivals = {
+            way.removeprefix("Opacus "): ratio for way, ratio in ratios.items() if way.startswith("Opacus")
+        }
         best = min(rivals, key=rivals.__getitem__) if rivals else None
         memory = case["bytes"]["psgrad"] / case["bytes"]["plain"]
         words = "not supported" if best is None else f"{rivals[best]:.2f} ({best})"
@@ -228,5 +263,8 @@ def test_the_table_of_private_steps_is_the_stored_result() -> None:
 def test_the_overhead_table_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
     medians = [timing["median"] for timing in stored["seconds"].values()]
-    expected = [[f"{median * 1e6:.0f}", f"{median / stored['seconds']['torch.func']['median']:.2f}"] for median in medians]
+    expected = [
+        [f"{median * 1e6:.0f}", f"{median / stored['seconds']['torch.func']['median']:.2f}"]
+        for median in medians
+    ]
     assert table(COSTS, "| | microseconds") == expected

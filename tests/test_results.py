@@ -6,13 +6,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.quality.ranking import rank_samples
+from psgrad.quality.judging import rank_samples
 from psgrad.results import SAMPLE_COLUMNS, disagrees, top_samples
 
 
 def _frame(norms: list[float], losses: list[float] | None = None) -> pd.DataFrame:
     n = len(norms)
-    return pd.DataFrame({"id": [f"s{i}" for i in range(n)], "index": range(n), "loss": losses or [1.0] * n, "grad_norm": norms})
+    return pd.DataFrame(
+        {
+            "id": [f"s{i}" for i in range(n)],
+            "index": range(n),
+            "loss": losses or [1.0] * n,
+            "grad_norm": norms,
+        }
+    )
 
 
 def test_rank_1_is_the_largest_norm_and_rows_stay_in_dataset_order() -> None:
@@ -41,7 +48,10 @@ def test_a_row_that_the_engine_calls_nonfinite_stays_so() -> None:
     assert ranked.loc[0, "rank"] == 1
 
 
-@pytest.mark.parametrize(("n", "fraction", "expected"), [(1, 0.01, 1), (100, 0.01, 1), (101, 0.01, 2), (1797, 0.01, 18), (10, 0.9, 9)])
+@pytest.mark.parametrize(
+    ("n", "fraction", "expected"),
+    [(1, 0.01, 1), (100, 0.01, 1), (101, 0.01, 2), (1797, 0.01, 18), (10, 0.9, 9)],
+)
 def test_the_review_list_has_its_fraction_rounded_up(n: int, fraction: float, expected: int) -> None:
     assert rank_samples(_frame(list(np.arange(1.0, n + 1))), fraction)["is_outlier_issue"].sum() == expected
 

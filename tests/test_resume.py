@@ -1,4 +1,6 @@
-"""A run that goes on: only with the model, data, code and settings that its rows came from, and what is not part of a number may change."""
+"""A run that goes on: only with the model, data, code and settings that its rows came from, and what is not
+part of a number may change.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ from safetensors.torch import save_file
 from psgrad.config import load_config
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.results import AnalyzeResult, Progress
-from psgrad.workflows import analyze, check
-from psgrad.workflows.analysis import limited
+from psgrad.workflows.analyze import analyze, limited
+from psgrad.workflows.check import check
 from tests.workplace import ROWS, Workplace
 
 
 @pytest.fixture
 def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: write("report.html", b""))
+    monkeypatch.setattr(
+        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"")
+    )
     monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
     workplace.config |= {"engine": {"chunk_size": 4, "verify": 0}, "analyze": {"measures": ["el2n"]}}
     return workplace
 
 
-def run(workplace: Workplace, progress: Callable[[Progress], None] = lambda _: None, **options: Any) -> AnalyzeResult:
+def run(
+    workplace: Workplace, progress: Callable[[Progress], None] = lambda _: None, **options: Any
+) -> AnalyzeResult:
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     return analyze(load_config(Path("config.yaml")), progress=progress, **options)
 
@@ -54,7 +60,11 @@ def interrupted(workplace: Workplace, after: int = 12) -> None:
 def test_the_rows_that_are_done_are_not_done_again(quick: Workplace) -> None:
     interrupted(quick)
     seen: list[int] = []
-    run(quick, lambda progress: seen.append(progress.done) if progress.phase == "samples" else None, resume=True)
+    run(
+        quick,
+        lambda progress: seen.append(progress.done) if progress.phase == "samples" else None,
+        resume=True,
+    )
     assert seen[0] == 12
     assert quick.samples()["id"].tolist() == quick.arrays["uid"].tolist()
     assert not (quick.folder / "out" / "parts").exists()
@@ -76,7 +86,10 @@ def test_an_interrupted_run_is_not_begun_anew_by_accident(quick: Workplace) -> N
 
 
 def other_weights(workplace: Workplace) -> None:
-    save_file({name: value + 0.1 for name, value in workplace.model.state_dict().items()}, workplace.folder / "model.safetensors")
+    save_file(
+        {name: value + 0.1 for name, value in workplace.model.state_dict().items()},
+        workplace.folder / "model.safetensors",
+    )
 
 
 def other_code(workplace: Workplace) -> None:
@@ -88,9 +101,15 @@ def other_code(workplace: Workplace) -> None:
     ("change", "words"),
     [
         (lambda w: w.config["model"].update(kwargs={"hidden": 5}), "model.kwargs.hidden: was None, is 5"),
-        (lambda w: w.config.update(loss={"name": "cross_entropy", "label_smoothing": 0.1}), "loss.label_smoothing: was 0.0, is 0.1"),
+        (
+            lambda w: w.config.update(loss={"name": "cross_entropy", "label_smoothing": 0.1}),
+            "loss.label_smoothing: was 0.0, is 0.1",
+        ),
         (lambda w: w.config["engine"].update(dtype="float64"), "engine.dtype: was 'float32', is 'float64'"),
-        (lambda w: w.config["analyze"].update(measures=[]), "analyze.measures: was [{'name': 'el2n'}], is []"),
+        (
+            lambda w: w.config["analyze"].update(measures=[]),
+            "analyze.measures: was [{'name': 'el2n'}], is []",
+        ),
         (lambda w: w.config["analyze"].update(seed=1), "analyze.seed: was 0, is 1"),
         (lambda w: w.save(y=(w.arrays["y"] + 1) % 3), "data (its content): was '"),
         (other_weights, "model.checkpoint (its content): was '"),
@@ -98,7 +117,9 @@ def other_code(workplace: Workplace) -> None:
     ],
     ids=["model", "loss", "engine", "measures", "seed", "data", "checkpoint", "code"],
 )
-def test_what_changed_is_refused_with_the_difference(quick: Workplace, change: Callable[[Workplace], None], words: str) -> None:
+def test_what_changed_is_refused_with_the_difference(
+    quick: Workplace, change: Callable[[Workplace], None], words: str
+) -> None:
     interrupted(quick)
     change(quick)
     with pytest.raises(ConfigError) as refusal:
@@ -139,7 +160,9 @@ def test_a_run_of_another_command_is_told(quick: Workplace) -> None:
         run(quick, resume=True)
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(1, 1), (5, 5), (1000, ROWS), (0.5, ROWS // 2), (1e-9, 1), (0.99, 23)])
+@pytest.mark.parametrize(
+    ("limit", "rows"), [(1, 1), (5, 5), (1000, ROWS), (0.5, ROWS // 2), (1e-9, 1), (0.99, 23)]
+)
 def test_a_limit_takes_the_first_rows(quick: Workplace, limit: float, rows: int) -> None:
     result = run(quick, limit=limit)
     assert result.samples["id"].tolist() == quick.arrays["uid"][:rows].tolist()
@@ -160,7 +183,9 @@ def test_a_signal_at_any_time_leaves_what_can_be_gone_on_with(workplace: Workpla
     workplace.save(x=x.numpy(), y=torch.randint(0, 3, (500,)).numpy(), uid=torch.arange(500).numpy())
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     command = [sys.executable, "-m", "psgrad", "analyze", "config.yaml"]
-    process = subprocess.Popen(command, cwd=workplace.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=workplace.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not (workplace.folder / "out" / "manifest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -194,9 +219,12 @@ def test_a_finished_run_has_the_verdict_of_the_gate_as_it_is_now(quick: Workplac
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [({"outliers": {"score": "loss"}}, "outliers.score"), ({"review_fraction": 0.5}, "review_fraction")]
+    ("change", "words"),
+    [({"outliers": {"score": "loss"}}, "outliers.score"), ({"review_fraction": 0.5}, "review_fraction")],
 )
-def test_a_finished_run_that_was_judged_by_other_rules_is_refused(quick: Workplace, change: dict[str, Any], words: str) -> None:
+def test_a_finished_run_that_was_judged_by_other_rules_is_refused(
+    quick: Workplace, change: dict[str, Any], words: str
+) -> None:
     run(quick)
     before = quick.manifest()
     quick.config["analyze"] |= change

@@ -11,8 +11,7 @@ import jsonschema
 import pytest
 
 from psgrad.config import Config, config_from
-from psgrad.config.describing import meanings
-from psgrad.config.schema import schema, sections
+from psgrad.config.schema import meanings, schema, sections
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import parse
 
@@ -30,9 +29,14 @@ LEAST: dict[str, Any] = {
 
 def whole_configs() -> dict[str, Any]:
     """Every config in configs/, and every whole one that a page shows."""
-    found = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted((ROOT / "configs").rglob("*.yaml"))}
+    found = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    }
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
+        for number, block in enumerate(
+            re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        ):
             if re.search(r"^version: 1$", block, flags=re.MULTILINE):
                 found[f"{page.relative_to(ROOT)}, block {number}"] = block
     return {name: parse(text, name).content for name, text in found.items()}
@@ -49,7 +53,13 @@ def test_it_is_a_schema_of_draft_7_without_anything_beside_a_reference() -> None
     jsonschema.Draft7Validator.check_schema(SCHEMA)
 
     def references(content: Any) -> list[Any]:
-        inside = content if isinstance(content, list) else list(content.values()) if isinstance(content, dict) else []
+        inside = (
+            content
+            if isinstance(content, list)
+            else list(content.values())
+            if isinstance(content, dict)
+            else []
+        )
         own = [content] if isinstance(content, dict) and "$ref" in content else []
         return own + [found for each in inside for found in references(each)]
 

@@ -10,12 +10,12 @@ import torch
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.datasets import DatasetSamples
-from psgrad.inputs.samples import Block, Samples
+from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.datasets import DatasetSamples
 from psgrad.results import MeasureResult
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
-from psgrad.workflows.shown_inputs import MAX_VALUES, input_of, values_of, vocabulary_of
+from psgrad.workflows.influence_ranking import MAX_VALUES, input_of, values_of, vocabulary_of
 from tests.workplace import Workplace
 
 
@@ -55,19 +55,32 @@ def samples_of(dataset: Ids) -> DatasetSamples:
     return DatasetSamples(dataset, DataConfig(factory="here:dataset"))
 
 
-MAPPED = MeasureResult("gradient_x_input", "t", "f", "u", arrays={"rows": np.arange(2), "ids_0": np.array([[5, 6, 0], [5, 7, 0]])})
+MAPPED = MeasureResult(
+    "gradient_x_input",
+    "t",
+    "f",
+    "u",
+    arrays={"rows": np.arange(2), "ids_0": np.array([[5, 6, 0], [5, 7, 0]])},
+)
 
 
 @pytest.mark.parametrize(
     ("dataset", "words"),
-    [(Ids(), {}), (WithTokens(), {0: "[PAD]", 5: "good", 6: "film", 7: "book"}), (WithTokenizer(), {n: f"w{n}" for n in (0, 5, 6, 7)})],
+    [
+        (Ids(), {}),
+        (WithTokens(), {0: "[PAD]", 5: "good", 6: "film", 7: "book"}),
+        (WithTokenizer(), {n: f"w{n}" for n in (0, 5, 6, 7)}),
+    ],
 )
 def test_a_dataset_or_its_tokenizer_tells_the_words_of_ids(dataset: Ids, words: dict[int, str]) -> None:
     assert vocabulary_of(samples_of(dataset), [MAPPED]) == words
     assert vocabulary_of(samples_of(dataset), []) == {}
 
 
-@pytest.mark.parametrize(("dataset", "words"), [(OneShort(), "returned 3 texts for 4 ids"), (Failing(), "tokens(ids) of the dataset of")])
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [(OneShort(), "returned 3 texts for 4 ids"), (Failing(), "tokens(ids) of the dataset of")],
+)
 def test_a_vocabulary_that_fails_is_told_as_the_datasets(dataset: Ids, words: str) -> None:
     with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
         vocabulary_of(samples_of(dataset), [MAPPED])
@@ -98,7 +111,9 @@ class Rows(Samples):
         (Rows(["a", "table"], 1.0, [[1.0, 2.0, 3.0]]), ()),
     ],
 )
-def test_the_values_of_a_row_have_the_names_of_their_columns(samples: Rows, values: tuple[tuple[str, Any], ...]) -> None:
+def test_the_values_of_a_row_have_the_names_of_their_columns(
+    samples: Rows, values: tuple[tuple[str, Any], ...]
+) -> None:
     found = input_of(samples, 0)
     assert found.values == values
     assert found.image is None
@@ -126,7 +141,9 @@ def test_the_page_of_a_table_shows_its_rows_and_a_report_made_again_is_the_same(
 
 def test_values_and_words_come_back_from_the_folder(workplace: Workplace) -> None:
     workplace.succeeded()
-    RunFolder(workplace.folder / "out").write_inputs(load_run(workplace.folder / "out").top_inputs, {0: "[PAD]", 5: "good"})
+    RunFolder(workplace.folder / "out").write_inputs(
+        load_run(workplace.folder / "out").top_inputs, {0: "[PAD]", 5: "good"}
+    )
     assert load_run(workplace.folder / "out").vocabulary == {0: "[PAD]", 5: "good"}
 
 

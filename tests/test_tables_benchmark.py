@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from psgrad import workflows
+from psgrad.workflows.check import check
+from psgrad.workflows.diff import diff
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -23,9 +24,12 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_runs_can_be_checked_and_compared(tables: Any, tmp_path: Path) -> None:
-    a, b = (tables.run_folder(tmp_path / name, tables.samples(2000, first, first)) for name, first in (("a", 0), ("b", 100)))
-    assert workflows.check(a).count("review") == 20
-    found = workflows.diff(a, b)
+    a, b = (
+        tables.run_folder(tmp_path / name, tables.samples(2000, first, first))
+        for name, first in (("a", 0), ("b", 100))
+    )
+    assert check(a).count("review") == 20
+    found = diff(a, b)
     assert (found.counts["common"], found.counts["came"], found.counts["went"]) == (1900, 100, 100)
     assert found.spearman is not None
     assert 0.8 < found.spearman < 1

@@ -1,4 +1,6 @@
-"""Long names and values are cut so that they are still told apart, and a correlation below 1 is never written as 1."""
+"""Long names and values are cut so that they are still told apart, and a correlation below 1 is never written
+as 1.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,21 @@ from hypothesis import strategies as st
 
 import psgrad
 from psgrad.reports.words import identifier, number
-from psgrad.wording import common_prefix, correlation, listed_names, parameter_names, prefix_note, shorten_middle, told
+from psgrad.wording import (
+    common_prefix,
+    correlation,
+    listed_names,
+    parameter_names,
+    prefix_note,
+    shorten_middle,
+    told,
+)
 
-LORA = [f"m.base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_A.default.weight" for layer in range(4) for part in "qkv"]
+LORA = [
+    f"m.base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_A.default.weight"
+    for layer in range(4)
+    for part in "qkv"
+]
 
 
 @given(st.text(max_size=60), st.integers(4, 40))
@@ -23,7 +37,10 @@ def test_shorten_middle_keeps_the_limit_and_both_ends(text: str, limit: int) -> 
     assert short == text or (short[0] == text[0] and short[-1] == text[-1] and "…" in short)
 
 
-@given(st.lists(st.text(alphabet="ab.", min_size=1, max_size=40), min_size=1, max_size=12, unique=True), st.integers(12, 30))
+@given(
+    st.lists(st.text(alphabet="ab.", min_size=1, max_size=40), min_size=1, max_size=12, unique=True),
+    st.integers(12, 30),
+)
 def test_parameter_names_are_unlike_whatever_the_names_are(names: list[str], limit: int) -> None:
     found = parameter_names(names, limit)
     assert len(set(found)) == len(names)
@@ -32,7 +49,10 @@ def test_parameter_names_are_unlike_whatever_the_names_are(names: list[str], lim
 
 def test_long_parameter_names_lose_their_common_beginning() -> None:
     assert common_prefix(LORA) == "m.base_model.model.model.layers."
-    assert parameter_names(LORA, 44)[:2] == ["0.self_attn.q_proj.lora_A.default.weight", "0.self_attn.k_proj.lora_A.default.weight"]
+    assert parameter_names(LORA, 44)[:2] == [
+        "0.self_attn.q_proj.lora_A.default.weight",
+        "0.self_attn.k_proj.lora_A.default.weight",
+    ]
     narrow = parameter_names(LORA, 24)
     assert len(set(narrow)) == len(LORA)
     assert narrow[0].startswith("0.")
@@ -40,11 +60,18 @@ def test_long_parameter_names_lose_their_common_beginning() -> None:
 
 
 def test_long_names_are_cut_where_the_number_of_their_layer_stays() -> None:
-    parts = ("attention.self.value.weight", "attention.output.dense.weight", "attention.output.LayerNorm.weight", "output.dense.weight")
+    parts = (
+        "attention.self.value.weight",
+        "attention.output.dense.weight",
+        "attention.output.LayerNorm.weight",
+        "output.dense.weight",
+    )
     names = [f"bert.encoder.layer.{layer}.{part}" for layer in range(3) for part in parts]
     found = parameter_names(names, 36, "")
     assert all(len(each) <= 36 for each in found)
-    assert [each.startswith(f"bert.encoder.layer.{place // 4}") for place, each in enumerate(found)] == [True] * 12
+    assert [each.startswith(f"bert.encoder.layer.{place // 4}") for place, each in enumerate(found)] == [
+        True
+    ] * 12
     assert not any("#" in each for each in found)
 
 
@@ -100,7 +127,12 @@ def test_values_are_cut_inside_their_quotes() -> None:
 def test_no_message_cuts_a_value_in_mid_quote() -> None:
     """`{value!r:.80}` loses the closing quote: `told` does not."""
     sources = Path(psgrad.__file__).parent.rglob("*.py")
-    cut = [f"{path.name}: {line.strip()}" for path in sources for line in path.read_text().splitlines() if re.search(r"!r:\.\d", line)]
+    cut = [
+        f"{path.name}: {line.strip()}"
+        for path in sources
+        for line in path.read_text().splitlines()
+        if re.search(r"!r:\.\d", line)
+    ]
     assert cut == []
 
 

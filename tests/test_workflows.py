@@ -1,4 +1,6 @@
-"""`psgrad analyze` from a config to a run folder: every kind of data, model and precision, interrupted runs, and the two examples."""
+"""`psgrad analyze` from a config to a run folder: every kind of data, model and precision, interrupted runs,
+and the two examples.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,22 @@ from safetensors.torch import save_file
 
 import psgrad.storage.files
 from psgrad.config import DataConfig, ModelConfig
-from psgrad.inputs.data import load_data
-from psgrad.inputs.models import load_model
+from psgrad.inputs.models.factory import load_model
+from psgrad.inputs.sources.load import load_data
 from psgrad.results import PARAMETER_COLUMNS, SAMPLE_COLUMNS
 from tests.oracles import Loss, one_sample_gradients
 from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parent.parent
 FILES = {
-    *("manifest.json", "identity.json", "samples.parquet", "samples.csv", "parameters.parquet", "measures.json"),
+    *(
+        "manifest.json",
+        "identity.json",
+        "samples.parquet",
+        "samples.csv",
+        "parameters.parquet",
+        "measures.json",
+    ),
     *("findings.jsonl", "check.json", "report.html", "inputs/inputs.json"),
 }
 
@@ -39,21 +48,28 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def norms_by_loop(model: torch.nn.Module, loss: Loss, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray[Any, Any]:
+def norms_by_loop(
+    model: torch.nn.Module, loss: Loss, inputs: torch.Tensor, target: torch.Tensor
+) -> np.ndarray[Any, Any]:
     """[n]: the gradient norms, one backward pass a sample."""
     gradients = one_sample_gradients(model, loss, (inputs,), target)
-    norms: np.ndarray[Any, Any] = torch.cat([g.flatten(1).double() for g in gradients.values()], 1).norm(dim=1).numpy()
+    norms: np.ndarray[Any, Any] = (
+        torch.cat([g.flatten(1).double() for g in gradients.values()], 1).norm(dim=1).numpy()
+    )
     return norms
 
 
 @pytest.fixture
 def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """The same without the plots and the report, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: write("report.html", b""))
+    monkeypatch.setattr(
+        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"")
+    )
     return workplace
 
 
-# A run that goes well -------------------------------------------------------------------------------------------------------------
+# A run that goes well
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) -> None:
@@ -70,13 +86,19 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert frame["id"].tolist() == workplace.arrays["uid"].tolist()
     assert frame["target"].tolist() == workplace.arrays["y"].tolist()
     assert frame.columns.tolist() == list(SAMPLE_COLUMNS)
-    undefined = {column: [""] for column in ("robust_z", "p_value", "q_value")}  # 24 samples, and no reference
+    undefined = {
+        column: [""] for column in ("robust_z", "p_value", "q_value")
+    }  # 24 samples, and no reference
     written = pd.read_csv(folder / "samples.csv", keep_default_na=False, na_values=undefined)
     pd.testing.assert_frame_equal(written, frame, check_dtype=False)
     inputs, target = torch.from_numpy(workplace.arrays["x"]), torch.from_numpy(workplace.arrays["y"])
-    np.testing.assert_allclose(frame["grad_norm"], norms_by_loop(workplace.model, F.cross_entropy, inputs, target), rtol=1e-5)
+    np.testing.assert_allclose(
+        frame["grad_norm"], norms_by_loop(workplace.model, F.cross_entropy, inputs, target), rtol=1e-5
+    )
     logits = workplace.model(inputs)
-    np.testing.assert_allclose(frame["loss"], F.cross_entropy(logits, target, reduction="none").detach(), rtol=1e-5)
+    np.testing.assert_allclose(
+        frame["loss"], F.cross_entropy(logits, target, reduction="none").detach(), rtol=1e-5
+    )
     assert frame["prediction"].tolist() == logits.argmax(1).tolist()
     np.testing.assert_allclose(frame["confidence"], logits.softmax(1).amax(1).detach(), rtol=1e-5)
 
@@ -94,8 +116,10 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert set(manifest["timings"]) == {"load", "self-check", "gradients", "tables", "report"}
 
 
-def test_many_chunks_are_replayed_unless_told_otherwise(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.gradients.replay.PAYS_FROM", {"cpu": 4})
+def test_many_chunks_are_replayed_unless_told_otherwise(
+    quick: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psgrad.engine.execution.replay.PAYS_FROM", {"cpu": 4})
     shown = quick.succeeded("--set", "engine.chunk_size=2").out
     engine = quick.manifest()["engine"]
     assert (engine["chunks_replayed"], engine["replayed_by"]) == (ROWS // 2 - 2, "kernel by kernel")
@@ -106,14 +130,26 @@ def test_many_chunks_are_replayed_unless_told_otherwise(quick: Workplace, monkey
 
 
 def test_output_set_and_overwrite(quick: Workplace) -> None:
-    quick.succeeded("--output", "deep/er", "--set", "engine.chunk_size=5", "--set", "analyze.top=3", "--set", "engine.verify=1")
+    quick.succeeded(
+        "--output",
+        "deep/er",
+        "--set",
+        "engine.chunk_size=5",
+        "--set",
+        "analyze.top=3",
+        "--set",
+        "engine.verify=1",
+    )
     manifest = quick.manifest("deep/er")
     assert manifest["engine"]["chunk_size"] == 5
     assert manifest["self_check"]["samples"] == 1
     assert not (quick.folder / "out").exists()
     (quick.folder / "deep" / "er" / "parts").mkdir()
     assert quick.analyze("--output", "deep/er").code == 2
-    assert len(quick.succeeded("--output", "deep/er", "--overwrite", "--set", "analyze.top=3").out.splitlines()) == 5
+    assert (
+        len(quick.succeeded("--output", "deep/er", "--overwrite", "--set", "analyze.top=3").out.splitlines())
+        == 5
+    )
     assert not (quick.folder / "deep" / "er" / "parts").exists()
 
 
@@ -130,14 +166,18 @@ def test_debug_shows_where_the_model_failed(quick: Workplace) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 7, 24])
 def test_the_chunk_size_does_not_change_the_table(quick: Workplace, chunk_size: int) -> None:
     quick.succeeded("--set", "engine.dtype=float64")
-    quick.succeeded("--set", "engine.dtype=float64", "--set", f"engine.chunk_size={chunk_size}", "--output", "chunked")
+    quick.succeeded(
+        "--set", "engine.dtype=float64", "--set", f"engine.chunk_size={chunk_size}", "--output", "chunked"
+    )
     pd.testing.assert_frame_equal(quick.samples("chunked"), quick.samples(), rtol=1e-10)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-12), ("bfloat16", 2e-2)])
 def test_other_precisions(quick: Workplace, dtype: str, error: float) -> None:
     outcome = quick.succeeded("--set", f"engine.dtype={dtype}")
-    assert ("mixed precision: a plain gradient differs from float32's by up to 0.0" in outcome.err) == (dtype == "bfloat16")
+    assert ("mixed precision: a plain gradient differs from float32's by up to 0.0" in outcome.err) == (
+        dtype == "bfloat16"
+    )
     frame = quick.samples()
     inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
     exact = norms_by_loop(quick.model.double(), F.cross_entropy, inputs.double(), target)
@@ -157,7 +197,9 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float32(quick: Workplace) -> None
     quick.succeeded()
     quick.model.load_state_dict({name: value.float() for name, value in halves.items()})
     inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
-    np.testing.assert_allclose(quick.samples()["grad_norm"], norms_by_loop(quick.model, F.cross_entropy, inputs, target), rtol=1e-5)
+    np.testing.assert_allclose(
+        quick.samples()["grad_norm"], norms_by_loop(quick.model, F.cross_entropy, inputs, target), rtol=1e-5
+    )
 
 
 def test_parameters_whose_gradients_are_written_out_are_named(quick: Workplace) -> None:
@@ -177,14 +219,23 @@ def test_parameters_whose_gradients_are_written_out_are_named(quick: Workplace) 
     )
     outcome = quick.succeeded("--overwrite")
     assert quick.manifest()["engine"]["materialised"] == ["weight"]
-    assert outcome.err.count("written out sample by sample, which takes more time and memory: the gradients of weight") == 1
+    assert (
+        outcome.err.count(
+            "written out sample by sample, which takes more time and memory: the gradients of weight"
+        )
+        == 1
+    )
 
 
 def test_memory_given_bounds_an_automatic_chunk(quick: Workplace) -> None:
     quick.succeeded("--set", "engine.memory=1MiB")
     assert 1 <= quick.manifest()["engine"]["chunk_size"] <= ROWS
     assert quick.manifest()["config"]["engine"]["memory"] == 1 << 20
-    quick.refused(2, "memory says how large", options=("--overwrite", "--set", "engine.memory=1MiB", "--set", "engine.chunk_size=4"))
+    quick.refused(
+        2,
+        "memory says how large",
+        options=("--overwrite", "--set", "engine.memory=1MiB", "--set", "engine.chunk_size=4"),
+    )
 
 
 def test_retries_are_said_and_counted(quick: Workplace) -> None:
@@ -213,14 +264,27 @@ def test_without_a_check_the_manifest_says_so(quick: Workplace) -> None:
     assert quick.manifest()["self_check"]["samples"] == 0
 
 
-# Rows that are not finite ---------------------------------------------------------------------------------------------------------
+# Rows that are not finite
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("chunk_size", [1, 7, "auto"])
-def test_a_row_that_is_not_finite_stays_and_touches_no_other(quick: Workplace, value: float, chunk_size: Any) -> None:
-    options = ("--set", f"engine.chunk_size={chunk_size}", "--set", "model.factory=model.py:Model", "--set", "model.checkpoint=null")
-    quick.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))\n")
+def test_a_row_that_is_not_finite_stays_and_touches_no_other(
+    quick: Workplace, value: float, chunk_size: Any
+) -> None:
+    options = (
+        "--set",
+        f"engine.chunk_size={chunk_size}",
+        "--set",
+        "model.factory=model.py:Model",
+        "--set",
+        "model.checkpoint=null",
+    )
+    quick.use_model(
+        "def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(),"
+        " nn.Linear(5, 3))\n"
+    )
     quick.succeeded(*options)
     spoilt = quick.arrays["x"].copy()
     spoilt[8] = value  # a row that the self-check looks at, too
@@ -240,7 +304,9 @@ def test_a_row_that_is_not_finite_stays_and_touches_no_other(quick: Workplace, v
 
 
 def test_an_infinite_loss_with_a_finite_gradient_is_not_finite(quick: Workplace) -> None:
-    quick.use_loss("def loss(output, target):\n    return output.sum() + torch.where(target == 1, float('inf'), 0.0)\n")
+    quick.use_loss(
+        "def loss(output, target):\n    return output.sum() + torch.where(target == 1, float('inf'), 0.0)\n"
+    )
     quick.succeeded()
     frame = quick.samples()
     assert (frame["status"] == np.where(quick.arrays["y"] == 1, "nonfinite", "ok")).all()
@@ -255,11 +321,14 @@ def test_a_run_without_a_finite_row_still_ends_well_and_says_so(workplace: Workp
     assert (workplace.folder / "out" / "report.html").stat().st_size > 1000
 
 
-# All kinds of data, models and losses ---------------------------------------------------------------------------------------------
+# All kinds of data, models and losses
+# ---------------------------------------------------------------------------------------------
 
 
 def test_regression_from_a_csv_file(workplace: Workplace) -> None:
-    table = pd.DataFrame(workplace.arrays["x"], columns=list("abcd")).assign(y=np.linspace(-1, 1, ROWS), uid=workplace.arrays["uid"])
+    table = pd.DataFrame(workplace.arrays["x"], columns=list("abcd")).assign(
+        y=np.linspace(-1, 1, ROWS), uid=workplace.arrays["uid"]
+    )
     table.to_csv(workplace.folder / "data.csv", index=False)
     workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Linear(4, 1)\n")
     workplace.config["data"] = {"path": "data.csv", "inputs": list("abcd"), "target": "y", "id": "uid"}
@@ -290,7 +359,9 @@ def test_texts_as_tokens_in_a_parquet_file(quick: Workplace) -> None:
     pd.DataFrame({"tokens": list(tokens), "label": quick.arrays["y"], "uid": quick.arrays["uid"]}).to_parquet(
         quick.folder / "data.parquet", row_group_size=5
     )
-    quick.use_model("def Model():\n    return nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(24, 3))\n")
+    quick.use_model(
+        "def Model():\n    return nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(24, 3))\n"
+    )
     quick.config["data"] = {"path": "data.parquet", "inputs": "tokens", "target": "label", "id": "uid"}
     quick.succeeded()
     parameters = pd.read_parquet(quick.folder / "out" / "parameters.parquet").set_index("parameter")
@@ -344,7 +415,9 @@ def test_a_dataset_factory(quick: Workplace, items: str) -> None:
 
 
 def test_no_target_with_a_loss_of_ones_own(quick: Workplace) -> None:
-    quick.use_loss("def loss(output, target):\n    assert target is None\n    return output.square().mean()\n")
+    quick.use_loss(
+        "def loss(output, target):\n    assert target is None\n    return output.square().mean()\n"
+    )
     del quick.config["data"]["target"]
     quick.succeeded()
     assert "target" not in quick.samples()
@@ -369,7 +442,9 @@ def test_a_record_of_a_model_library_with_a_loss_of_ones_own(quick: Workplace) -
                     return Output(loss=None, logits=self.layer(x))
         """)
     )
-    quick.use_loss("def loss(output, target):\n    return torch.nn.functional.cross_entropy(output.logits, target)\n")
+    quick.use_loss(
+        "def loss(output, target):\n    return torch.nn.functional.cross_entropy(output.logits, target)\n"
+    )
     quick.succeeded()
 
 
@@ -393,7 +468,10 @@ def test_dropout_in_train_mode_runs_unchecked_and_says_why(quick: Workplace, kin
     quick.config["model"]["mode"] = "train"
     outcome = quick.succeeded()
     assert "self-check: skipped, as the model draws at random" in outcome.err
-    assert quick.manifest()["self_check"] == {"samples": 0, "reason": "the model draws at random in train mode"}
+    assert quick.manifest()["self_check"] == {
+        "samples": 0,
+        "reason": "the model draws at random in train mode",
+    }
 
 
 def test_train_mode_without_anything_random_is_checked(quick: Workplace) -> None:
@@ -415,17 +493,28 @@ def test_a_model_that_branches_on_its_data(quick: Workplace, chunk_size: int) ->
     quick.succeeded("--set", f"engine.chunk_size={chunk_size}")
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, target) if output[0] > output[1] else output[output < output.mean()].square().sum()
+        return (
+            F.cross_entropy(output, target)
+            if output[0] > output[1]
+            else output[output < output.mean()].square().sum()
+        )
 
     inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
-    np.testing.assert_allclose(quick.samples()["grad_norm"], norms_by_loop(quick.model, loss, inputs, target), rtol=1e-5)
+    np.testing.assert_allclose(
+        quick.samples()["grad_norm"], norms_by_loop(quick.model, loss, inputs, target), rtol=1e-5
+    )
 
 
 def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
     labels = quick.arrays["y"].copy()
     labels[4] = -1
     quick.save(y=labels)
-    quick.config["loss"] = {"name": "cross_entropy", "ignore_index": -1, "weight": [1.0, 2.0, 0.5], "label_smoothing": 0.1}
+    quick.config["loss"] = {
+        "name": "cross_entropy",
+        "ignore_index": -1,
+        "weight": [1.0, 2.0, 0.5],
+        "label_smoothing": 0.1,
+    }
     quick.succeeded()
     frame = quick.samples()
     assert frame.loc[4, ["loss", "grad_norm"]].tolist() == [0, 0]
@@ -450,7 +539,11 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
                     return np.full({width}, row, dtype=np.float32), row % 3
         """)
     )
-    workplace.config |= {"model": {"factory": "model.py:Model"}, "data": {"factory": "data.py:Rows"}, "engine": {"chunk_size": 50}}
+    workplace.config |= {
+        "model": {"factory": "model.py:Model"},
+        "data": {"factory": "data.py:Rows"},
+        "engine": {"chunk_size": 50},
+    }
     workplace.use_model(f"def Model():\n    return nn.Linear({width}, 3)\n")
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     script = f"""
@@ -458,22 +551,25 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
         import psgrad.workflows.analysis
         from psgrad.config import load_config
 
-        psgrad.workflows.analysis.write_report = lambda result, write: None
+        psgrad.workflows.analyze.write_report = lambda result, write: None
         for count in ({count}, {10 * count}):
             config = load_config(Path("config.yaml"), [f"data.kwargs={{{{count: {{count}}}}}}"])
-            psgrad.workflows.analyze(config, overwrite=True)
+            psgrad.workflows.analyze.analyze(config, overwrite=True)
             status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-            print(int(status["VmHWM"].split()[0]) * 1024)  # getrusage would tell the parent's, from before this program began
+            print(int(status["VmHWM"].split()[0]) * 1024)  # getrusage counts the parent, too
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=workplace.folder, timeout=100)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=workplace.folder, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     small, large = map(int, done.stdout.split())
     assert len(workplace.samples()) == 10 * count
     assert large - small < 10 * count * width * 4 / 4  # a quarter of what the large dataset's rows take
 
 
-# Runs that end early --------------------------------------------------------------------------------------------------------------
+# Runs that end early
+# ------------------------------------------------------------------------------------------------------------
 
 
 def shards_of(workplace: Workplace) -> pd.DataFrame:
@@ -490,7 +586,12 @@ def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pyte
         honest(target, data)
 
     monkeypatch.setattr("psgrad.storage.files.write_atomically", full)
-    quick.refused(3, "the disk is full", "16 finished samples stay in out/parts", options=("--set", "engine.chunk_size=4"))
+    quick.refused(
+        3,
+        "the disk is full",
+        "16 finished samples stay in out/parts",
+        options=("--set", "engine.chunk_size=4"),
+    )
     assert shards_of(quick)["id"].tolist() == quick.arrays["uid"][:16].tolist()
     manifest = quick.manifest()
     assert manifest["state"] == "failed"
@@ -504,11 +605,15 @@ def in_a_process(workplace: Workplace, before: str = "", *options: str) -> subpr
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     script = f"{before}\nfrom psgrad.cli import main\nmain()"
     command = [sys.executable, "-c", script, "analyze", "config.yaml", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=workplace.folder, timeout=100)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=workplace.folder, timeout=100
+    )
 
 
 def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> None:
-    done = in_a_process(workplace, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (25_000, 25_000))")
+    done = in_a_process(
+        workplace, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (25_000, 25_000))"
+    )
     assert done.returncode == 3
     assert "the disk is full or over quota" in done.stderr
     assert "Traceback" not in done.stderr
@@ -517,9 +622,14 @@ def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> No
     assert not any(name.endswith(".tmp") for name in files_of(workplace.folder / "out"))
 
 
-@pytest.mark.parametrize(("signal", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_a_signal_in_the_middle_keeps_the_finished_rows(workplace: Workplace, signal: str, code: int, word: str) -> None:
-    # The signal arrives in the fourth chunk's pass through the model, deep in the transforms: the chunk is finished all the same.
+@pytest.mark.parametrize(
+    ("signal", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_a_signal_in_the_middle_keeps_the_finished_rows(
+    workplace: Workplace, signal: str, code: int, word: str
+) -> None:
+    # The signal arrives in the fourth chunk's pass through the model, deep in the transforms: the chunk is
+    # finished all the same.
     workplace.use_loss(
         textwrap.dedent(f"""
             import os
@@ -555,11 +665,21 @@ def test_an_interrupted_run_can_be_overwritten(quick: Workplace) -> None:
     assert quick.manifest()["state"] == "finished"
 
 
-# The built-in examples ------------------------------------------------------------------------------------------------------------
+# The built-in examples
+# ------------------------------------------------------------------------------------------------------------
 
 
 def run_example(folder: Path, config: str, *options: str) -> Path:
-    command = [sys.executable, "-m", "psgrad", "analyze", f"configs/{config}.yaml", "--output", str(folder), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "psgrad",
+        "analyze",
+        f"configs/{config}.yaml",
+        "--output",
+        str(folder),
+        *options,
+    ]
     subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return folder
 
@@ -580,7 +700,10 @@ def assert_self_contained(report: Path) -> None:
 
 def test_the_digits_run_is_whole(digits: Path) -> None:
     plots = {"norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet"}
-    assert files_of(digits) == FILES | {f"plots/{name}.png" for name in plots} | {"inputs/inputs.json", "inputs/images.safetensors"}
+    assert files_of(digits) == FILES | {f"plots/{name}.png" for name in plots} | {
+        "inputs/inputs.json",
+        "inputs/images.safetensors",
+    }
     manifest = json.loads((digits / "manifest.json").read_text())
     assert manifest["state"] == "finished"
     assert manifest["counts"] == {"samples": 1797, "nonfinite": 0, "in_dataset": 1797}
@@ -591,13 +714,21 @@ def test_the_digits_run_is_whole(digits: Path) -> None:
 def test_the_digits_norms_are_those_of_one_sample_at_a_time(digits: Path) -> None:
     rows = slice(0, 1797, 36)
     with np.load(ROOT / "configs" / "digits" / "digits.npz") as data:
-        images, labels, ids = torch.from_numpy(data["image"][rows]), torch.from_numpy(data["label"][rows]), data["id"][rows]
-    model = load_model(ModelConfig(factory="digits/model.py:build", checkpoint="digits/model.safetensors"), ROOT / "configs").model
+        images, labels, ids = (
+            torch.from_numpy(data["image"][rows]),
+            torch.from_numpy(data["label"][rows]),
+            data["id"][rows],
+        )
+    model = load_model(
+        ModelConfig(factory="digits/model.py:build", checkpoint="digits/model.safetensors"), ROOT / "configs"
+    ).model
     frame = pd.read_parquet(digits / "samples.parquet").iloc[rows]
     assert frame["id"].tolist() == ids.tolist()
     assert len(frame) == 50
     # In float32 alone the oracle's own p - 1 is off by 1e-4 for confident rows.
-    expected = norms_by_loop(model, lambda output, target: F.cross_entropy(output.double(), target), images, labels)
+    expected = norms_by_loop(
+        model, lambda output, target: F.cross_entropy(output.double(), target), images, labels
+    )
     np.testing.assert_allclose(frame["grad_norm"], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -616,14 +747,24 @@ def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
     count = 32
     folder = run_example(tmp_path / "text", "text", "--set", f"data.kwargs={{count: {count}}}")
     base = ROOT / "configs"
-    model = load_model(ModelConfig(factory="text/model.py:build", checkpoint="text/model.safetensors"), base).model
-    data = DataConfig(factory="text/data.py:passages", kwargs={"count": count}, inputs="bytes", target="next_bytes", id="passage")
+    model = load_model(
+        ModelConfig(factory="text/model.py:build", checkpoint="text/model.safetensors"), base
+    ).model
+    data = DataConfig(
+        factory="text/data.py:passages",
+        kwargs={"count": count},
+        inputs="bytes",
+        target="next_bytes",
+        id="passage",
+    )
     samples = load_data(data, base)
     block = samples.read(0, count)
     assert block.target is not None
     frame = pd.read_parquet(folder / "samples.parquet")
     assert frame["id"].tolist() == samples.ids.tolist()
-    np.testing.assert_allclose(frame["grad_norm"], norms_by_loop(model, F.cross_entropy, block.inputs[0], block.target), rtol=1e-5)
+    np.testing.assert_allclose(
+        frame["grad_norm"], norms_by_loop(model, F.cross_entropy, block.inputs[0], block.target), rtol=1e-5
+    )
     assert frame["token_accuracy"].between(0.3, 1).all()
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["model"]["modules_imported"] == ["text/model.py", "text/data.py"]
@@ -635,15 +776,16 @@ def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
 
 def test_each_command_has_its_way_and_waits_for_no_other() -> None:
     import psgrad.workflows
-    from psgrad.workflows import influence_indexing, influence_run
+    from psgrad.workflows import influence, influence_index
 
     for name in psgrad.workflows.__all__:
         assert callable(getattr(psgrad.workflows, name)), name
-    assert psgrad.workflows.influence_index is influence_indexing.influence_index
-    assert psgrad.workflows.influence is influence_run.influence
+    assert psgrad.workflows.influence_index is influence_index.influence_index
+    assert psgrad.workflows.influence is influence.influence
     with pytest.raises(AttributeError, match="no attribute 'analyse'"):
         psgrad.workflows.analyse  # type: ignore[attr-defined]  # noqa: B018
     code = (
-        "import sys, psgrad.workflows; psgrad.workflows.influence; assert not {'matplotlib', 'sklearn', 'dp_accounting'} & set(sys.modules)"
+        "import sys, psgrad.workflows; psgrad.workflows.influence; assert not {'matplotlib', 'sklearn',"
+        " 'dp_accounting'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

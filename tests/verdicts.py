@@ -12,10 +12,20 @@ import pandas as pd
 from psgrad.results import CheckResult, Finding, GateOutcome, Location
 from psgrad.storage import RunFolder
 
-REFERENCE: dict[str, Any] = {"decided_by": "reference", "evaluable": True, "why_not": None, "smallest_flaggable": 1, "fdr": 0.1}
+REFERENCE: dict[str, Any] = {
+    "decided_by": "reference",
+    "evaluable": True,
+    "why_not": None,
+    "smallest_flaggable": 1,
+    "fdr": 0.1,
+}
 """What judging says where a reference was large enough to flag a single outlier."""
 
-NO_REFERENCE: dict[str, Any] = {"decided_by": "review list", "evaluable": False, "why_not": "there is no reference"}
+NO_REFERENCE: dict[str, Any] = {
+    "decided_by": "review list",
+    "evaluable": False,
+    "why_not": "there is no reference",
+}
 
 
 def table(
@@ -50,7 +60,9 @@ def table(
     )
 
 
-def finished(folder: Path, frame: pd.DataFrame, outliers: dict[str, Any] | None = None, **changes: Any) -> Path:
+def finished(
+    folder: Path, frame: pd.DataFrame, outliers: dict[str, Any] | None = None, **changes: Any
+) -> Path:
     """The folder of a finished run with this table; `changes` are of the manifest."""
     run = RunFolder.create(folder, overwrite=True)
     run.write_table("samples.parquet", frame)
@@ -70,20 +82,37 @@ def finished(folder: Path, frame: pd.DataFrame, outliers: dict[str, Any] | None 
 def finding(rule: str = "nonfinite", **changes: Any) -> Finding:
     """A finding with these changes; its fingerprint is that of its rule and id."""
     levels = {"nonfinite": "error", "outlier": "error", "zero-gradient": "warning", "review": "note"}
-    content: dict[str, Any] = {"id": "a", "index": 0, "message": "a message", "location": Location("data.csv", 3), "values": {"loss": 1.5}}
+    content: dict[str, Any] = {
+        "id": "a",
+        "index": 0,
+        "message": "a message",
+        "location": Location("data.csv", 3),
+        "values": {"loss": 1.5},
+    }
     content |= changes
     digest = hashlib.sha256(f"{rule} {content['id']!r} {content['index']}".encode()).hexdigest()[:32]
     return Finding(**{"rule": rule, "level": levels[rule], "fingerprint": digest, **content})
 
 
 def verdict(*findings: Finding, outcome: str = "failed", more: int = 0, **changes: Any) -> CheckResult:
-    """A verdict on these findings, by the gate nonfinite; `more` of the first one's rule are counted and not kept."""
+    """A verdict on these findings, by the gate nonfinite; `more` of the first one's rule are counted and not
+    kept.
+    """
     counts: dict[str, dict[str, int]] = {}
     for each in findings:
         states = counts.setdefault(each.rule, {"new": 0, "known": 0, "ignored": 0})
         states[each.state] += 1
     if more:
         counts[findings[0].rule]["new"] += more
-    gate = GateOutcome("nonfinite", outcome, "some are not finite", len(findings) + more, 0, tuple(each.fingerprint for each in findings))  # type: ignore[arg-type]
+    gate = GateOutcome(
+        "nonfinite",
+        outcome,
+        "some are not finite",
+        len(findings) + more,
+        0,
+        tuple(each.fingerprint for each in findings),
+    )  # type: ignore[arg-type]
     facts = {"counts": counts, "partial": None, "score": "grad_norm", "baseline": None, "ignore": None}
-    return CheckResult(**{"outcomes": (gate,), "findings": findings, "run": "out", "samples": 100, "facts": facts, **changes})
+    return CheckResult(
+        **{"outcomes": (gate,), "findings": findings, "run": "out", "samples": 100, "facts": facts, **changes}
+    )

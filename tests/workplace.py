@@ -1,4 +1,6 @@
-"""A folder with a small model, its checkpoint, its data and a config that works, and the command line to run it."""
+"""A folder with a small model, its checkpoint, its data and a config that works, and the command line to run
+it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Outcome:
     err: str
 
     def refused(self, code: int, *words: str) -> str:
-        """What stderr says, once it is seen that the command ended so: this code, these words, one screen, no traceback."""
+        """What stderr says, once it is seen that the command ended so: this code, these words, one screen, no
+        traceback.
+        """
         assert self.code == code, self.err
         for word in words:
             assert word in self.err, self.err
@@ -63,7 +67,9 @@ class Outcome:
 class Workplace:
     """The folder, which is the current one too. `config` is written to config.yaml before each run."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         self.folder = folder
         self.config = json.loads(json.dumps(CONFIG))
         self._monkeypatch, self._capfd = monkeypatch, capfd
@@ -86,7 +92,9 @@ class Workplace:
         np.savez(self.folder / "data.npz", **self.arrays)
 
     def use_model(self, source: str) -> None:
-        """A model of one's own: the source of a class named Model, or of a function of that name. It has no checkpoint."""
+        """A model of one's own: the source of a class named Model, or of a function of that name. It has no
+        checkpoint.
+        """
         (self.folder / "model.py").write_text(MODEL + "\n\n" + source)
         self.config["model"] = {"factory": "model.py:Model"}
 
@@ -110,7 +118,9 @@ class Workplace:
         return Outcome(leave.value.code, out, err)
 
     def refused(self, code: int, *words: str, options: tuple[str, ...] = ()) -> str:
-        """Run, and see it end with this exit code and these words on stderr, on one screen and without a traceback."""
+        """Run, and see it end with this exit code and these words on stderr, on one screen and without a
+        traceback.
+        """
         return self.analyze(*options).refused(code, *words)
 
     def succeeded(self, *options: str) -> Outcome:

@@ -1,4 +1,5 @@
-"""docs/reference/commands.md: every command with its arguments and options, from the code of the command line.
+"""docs/reference/commands.md: every command with its arguments and options, from the code of the command
+line.
 
 `python -m tools.pages` writes it.
 """
@@ -20,7 +21,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "commands.md"
 HEAD = """\
 # Commands
 
-`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` prints the same.
+`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` prints the
+same.
 
 Results go to standard output. Messages for people go to standard error. Every command ends with one of these
 exit codes:
@@ -35,7 +37,8 @@ exit codes:
 | 130, 143 | interrupted by Ctrl-C, or by SIGTERM; finished work stays, and `--resume` continues |
 
 `psgrad --install-completion` installs completion of commands, options and their values for your shell;
-`--show-completion` prints the script instead. The output has no colours if `NO_COLOR` is set or if it does not
+`--show-completion` prints the script instead. The output has no colours if `NO_COLOR` is set or if it does
+not
 go to a terminal.
 """
 
@@ -59,10 +62,20 @@ def name_of(command: Any) -> str:
 def section(name: str, callback: Callable[..., None]) -> str:
     """One command: usage, what it does, its arguments and options."""
     parameters = list(parameters_of(callback))
-    arguments = [about.metavar or key.upper() for key, about, _, _ in parameters if isinstance(about, ArgumentInfo)]
+    arguments = [
+        about.metavar or key.upper() for key, about, _, _ in parameters if isinstance(about, ArgumentInfo)
+    ]
     usage = " ".join([f"psgrad {name}", *arguments, "[OPTIONS]"])
-    lines = [f"### psgrad {name}\n", f"```text\n{usage}\n```\n", inspect.cleandoc(callback.__doc__ or "") + "\n"]
-    lines += ["| argument or option | meaning | default |", "| --- | --- | --- |", *(row(*each) for each in parameters)]
+    lines = [
+        f"### psgrad {name}\n",
+        f"```text\n{usage}\n```\n",
+        inspect.cleandoc(callback.__doc__ or "") + "\n",
+    ]
+    lines += [
+        "| argument or option | meaning | default |",
+        "| --- | --- | --- |",
+        *(row(*each) for each in parameters),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -81,8 +94,15 @@ def row(key: str, about: Any, kind: Any, default: Any) -> str:
     else:
         flag = kind is bool
         # Inside Annotated the first name stands where a default would.
-        declared = [part for each in (about.default, *about.param_decls) for part in str(each).split("/") if part.startswith("-")]
-        names = ", ".join(f"`{each}{'' if flag else f' {about.metavar or values(kind)}'}`" for each in declared)
+        declared = [
+            part
+            for each in (about.default, *about.param_decls)
+            for part in str(each).split("/")
+            if part.startswith("-")
+        ]
+        names = ", ".join(
+            f"`{each}{'' if flag else f' {about.metavar or values(kind)}'}`" for each in declared
+        )
     meaning = " ".join((about.help or "").split())
     return f"| {names} | {meaning} | {words(default)} |".replace("N|FRACTION", "N\\|FRACTION")
 

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from psgrad.config import Config
-from psgrad.config.describing import sections_in
-from psgrad.config.schema import schema
+from psgrad.config.schema import schema, sections_in
 from psgrad.config.values import Section
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
 BEGIN, END = "<!-- made by tools/config_page.py -->\n", "<!-- end of the made part -->\n"
-NAMES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+NAMES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
 
 
 def page(text: str) -> str:
@@ -47,7 +52,9 @@ def sections(kind: type[Section], path: str) -> Iterator[tuple[str, type[Section
     for key, info in kind.model_fields.items():
         below = f"{path}.{key}".lstrip(".")
         # The data of a reference have the keys of the config's own data, which are listed once.
-        inside = next(sections_in(info.annotation), None) if below != "analyze.outliers.reference.data" else None
+        inside = (
+            next(sections_in(info.annotation), None) if below != "analyze.outliers.reference.data" else None
+        )
         if inside is not None:
             yield from sections(inside, below)
 

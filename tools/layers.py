@@ -1,7 +1,7 @@
 """ARCHITECTURE.md: the picture of the layers, from the imports of the code.
 
-`python -m tools.pages` writes it. A part of psgrad is a folder or a file directly in psgrad/, and inside the engine one
-directly in psgrad/engine/. A part stands one layer below the lowest part that imports it.
+`python -m tools.pages` writes it. A part of psgrad is a folder or a file directly in psgrad/, and inside the
+engine one directly in psgrad/engine/. A part stands one layer below the lowest part that imports it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ def picture(folder: Path) -> str:
     found = parts(folder)
     names = max(map(len, found)) + 2
     blocks = []
-    for layer in layers({name: imported(paths, folder) & set(found) - {name} for name, paths in found.items()}):
+    for layer in layers(
+        {name: imported(paths, folder) & set(found) - {name} for name, paths in found.items()}
+    ):
         lines = []
         for name in layer:
             words = textwrap.wrap(first_sentence(found[name]), WIDTH - names)
-            lines += [f"{label:{names}}{line}" for label, line in zip([name, *[""] * len(words)], words, strict=False)]
+            lines += [
+                f"{label:{names}}{line}"
+                for label, line in zip([name, *[""] * len(words)], words, strict=False)
+            ]
         blocks.append("\n".join(lines))
     return f"\n{'-' * WIDTH}\n".join(blocks)
 
@@ -59,12 +64,18 @@ def parts(folder: Path) -> dict[str, list[Path]]:
 def imported(paths: list[Path], folder: Path) -> set[str]:
     """The names directly below a folder's package that some files import from."""
     package = [*folder.relative_to(ROOT).parts]
-    dotted = (name.split(".") for path in paths for name in modules(ast.parse(path.read_text(encoding="utf-8"))))
-    return {name[len(package)] for name in dotted if name[: len(package)] == package and len(name) > len(package)}
+    dotted = (
+        name.split(".") for path in paths for name in modules(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    return {
+        name[len(package)] for name in dotted if name[: len(package)] == package and len(name) > len(package)
+    }
 
 
 def modules(tree: ast.AST) -> Iterator[str]:
-    """The dotted name of everything that is imported: `from a import b` gives `a.b`, which may be a module or not."""
+    """The dotted name of everything that is imported: `from a import b` gives `a.b`, which may be a module or
+    not.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -73,16 +84,22 @@ def modules(tree: ast.AST) -> Iterator[str]:
 
 
 def layers(arrows: Mapping[str, set[str]]) -> list[list[str]]:
-    """The parts by layer, the highest first; `arrows` names what each part imports. Raises ValueError for a cycle."""
+    """The parts by layer, the highest first; `arrows` names what each part imports. Raises ValueError for a
+    cycle.
+    """
     try:
         order = list(TopologicalSorter(arrows).static_order())
     except CycleError as error:
-        raise ValueError(f"parts import each other in a cycle: {' > '.join(reversed(error.args[1]))}") from error
+        raise ValueError(
+            f"parts import each other in a cycle: {' > '.join(reversed(error.args[1]))}"
+        ) from error
     depth = dict.fromkeys(order, 0)
     for name in reversed(order):
         for below in arrows[name]:
             depth[below] = max(depth[below], depth[name] + 1)
-    return [sorted(name for name in order if depth[name] == level) for level in range(max(depth.values()) + 1)]
+    return [
+        sorted(name for name in order if depth[name] == level) for level in range(max(depth.values()) + 1)
+    ]
 
 
 def first_sentence(paths: list[Path]) -> str:

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "measures.md"
@@ -27,7 +27,9 @@ def generated() -> str:
         for name, kind in measures.items()
     ]
     table = "\n".join(["| name | measure | unit | cost |", "|---|---|---|---|", *rows])
-    return "\n\n".join([table, *(_section(kind) for kind in measures.values())]).replace("{loss}", "loss") + "\n"
+    return (
+        "\n\n".join([table, *(_section(kind) for kind in measures.values())]).replace("{loss}", "loss") + "\n"
+    )
 
 
 def page(text: str) -> str:
@@ -40,7 +42,12 @@ def page(text: str) -> str:
 def _section(kind: type[Measure]) -> str:
     words, options = _docstring(kind)
     parts = [f"### {_heading(kind)}", words]
-    facts = [f"- Formula: `{kind.formula}`", f"- Unit: {kind.unit}", f"- Cost: {kind.cost}", f"- Source: {kind.source}"]
+    facts = [
+        f"- Formula: `{kind.formula}`",
+        f"- Unit: {kind.unit}",
+        f"- Cost: {kind.cost}",
+        f"- Source: {kind.source}",
+    ]
     if kind.needs:
         facts.append(f"- Runs by itself before: {', '.join(f'`{name}`' for name in kind.needs)}")
     parts.append("\n".join(facts))
@@ -54,18 +61,31 @@ def _section(kind: type[Measure]) -> str:
 
 
 def _docstring(kind: type[Measure]) -> tuple[str, list[tuple[str, str, str]]]:
-    """(the paragraphs of a class's docstring, one a line; its options: name, default, what it says of them)."""
+    """(the paragraphs of a class's docstring, one a line; its options: name, default, what it says of
+    them).
+    """
     before, _, listed = inspect.cleandoc(kind.__doc__ or "").partition("Options:\n")
-    paragraphs = "\n\n".join(textwrap.fill(" ".join(each.split()), 140, break_on_hyphens=False) for each in before.strip().split("\n\n"))
+    paragraphs = "\n\n".join(
+        textwrap.fill(" ".join(each.split()), 140, break_on_hyphens=False)
+        for each in before.strip().split("\n\n")
+    )
     said: dict[str, str] = {}
     for found in re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, flags=re.MULTILINE):
         said[found[1]] = " ".join(found[2].split())
-    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return paragraphs, [(field.name, _default(field.default), said[field.name]) for field in fields if field.init]
+    fields: tuple[dataclasses.Field[Any], ...] = (
+        dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    )
+    return paragraphs, [
+        (field.name, _default(field.default), said[field.name]) for field in fields if field.init
+    ]
 
 
 def _default(value: object) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {True: "true", False: "false", None: "null"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
 
 
 def _heading(kind: type[Measure]) -> str:

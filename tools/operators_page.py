@@ -1,7 +1,7 @@
 """docs/reference/operators.md: how many of PyTorch's operators are right, and which are refused.
 
-The numbers come from the refusals that tests/engine/transforms/refused.py lists; test_operators.py compares that list
-with what the operators do. `python -m tools.pages` writes the page.
+The numbers come from the refusals that tests/engine/transforms/refused.py lists; test_operators.py compares
+that list with what the operators do. `python -m tools.pages` writes the page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from tests.engine.transforms.derivatives import PUSH
 from tests.engine.transforms.operators import entries
-from tests.engine.transforms.refused import REFUSED, UNJUDGED, UNJUDGED_MAPPED, UNJUDGED_PULLED, UNJUDGED_TWICE
+from tests.engine.transforms.refused import (
+    REFUSED,
+    UNJUDGED,
+    UNJUDGED_MAPPED,
+    UNJUDGED_PULLED,
+    UNJUDGED_TWICE,
+)
 from tests.engine.transforms.sweep import ROWS, TWICE
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "operators.md"
@@ -19,7 +25,9 @@ MAPPED = frozenset(row for row in ROWS if ROWS[row].mapped)
 
 
 def judged_rows(name: str, entry: Any) -> list[str]:
-    """The rows that say something of an entry: those whose oracle exists; values alone where there is no derivative."""
+    """The rows that say something of an entry: those whose oracle exists; values alone where there is no
+    derivative.
+    """
     if name in UNJUDGED:
         return []
     rows = [row for row in ROWS if entry.supports_autograd or row in ("vjp", "vmap(vjp)")]
@@ -45,23 +53,31 @@ def refused_rows(name: str, entry: Any) -> set[str]:
 TEMPLATE = """\
 # PyTorch's operators: what is right, what is refused
 
-`python -m tools.pages` makes this page; a test fails if it is out of date. `psgrad ops` lists the rule of each
+`python -m tools.pages` makes this page; a test fails if it is out of date. `psgrad ops` lists the rule of
+each
 operator.
 
-PyTorch has a database of its operators with sample calls. The tests run the {entries} entries that have float64
-through each row of the first table: the first four sample calls of an entry, the same calls in place if PyTorch
+PyTorch has a database of its operators with sample calls. The tests run the {entries} entries that have
+float64
+through each row of the first table: the first four sample calls of an entry, the same calls in place if
+PyTorch
 can differentiate them, and, if the result is a view, a write through the view. Each result is compared with
-`torch.autograd` on one sample at a time, with a relative error of 1e-9. An entry is *right* if all of its calls are
-right. It is *refused* if one of its calls ends in an error of psgrad that names the operator. **No entry is wrong, and
+`torch.autograd` on one sample at a time, with a relative error of 1e-9. An entry is *right* if all of its
+calls are
+right. It is *refused* if one of its calls ends in an error of psgrad that names the operator. **No entry is
+wrong, and
 none ends in another error**: the tests fail in both cases.
 
 | | entries | right | refused | right, percent |
 |---|---|---|---|---|
 {bars}
 
-A row counts the entries that have a derivative in float64 and an oracle for the row. `vmap(grad)` is the gradient of a
-fixed random projection of the results. Under `vmap`, two different samples run together: with the sample axis in front,
-with the sample axis last, and with each argument mapped alone. Random operators draw the same numbers for both samples.
+A row counts the entries that have a derivative in float64 and an oracle for the row. `vmap(grad)` is the
+gradient of a
+fixed random projection of the results. Under `vmap`, two different samples run together: with the sample axis
+in front,
+with the sample axis last, and with each argument mapped alone. Random operators draw the same numbers for
+both samples.
 If the data decide what is computed, both samples agree on it.
 
 ## Refused
@@ -103,11 +119,13 @@ def page(text: str) -> str:
     """The whole page; nothing of its present `text` stays."""
     database = entries()
     bars = [
-        f"| `{row}` | {count.entries} | {count.right} | {count.entries - count.right} | {_floored(count.percent)} |"
+        f"| `{row}` | {count.entries} | {count.right} | {count.entries - count.right} |"
+        f" {_floored(count.percent)} |"
         for row, count in counts().items()
     ]
     refused = [
-        f"| `{name}` | {_named(refused_rows(name, entry), judged_rows(name, entry))} | {REFUSED[name].reason} |"
+        f"| `{name}` | {_named(refused_rows(name, entry), judged_rows(name, entry))} |"
+        f" {REFUSED[name].reason} |"
         for name, entry in database.items()
         if refused_rows(name, entry)
     ]
@@ -117,8 +135,12 @@ def page(text: str) -> str:
         ("all but jvp", UNJUDGED_PULLED),
         ("second derivatives", UNJUDGED_TWICE),
     )
-    unjudged = [f"| `{name}` | {rows} | {reason} |" for rows, reasons in groups for name, reason in reasons.items()]
-    return TEMPLATE.format(entries=len(database), bars="\n".join(bars), refused="\n".join(refused), unjudged="\n".join(unjudged))
+    unjudged = [
+        f"| `{name}` | {rows} | {reason} |" for rows, reasons in groups for name, reason in reasons.items()
+    ]
+    return TEMPLATE.format(
+        entries=len(database), bars="\n".join(bars), refused="\n".join(refused), unjudged="\n".join(unjudged)
+    )
 
 
 def _floored(percent: float) -> str:

@@ -11,7 +11,8 @@ import sys
 from tools import commands_page, config_page, layers, measures_page, operators_page
 
 GENERATORS = (commands_page, config_page, layers, measures_page, operators_page)
-"""Each has a PAGE and a function `page(text) -> str`: the whole page as it has to be, from the page as it is."""
+"""Each has a PAGE and a function `page(text) -> str`: the whole page as it has to be, from the page as it is.
+"""
 
 
 def outdated() -> dict[object, str]:

@@ -2,8 +2,8 @@
 
     python -m tools.pictures [NAME ...]      # such as digits-report; without names all
 
-The picture of the report needs Chromium and Playwright (`pip install -e ".[browser]"`). docs/dp-accuracy.png takes many
-trainings: `python benchmarks/dp_utility.py --plot docs/dp-accuracy.png` makes it.
+The picture of the report needs Chromium and Playwright (`pip install -e ".[browser]"`). docs/dp-accuracy.png
+takes many trainings: `python benchmarks/dp_utility.py --plot docs/dp-accuracy.png` makes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Make the checkpoints example again: train a small network on the digits of `../digits`, flipped labels included, and keep five moments.
+"""Make the checkpoints example again: train a small network on the digits of `../digits`, flipped labels
+included, and keep five moments.
 
     python configs/digits-checkpoints/make.py
 
-writes beside itself `epoch-01.safetensors`, ..., each of 11 kB: the weights after that many epochs. It takes a few seconds. The weights
-differ in their last digits from machine to machine.
+writes beside itself `epoch-01.safetensors`, ..., each of 11 kB: the weights after that many epochs. It takes
+a few seconds. The weights differ in their last digits from machine to machine.
 """
 
 from __future__ import annotations

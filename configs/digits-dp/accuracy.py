@@ -1,6 +1,8 @@
-"""How well the released model does on digits that it was not trained on: python configs/digits-dp/accuracy.py runs/digits-dp
+"""How well the released model does on digits that it was not trained on: python configs/digits-dp/accuracy.py
+runs/digits-dp
 
-The test set is data of its own, which no guarantee of the run covers: a number such as this one is published as any other is.
+The test set is data of its own, which no guarantee of the run covers: a number such as this one is published
+as any other is.
 """
 
 from __future__ import annotations

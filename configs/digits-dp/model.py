@@ -1,8 +1,8 @@
 """A small convolutional network for 8x8 grey images, to be trained from scratch under clipping and noise.
 
-Tanh in place of ReLU keeps activations, and with them gradients, bounded: less of them is clipped away (Papernot, Thakurta, Song, Chien
-and Erlingsson, "Tempered Sigmoid Activations for Deep Learning with Differential Privacy", 2021). There is no normalisation layer that
-mixes the images of a batch.
+Tanh in place of ReLU keeps activations, and with them gradients, bounded: less of them is clipped away
+(Papernot, Thakurta, Song, Chien and Erlingsson, "Tempered Sigmoid Activations for Deep Learning with
+Differential Privacy", 2021). There is no normalisation layer that mixes the images of a batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Make the digits-gate example again: some digits that a person has checked, and the others, whose labels nobody has looked at.
+"""Make the digits-gate example again: some digits that a person has checked, and the others, whose labels
+nobody has looked at.
 
     python configs/digits-gate/make.py
 
-reads `../digits/digits.npz` and `../digits/flipped.json`, and writes beside itself `checked.npz` (600 digits that were not flipped, drawn
-at random) and `unchecked.npz` (all others, the flipped ones among them), with the columns of digits.npz. The network of ../digits has been
-trained on both, so that sound digits of the one are like those of the other. The files come out the same everywhere.
+reads `../digits/digits.npz` and `../digits/flipped.json`, and writes beside itself `checked.npz` (600 digits
+that were not flipped, drawn at random) and `unchecked.npz` (all others, the flipped ones among them), with
+the columns of digits.npz. The network of ../digits has been trained on both, so that sound digits of the one
+are like those of the other. The files come out the same everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def main() -> None:
     checked = np.zeros(len(columns["id"]), bool)
     checked[np.random.default_rng(SEED).choice(sound, CHECKED, replace=False)] = True
     for name, rows in (("checked", checked), ("unchecked", ~checked)):
-        np.savez_compressed(FOLDER / f"{name}.npz", **{column: values[rows] for column, values in columns.items()})
+        np.savez_compressed(
+            FOLDER / f"{name}.npz", **{column: values[rows] for column, values in columns.items()}
+        )
     print(f"{CHECKED} checked digits, {int((~checked).sum())} others, {len(flipped)} of which are flipped")
 
 

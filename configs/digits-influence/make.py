@@ -1,10 +1,12 @@
-"""Make the influence example again: split the digits, train the network until it knows every training digit, keep its weights.
+"""Make the influence example again: split the digits, train the network until it knows every training digit,
+keep its weights.
 
     python configs/digits-influence/make.py
 
-writes beside itself `train.npz` (1437 digits) and `test.npz` (360), each with image float16 [n, 1, 8, 8] (sixteenths from 0 to 1, so
-that no digit is lost), label int64 [n] and id [n], and `model.safetensors`. It takes a few seconds. The data come out the same
-everywhere; the weights differ in their last digits from machine to machine.
+writes beside itself `train.npz` (1437 digits) and `test.npz` (360), each with image float16 [n, 1, 8, 8]
+(sixteenths from 0 to 1, so that no digit is lost), label int64 [n] and id [n], and `model.safetensors`. It
+takes a few seconds. The data come out the same everywhere; the weights differ in their last digits from
+machine to machine.
 """
 
 from __future__ import annotations
@@ -45,9 +47,13 @@ def main() -> None:
     images = (digits.images[:, None] / 16).astype(np.float32)
     labels = digits.target.astype(np.int64)
     ids = np.array([f"digit-{index:04d}" for index in range(len(labels))])
-    train_rows, test_rows = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=SEED)
+    train_rows, test_rows = train_test_split(
+        np.arange(len(labels)), test_size=360, stratify=labels, random_state=SEED
+    )
     for name, rows in (("train", np.sort(train_rows)), ("test", np.sort(test_rows))):
-        np.savez_compressed(FOLDER / f"{name}.npz", image=images[rows].astype(np.float16), label=labels[rows], id=ids[rows])
+        np.savez_compressed(
+            FOLDER / f"{name}.npz", image=images[rows].astype(np.float16), label=labels[rows], id=ids[rows]
+        )
     rows = np.sort(train_rows)
     model = train(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]))
     save_file(model.state_dict(), FOLDER / "model.safetensors")

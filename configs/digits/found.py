@@ -23,7 +23,10 @@ def main(run: str) -> None:
     samples = pd.read_parquet(Path(run) / "samples.parquet")
     flipped = {entry["id"] for entry in json.loads(FLIPPED.read_text())}
     for column, words in (("grad_norm", "gradient norm"), ("loss", "loss")):
-        counts = [f"{found(samples, flipped, column, share)} of {len(flipped)} in the top {share:.0%}" for share in SHARES]
+        counts = [
+            f"{found(samples, flipped, column, share)} of {len(flipped)} in the top {share:.0%}"
+            for share in SHARES
+        ]
         print(f"by {words + ':':<15} {', '.join(counts)}")
 
 

@@ -1,10 +1,12 @@
-"""Make the digits example again: flip labels, train the network on them, and tell how well norm and loss find the flipped ones.
+"""Make the digits example again: flip labels, train the network on them, and tell how well norm and loss find
+the flipped ones.
 
     python configs/digits/make.py
 
-writes beside itself `digits.npz` (image float32 [1797, 1, 8, 8] in 0..1, label int64 [1797], id [1797]), `flipped.json` (id, true
-label and given label of each flipped digit) and `model.safetensors`. It takes a few seconds. The data come out the
-same everywhere; the weights differ in their last digits from machine to machine.
+writes beside itself `digits.npz` (image float32 [1797, 1, 8, 8] in 0..1, label int64 [1797], id [1797]),
+`flipped.json` (id, true label and given label of each flipped digit) and `model.safetensors`. It takes a few
+seconds. The data come out the same everywhere; the weights differ in their last digits from machine to
+machine.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ CLASSES = 10
 EPOCHS = 12
 BATCH_SIZE = 32
 LEARNING_RATE = 1e-3
-# Enough to keep the network from learning the flipped labels by heart, so that they still stand out when it is trained.
+# Enough to keep the network from learning the flipped labels by heart, so that they still stand out when it
+# is trained.
 WEIGHT_DECAY = 0.05
 
 
@@ -79,7 +82,9 @@ def main() -> None:
     flipped = given != true
 
     np.savez_compressed(FOLDER / "digits.npz", image=images, label=given, id=ids)
-    records = [{"id": str(ids[i]), "true": int(true[i]), "given": int(given[i])} for i in np.flatnonzero(flipped)]
+    records = [
+        {"id": str(ids[i]), "true": int(true[i]), "given": int(given[i])} for i in np.flatnonzero(flipped)
+    ]
     (FOLDER / "flipped.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
     model = train(torch.from_numpy(images), torch.from_numpy(given))
@@ -88,7 +93,10 @@ def main() -> None:
     losses, norms = losses_and_norms(model, torch.from_numpy(images), torch.from_numpy(given))
     for name, score in (("gradient norm", norms), ("loss", losses)):
         counts = [found(score, torch.from_numpy(flipped), fraction) for fraction in (0.03, 0.1)]
-        print(f"{name}: {counts[0]} of {flipped.sum()} flipped digits in the top 3 %, {counts[1]} in the top 10 %")
+        print(
+            f"{name}: {counts[0]} of {flipped.sum()} flipped digits in the top 3 %, "
+            f"{counts[1]} in the top 10 %"
+        )
 
 
 if __name__ == "__main__":

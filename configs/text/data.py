@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-# Plain modules that every supported Python has, in this order. Their text changes a little from one Python release to the next.
+# Plain modules that every supported Python has, in this order. Their text changes a little from one Python
+# release to the next.
 FILES = (
     "argparse.py",
     "ast.py",
@@ -47,16 +48,23 @@ FILES = (
 class Passages(Dataset[dict[str, Tensor | str]]):
     """`count` passages of `length` bytes, spread evenly over the files.
 
-    An item is `bytes` int64 [length], `next_bytes` int64 [length], the same one byte further on, and `passage`, the file and
-    the offset in bytes at which the passage begins, such as `json/decoder.py:0`.
+    An item is `bytes` int64 [length], `next_bytes` int64 [length], the same one byte further on, and
+    `passage`, the file and the offset in bytes at which the passage begins, such as `json/decoder.py:0`.
     """
 
     def __init__(self, count: int, length: int) -> None:
         library = Path(sysconfig.get_path("stdlib"))
         sources = {name: (library / name).read_bytes() for name in FILES}
-        places = [(name, start) for name, source in sources.items() for start in range(0, len(source) - length, length)]
+        places = [
+            (name, start)
+            for name, source in sources.items()
+            for start in range(0, len(source) - length, length)
+        ]
         if len(places) < count:
-            raise ValueError(f"{count} passages of {length} bytes were asked for, and the files in {library} hold {len(places)}")
+            raise ValueError(
+                f"{count} passages of {length} bytes were asked for, "
+                f"and the files in {library} hold {len(places)}"
+            )
         self.places = [places[index * len(places) // count] for index in range(count)]
         self.sources = sources
         self.length = length

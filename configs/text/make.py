@@ -2,8 +2,9 @@
 
     python configs/text/make.py
 
-trains the transformer on its passages and writes `model.safetensors` beside itself. It takes under a minute. The
-weights depend on the text of the Python that runs this, and differ in their last digits from machine to machine.
+trains the transformer on its passages and writes `model.safetensors` beside itself. It takes under a minute.
+The weights depend on the text of the Python that runs this, and differ in their last digits from machine to
+machine.
 """
 
 from __future__ import annotations

@@ -27,7 +27,12 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         n, t, width = x.shape
-        query, key, value = self.query_key_value(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (
+            self.query_key_value(x)
+            .view(n, t, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.attention_out(mixed.transpose(1, 2).reshape(n, t, width))
 

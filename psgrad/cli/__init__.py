@@ -8,7 +8,9 @@ from psgrad.errors import EXIT_INTERRUPTED
 
 
 def main() -> None:
-    """Run the command that the process's arguments name, and leave with its exit code; with 130 where Ctrl-C comes before it begins."""
+    """Run the command that the process's arguments name, and leave with its exit code; with 130 where Ctrl-C
+    comes before it begins.
+    """
     try:
         from psgrad.cli.app import main as run
 

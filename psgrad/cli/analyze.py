@@ -26,18 +26,37 @@ def _limit(text: str | float) -> float:
         try:
             return float(text)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is neither a number of samples nor a fraction of them") from None
+            raise typer.BadParameter(
+                f"{text!r} is neither a number of samples nor a fraction of them"
+            ) from None
 
 
 Limit = Annotated[
     float | None,
-    typer.Option("--limit", metavar="N|FRACTION", parser=_limit, help="Only the first N samples, or a fraction of them: a PARTIAL run."),
+    typer.Option(
+        "--limit",
+        metavar="N|FRACTION",
+        parser=_limit,
+        help="Only the first N samples, or a fraction of them: a PARTIAL run.",
+    ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder, if it was interrupted.")]
-Check = Annotated[bool, typer.Option("--check", help="Evaluate the config's gate at the end, and exit with its code.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; psgrad report makes them later.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing on stderr except errors and the verdict of --check.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Also print how it was computed, and the time of each part.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run in the run folder, if it was interrupted.")
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Evaluate the config's gate at the end, and exit with its code.")
+]
+Report = Annotated[
+    bool,
+    typer.Option("--report/--no-report", help="Draw plots and report.html; psgrad report makes them later."),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("-q", "--quiet", help="Print nothing on stderr except errors and the verdict of --check."),
+]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Also print how it was computed, and the time of each part.")
+]
 
 
 def analyze(
@@ -55,22 +74,25 @@ def analyze(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Compute the gradient of each sample, rank the samples, find outliers, and compute the measures of the config.
+    """Compute the gradient of each sample, rank the samples, find outliers, and compute the measures of the
+    config.
 
-    Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the plots and report.html.
-    psgrad validate lists the mistakes of a config faster.
+    Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the
+    plots and report.html. psgrad validate lists the mistakes of a config faster.
     """
     with boundary(debug):
         _require_one_of(quiet and verbose, "--quiet", "--verbose")
         _require_one_of(resume and overwrite, "--resume", "--overwrite")
         resolved = read_config(config, settings, output)
-        from psgrad import workflows
+        from psgrad.workflows.analyze import analyze as run_analyze
 
         with progress_display(ProgressStyle.none if quiet else shown) as progress:
-            result = workflows.analyze(resolved, overwrite=overwrite, resume=resume, limit=limit, report=report, progress=progress)
+            result = run_analyze(
+                resolved, overwrite=overwrite, resume=resume, limit=limit, report=report, progress=progress
+            )
         _say(result, quiet, verbose)
         if as_json:
-            from psgrad.reports.run_record import run_record
+            from psgrad.reports.terminal import run_record
 
             typer.echo(json.dumps(run_record(result, resolved.analyze.top), indent=2, allow_nan=False))
         else:
@@ -84,7 +106,9 @@ def analyze(
 
 def _require_one_of(both: bool, first: str, second: str) -> None:
     if both:
-        raise ConfigError(f"{first} was given together with {second}", expected="one of them", next_step="leave one out")
+        raise ConfigError(
+            f"{first} was given together with {second}", expected="one of them", next_step="leave one out"
+        )
 
 
 def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
@@ -100,7 +124,9 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
     if verbose:
         for about in ("versions", "engine", "timings"):
             facts: dict[str, Any] = result.manifest.get(about) or {}
-            typer.echo(f"{about}: " + ", ".join(f"{key} {_brief(value)}" for key, value in facts.items()), err=True)
+            typer.echo(
+                f"{about}: " + ", ".join(f"{key} {_brief(value)}" for key, value in facts.items()), err=True
+            )
 
 
 def _brief(value: object) -> str:

@@ -1,4 +1,6 @@
-"""The commands of psgrad, each from its own file. Nothing here may import torch, pandas or matplotlib: `--help` answers at once."""
+"""The commands of psgrad, each from its own file. Nothing here may import torch, pandas or matplotlib:
+`--help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ from psgrad.cli.validate import validate
 
 
 class _Commands(TyperGroup):
-    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`. Their flags take no value, and
-    `--help` shows none."""
+    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`. Their
+    flags take no value, and `--help` shows none.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -48,13 +51,21 @@ app = typer.Typer(
     name="psgrad",
     cls=_Commands,
     help="Look at a PyTorch model one training example at a time.",
-    epilog="Exit codes: 0 ok, 1 a gate failed, 2 usage or config, 3 model, data or runtime, 4 a gate could not be evaluated, "
-    "130/143 interrupted.",
+    epilog=(
+        "Exit codes: 0 ok, 1 a gate failed, 2 usage or config, 3 model, data or runtime, 4 a gate could not"
+        " be evaluated, 130/143 interrupted."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-BEGIN, QUALITY, INFLUENCE, PRIVACY, INSIDE = "Begin", "Data quality", "Influence", "Private training", "Inside"
+BEGIN, QUALITY, INFLUENCE, PRIVACY, INSIDE = (
+    "Begin",
+    "Data quality",
+    "Influence",
+    "Private training",
+    "Inside",
+)
 
 app.command(rich_help_panel=BEGIN)(init)
 app.command(rich_help_panel=BEGIN)(validate)
@@ -88,7 +99,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _psgrad(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     pass

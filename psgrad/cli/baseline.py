@@ -12,21 +12,30 @@ from psgrad.cli.check import Run
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
-    from psgrad.results.baseline import BaselineChange
+    from psgrad.results.findings import BaselineChange
 
-BaselinePath = Annotated[Path, typer.Option("--output", metavar="FILE", help="The baseline: a new file, or an existing one.")]
-Grow = Annotated[bool, typer.Option("--grow", help="Also add new findings, and the scores of this run, to an existing baseline.")]
+BaselinePath = Annotated[
+    Path, typer.Option("--output", metavar="FILE", help="The baseline: a new file, or an existing one.")
+]
+Grow = Annotated[
+    bool,
+    typer.Option(
+        "--grow", help="Also add new findings, and the scores of this run, to an existing baseline."
+    ),
+]
 
 
-def baseline_save(run: Run, output: BaselinePath = Path("psgrad-baseline.json"), grow: Grow = False, debug: Debug = False) -> None:
-    """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a reference for later samples.
+def baseline_save(
+    run: Run, output: BaselinePath = Path("psgrad-baseline.json"), grow: Grow = False, debug: Debug = False
+) -> None:
+    """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a
+    reference for later samples.
 
-    An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings are refused, unless --grow
-    is given.
-    Prints the path of the file.
+    An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings
+    are refused, unless --grow is given. Prints the path of the file.
     """
     with boundary(debug):
-        from psgrad.workflows.checking import save_baseline
+        from psgrad.workflows.check import save_baseline
 
         change = save_baseline(run, output=output, grow=grow)
         for line in _words(change):
@@ -41,7 +50,8 @@ def _words(change: BaselineChange) -> list[str]:
     lines = [f"{held}: {change.taken:,} taken in, {change.dropped:,} dropped as they are gone"]
     if change.refused:
         lines.append(
-            f"{count(change.refused, 'new finding')} refused: a baseline only shrinks, and these go on to count; --grow takes them in"
+            f"{count(change.refused, 'new finding')} refused: a baseline only shrinks, and these go on to"
+            " count; --grow takes them in"
         )
     if change.reference_kept:
         lines.append("the scores to judge by are those that it had; --grow takes those of this run")

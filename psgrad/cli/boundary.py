@@ -20,12 +20,16 @@ from psgrad.reports.words import printable
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. A KeyboardInterrupt, so that whatever cleans up after Ctrl-C cleans up after this too."""
+    """SIGTERM arrived. A KeyboardInterrupt, so that whatever cleans up after Ctrl-C cleans up after
+    this too.
+    """
 
 
 @contextmanager
 def boundary(debug: bool) -> Iterator[None]:
-    """Run a command's body: errors and signals end it with a message and its exit code; with `debug` the traceback comes first."""
+    """Run a command's body: errors and signals end it with a message and its exit code; with `debug` the
+    traceback comes first.
+    """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -88,9 +92,11 @@ def _no_memory(error: MemoryError) -> str:
     origin = traceback.extract_tb(error.__traceback__)[-1]
     told = str(error).strip().split("\n")[0][:500]
     return (
-        f"error: out of memory in {origin.name}" + (f": {told}" if told else "") + "\n"
-        "  likely cause: an option asks for very many or very large things, or other processes have the memory\n"
-        "  next step: make the option smaller, or free memory, and run psgrad again; analyze goes on with --resume"
+        f"error: out of memory in {origin.name}"
+        + (f": {told}" if told else "")
+        + "\n  likely cause: an option asks for very many or very large things, or other processes have the"
+        " memory\n  next step: make the option smaller, or free memory, and run psgrad again; analyze goes"
+        " on with --resume"
     )
 
 
@@ -99,9 +105,9 @@ def _internal_error(error: Exception) -> str:
     text = str(error).strip().split("\n")[0][:500]
     torch = getattr(sys.modules.get("torch"), "__version__", "not loaded")
     return (
-        f"internal error: {type(error).__name__}: {text}\n"
-        f"  where: {origin.name} in {origin.filename}, line {origin.lineno}\n"
-        f"  versions: psgrad {__version__}, Python {platform.python_version()}, torch {torch}, {platform.system()}\n"
-        "  likely cause: a mistake in psgrad, not in your config\n"
-        "  next step: run the same command with --debug, and report what it prints with the config to psgrad's issue tracker"
+        f"internal error: {type(error).__name__}: {text}\n  where: {origin.name} in {origin.filename}, line"
+        f" {origin.lineno}\n  versions: psgrad {__version__}, Python {platform.python_version()}, torch"
+        f" {torch}, {platform.system()}\n  likely cause: a mistake in psgrad, not in your config\n  next"
+        " step: run the same command with --debug, and report what it prints with the config to psgrad's"
+        " issue tracker"
     )

@@ -29,18 +29,33 @@ class Format(StrEnum):
     markdown = "markdown"
 
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished psgrad analyze.", show_default=False)]
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a finished psgrad analyze.", show_default=False)
+]
 BaselineFile = Annotated[
     Path | None,
-    typer.Option("--baseline", metavar="FILE", help="Count only what is not in this baseline, in place of the config's."),
+    typer.Option(
+        "--baseline",
+        metavar="FILE",
+        help="Count only what is not in this baseline, in place of the config's.",
+    ),
 ]
 GateSettings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="gate.KEY=VALUE", help="Change one value of the gate, such as gate.max_outliers=3. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="gate.KEY=VALUE",
+        help="Change one value of the gate, such as gate.max_outliers=3. May be repeated.",
+    ),
 ]
 AFormat = Annotated[Format, typer.Option("--format", help="How the verdict is written.", show_choices=True)]
-ToFile = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file, not to standard output.")]
-ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 whatever the verdict is; errors keep their exit codes.")]
+ToFile = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file, not to standard output.")
+]
+ExitZero = Annotated[
+    bool,
+    typer.Option("--exit-zero", help="Exit with 0 whatever the verdict is; errors keep their exit codes."),
+]
 
 
 def check(
@@ -54,11 +69,12 @@ def check(
 ) -> None:
     """Evaluate the gate of a finished run: its limits on outliers and on samples that are not finite.
 
-    Exit codes: 0 passed, 1 failed, 2 a wrong option or config, 3 a run that can't be read, 4 not evaluable, which is not a pass. Writes
-    findings.jsonl and check.json in the run folder. Needs neither the model nor the data.
+    Exit codes: 0 passed, 1 failed, 2 a wrong option or config, 3 a run that can't be read, 4 not evaluable,
+    which is not a pass. Writes findings.jsonl and check.json in the run folder. Needs neither the model nor
+    the data.
     """
     with boundary(debug):
-        from psgrad.workflows.checking import check as evaluated
+        from psgrad.workflows.check import check as evaluated
 
         result = evaluated(run, settings=settings or (), baseline=baseline)
         show_check(result, style.value, output)
@@ -67,14 +83,20 @@ def check(
 
 
 def show_check(result: CheckResult, style: str, output: Path | None = None) -> None:
-    """Print a verdict, or write it to a file and say the verdict on stderr; in a step of GitHub Actions its summary is written, too."""
+    """Print a verdict, or write it to a file and say the verdict on stderr; in a step of GitHub Actions its
+    summary is written, too.
+    """
     from psgrad.reports.ci import render_check
 
     write_text(render_check(result, style), output)
     if style != "terminal" or output is not None:
         from psgrad.reports.ci.words import clean, headline, outcome_line
 
-        for line in (headline(result), *map(outcome_line, result.outcomes), *(f"warning: {clean(each)}" for each in result.warnings)):
+        for line in (
+            headline(result),
+            *map(outcome_line, result.outcomes),
+            *(f"warning: {clean(each)}" for each in result.warnings),
+        ):
             typer.echo(line, err=True)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if style == "github" and summary:

@@ -13,7 +13,7 @@ from psgrad.cli.check import write_text
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
-    from psgrad.results.comparison import Comparison
+    from psgrad.results.findings import Comparison
 
 
 class DiffFormat(StrEnum):
@@ -23,25 +23,43 @@ class DiffFormat(StrEnum):
     markdown = "markdown"
 
 
-RunA = Annotated[Path, typer.Argument(metavar="A", help="The folder of a finished psgrad analyze: the earlier run.", show_default=False)]
+RunA = Annotated[
+    Path,
+    typer.Argument(
+        metavar="A", help="The folder of a finished psgrad analyze: the earlier run.", show_default=False
+    ),
+]
 RunB = Annotated[Path, typer.Argument(metavar="B", help="The folder of the later run.", show_default=False)]
-Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many samples of each change are listed.")]
+Top = Annotated[
+    int, typer.Option("--top", metavar="N", min=1, help="How many samples of each change are listed.")
+]
 AFormat = Annotated[DiffFormat, typer.Option("--format", help="How the comparison is written.")]
 ToFile = Annotated[
     Path | None,
     typer.Option(
-        "--output", metavar="FILE", help="Write it to a file: .html is the page, .png and .svg the plot, any other the format's text."
+        "--output",
+        metavar="FILE",
+        help="Write it to a file: .html is the page, .png and .svg the plot, any other the format's text.",
     ),
 ]
 
 
-def diff(a: RunA, b: RunB, top: Top = 20, style: AFormat = DiffFormat.terminal, output: ToFile = None, debug: Debug = False) -> None:
-    """Compare two finished runs: which samples are new, gone, higher or lower, and how similar the two rankings are.
+def diff(
+    a: RunA,
+    b: RunB,
+    top: Top = 20,
+    style: AFormat = DiffFormat.terminal,
+    output: ToFile = None,
+    debug: Debug = False,
+) -> None:
+    """Compare two finished runs: which samples are new, gone, higher or lower, and how similar the two
+    rankings are.
 
-    Samples are matched by their id if the config names one, else by their content. Needs neither the model nor the data.
+    Samples are matched by their id if the config names one, else by their content. Needs neither the model
+    nor the data.
     """
     with boundary(debug):
-        from psgrad.workflows.comparing import diff as compared
+        from psgrad.workflows.diff import diff as compared
 
         result = compared(a, b, top=top)
         suffix = "" if output is None else output.suffix.lower()
@@ -59,7 +77,7 @@ def diff(a: RunA, b: RunB, top: Top = 20, style: AFormat = DiffFormat.terminal, 
 
 
 def _draw(result: Comparison, output: Path, suffix: str) -> None:
-    from psgrad.reports.comparison_page import draw_comparison, render_page
+    from psgrad.reports.comparison import draw_comparison, render_page
     from psgrad.storage import RunFolder
 
     if suffix == ".html":

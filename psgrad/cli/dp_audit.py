@@ -15,21 +15,39 @@ from psgrad.errors import EXIT_GATE_FAILED
 
 CanaryCount = Annotated[
     int | None,
-    typer.Option("--canaries", metavar="N", min=1, help="Records with planted gradients. Left out: as many as fit, up to 5,000."),
+    typer.Option(
+        "--canaries",
+        metavar="N",
+        min=1,
+        help="Records with planted gradients. Left out: as many as fit, up to 5,000.",
+    ),
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", metavar="N", min=1, help="Planned steps to audit. Left out: until canaries are drawn about twice."),
+    typer.Option(
+        "--steps",
+        metavar="N",
+        min=1,
+        help="Planned steps to audit. Left out: until canaries are drawn about twice.",
+    ),
 ]
 Confidence = Annotated[
-    float, typer.Option("--confidence", metavar="P", help="Of the lower bound; a correct run passes with at least this.")
+    float,
+    typer.Option(
+        "--confidence", metavar="P", help="Of the lower bound; a correct run passes with at least this."
+    ),
 ]
 CanariesOnly = Annotated[
-    bool, typer.Option("--canaries-only", help="Use no records of the dataset: faster, and the result may be published.")
+    bool,
+    typer.Option(
+        "--canaries-only", help="Use no records of the dataset: faster, and the result may be published."
+    ),
 ]
 AuditOutput = Annotated[
     Path | None,
-    typer.Option("--output", metavar="DIR", help="Folder of the audit, instead of the config's `output`-audit."),
+    typer.Option(
+        "--output", metavar="DIR", help="Folder of the audit, instead of the config's `output`-audit."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 
@@ -47,19 +65,21 @@ def dp_audit(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise, the true sensitivity.
+    """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise,
+    the true sensitivity.
 
-    Takes the config's private steps with canaries: records with planted gradients that are in the data by the toss of a coin. Guesses
-    the coins. Then takes one step on neighbouring datasets with the same random numbers. Trains nothing, spends nothing, and does not
-    change a run in the config's output. Exit code 1 if the declared guarantee is contradicted.
+    Takes the config's private steps with canaries: records with planted gradients that are in the data by the
+    toss of a coin. Guesses the coins. Then takes one step on neighbouring datasets with the same random
+    numbers. Trains nothing, spends nothing, and does not change a run in the config's output. Exit code 1 if
+    the declared guarantee is contradicted.
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)
-        from psgrad import workflows
-        from psgrad.reports.auditing import PRIVATE_WARNING, write_audit
+        from psgrad.reports.costs import PRIVATE_WARNING, write_audit
+        from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
         with progress_display(shown) as progress:
-            result = workflows.dp_audit(
+            result = run_dp_audit(
                 resolved,
                 canaries=canaries,
                 steps=steps,

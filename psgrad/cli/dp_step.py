@@ -17,16 +17,37 @@ if TYPE_CHECKING:
     from psgrad.results import DPPlanResult, DPStepResult
 
 Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Take N of the planned steps.")]
-Plan = Annotated[bool, typer.Option("--plan", help="Only compute what the planned steps would cost; reads no data and takes no step.")]
+Plan = Annotated[
+    bool,
+    typer.Option(
+        "--plan", help="Only compute what the planned steps would cost; reads no data and takes no step."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")]
 Moved = Annotated[
-    bool, typer.Option("--moved", help="With --resume: the run folder was moved, and no copy of it will continue; the ledger then says so.")
+    bool,
+    typer.Option(
+        "--moved",
+        help=(
+            "With --resume: the run folder was moved, and no copy of it will continue; the ledger then"
+            " says so."
+        ),
+    ),
 ]
 Seeded = Annotated[
-    bool, typer.Option("--insecure-deterministic", help="Allow noise.seed, for tests: whoever knows the seed can subtract the noise.")
+    bool,
+    typer.Option(
+        "--insecure-deterministic",
+        help="Allow noise.seed, for tests: whoever knows the seed can subtract the noise.",
+    ),
 ]
-ShowPrivate = Annotated[bool, typer.Option("--show-private", help="Also print batch sizes, losses and norms, on stderr: NOT PRIVATE.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object: the content of public/step.json, or the plan.")]
+ShowPrivate = Annotated[
+    bool,
+    typer.Option("--show-private", help="Also print batch sizes, losses and norms, on stderr: NOT PRIVATE."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object: the content of public/step.json, or the plan.")
+]
 
 
 def dp_step(
@@ -44,7 +65,8 @@ def dp_step(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update, account.
+    """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update,
+    account.
 
     Prints what was spent and what it protects, then the run folder, of which public/ may be published.
 
@@ -57,12 +79,15 @@ def dp_step(
             _show_plan(_plan(read_config(config, settings, output)), style)
             return
         if moved and not resume:
-            raise ConfigError("--moved was given without --resume", expected="both, for a run that goes on in a folder that was moved")
+            raise ConfigError(
+                "--moved was given without --resume",
+                expected="both, for a run that goes on in a folder that was moved",
+            )
         resolved = read_config(config, settings, output)
-        from psgrad import workflows
+        from psgrad.workflows.dp_step import dp_step as run_dp_step
 
         with progress_display(shown) as progress:
-            result = workflows.dp_step(
+            result = run_dp_step(
                 resolved,
                 steps=steps,
                 resume=resume,
@@ -75,9 +100,9 @@ def dp_step(
 
 
 def _plan(config: Config) -> DPPlanResult:
-    from psgrad import workflows
+    from psgrad.workflows.plan import dp_plan as run_dp_plan
 
-    return workflows.dp_plan(config)
+    return run_dp_plan(config)
 
 
 def _show(result: DPStepResult, style: str, show_private: bool) -> None:

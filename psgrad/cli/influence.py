@@ -1,4 +1,6 @@
-"""`psgrad influence`: which training examples made the model do this; its index; and whether the scores are true."""
+"""`psgrad influence`: which training examples made the model do this; its index; and whether the scores are
+true.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
-from psgrad.cli.completing import complete_method
-from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, complete_method, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 if TYPE_CHECKING:
@@ -27,18 +28,38 @@ class Kind(StrEnum):
     removal = "removal"
 
 
-Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="How many examples of either sign to rank for each query.")]
-MethodName = Annotated[
-    str | None, typer.Option("--method", metavar="NAME", help="Method, with its default options.", autocompletion=complete_method)
+Top = Annotated[
+    int | None,
+    typer.Option(
+        "--top", metavar="N", min=1, help="How many examples of either sign to rank for each query."
+    ),
 ]
-Matrix = Annotated[bool, typer.Option("--matrix", help="Also write all scores, one row for each training example, as matrix.safetensors.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; without them the command is faster.")]
+MethodName = Annotated[
+    str | None,
+    typer.Option(
+        "--method", metavar="NAME", help="Method, with its default options.", autocompletion=complete_method
+    ),
+]
+Matrix = Annotated[
+    bool,
+    typer.Option(
+        "--matrix", help="Also write all scores, one row for each training example, as matrix.safetensors."
+    ),
+]
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report/--no-report", help="Draw plots and report.html; without them the command is faster."
+    ),
+]
 Evaluate = Annotated[
     Kind | None,
     typer.Option(
         "--evaluate",
-        help="Do not rank, but retrain and compare: without one example (loo), on subsets (lds), with wrong labels (mislabel), or without "
-        "the strongest proponents (removal).",
+        help=(
+            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), with wrong"
+            " labels (mislabel), or without the strongest proponents (removal)."
+        ),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
@@ -62,8 +83,9 @@ def influence(
 ) -> None:
     """Rank the training examples by their influence on each query, and on all queries together.
 
-    A positive score: the training example helps the query. The unit is printed; for most methods it is the predicted rise of the
-    query's loss if the example were removed. Prints the strongest examples for the first queries, then the path of the run folder.
+    A positive score: the training example helps the query. The unit is printed; for most methods it is the
+    predicted rise of the query's loss if the example were removed. Prints the strongest examples for the
+    first queries, then the path of the run folder.
 
     `psgrad influence index CONFIG` builds the config's index, with which any number of queries take seconds.
     """
@@ -75,10 +97,12 @@ def influence(
             _evaluate(_read(config, settings, None, method, top), evaluate, output, overwrite, style, shown)
             return
         resolved = _read(config, settings, output, method, top)
-        from psgrad import workflows
+        from psgrad.workflows.influence import influence as run_influence
 
         with progress_display(shown) as progress:
-            result = workflows.influence(resolved, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+            result = run_influence(
+                resolved, overwrite=overwrite, matrix=matrix, report=report, progress=progress
+            )
         _show(result, resolved.influence.top, style)
 
 
@@ -96,16 +120,18 @@ def influence_index(
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)
-        from psgrad import workflows
         from psgrad.reports.influence_terminal import index_summary
+        from psgrad.workflows.influence_index import influence_index as run_influence_index
 
         with progress_display(shown) as progress:
-            result = workflows.influence_index(resolved, resume=resume, overwrite=overwrite, progress=progress)
+            result = run_influence_index(resolved, resume=resume, overwrite=overwrite, progress=progress)
         typer.echo(index_summary(result), err=True)
         typer.echo(str(result.folder))
 
 
-def _read(path: Path, settings: list[str] | None, output: Path | None, method: str | None, top: int | None) -> Config:
+def _read(
+    path: Path, settings: list[str] | None, output: Path | None, method: str | None, top: int | None
+) -> Config:
     """The config, with the options that stand for a setting of it as the last of its settings."""
     overrides = list(settings or ())
     if method is not None:
@@ -115,12 +141,16 @@ def _read(path: Path, settings: list[str] | None, output: Path | None, method: s
     return read_config(path, overrides, output)
 
 
-def _evaluate(config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str, shown: ProgressStyle) -> None:
-    from psgrad import workflows
+def _evaluate(
+    config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str, shown: ProgressStyle
+) -> None:
     from psgrad.reports.evaluation import write_evaluation
+    from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
     with progress_display(shown) as progress:
-        result = workflows.evaluate_influence(config, kind.value, output=output, overwrite=overwrite, progress=progress)
+        result = run_evaluate_influence(
+            config, kind.value, output=output, overwrite=overwrite, progress=progress
+        )
     write_evaluation(result, style, sys.stdout)
 
 

@@ -28,30 +28,41 @@ class Kind(StrEnum):
 
 _ABOUT = {
     Kind.image: (
-        "600 of scikit-learn's handwritten digits, 12 of them with a wrong label put in on purpose, and a small convolutional network "
-        "that was trained on them."
+        "600 of scikit-learn's handwritten digits, 12 of them with a wrong label put in on purpose, and a"
+        " small convolutional network that was trained on them."
     ),
     Kind.tabular: (
-        "Ten measurements of each of scikit-learn's 569 cell nuclei, 11 of them with a wrong label put in on purpose, and a small network "
-        "that was trained on them."
+        "Ten measurements of each of scikit-learn's 569 cell nuclei, 11 of them with a wrong label put in on"
+        " purpose, and a small network that was trained on them."
     ),
     Kind.text: (
-        "256 passages of the Python standard library's own source, byte by byte, and a small transformer that was trained to tell the "
-        "next byte."
+        "256 passages of the Python standard library's own source, byte by byte, and a small transformer that"
+        " was trained to tell the next byte."
     ),
 }
 _HOW = (
-    "psgrad.yaml: what psgrad looks at, and how. Every key there is stands here; one that is commented out has the value that it shows. "
-    "Paths are relative to this file, output to the current directory."
+    "psgrad.yaml: what psgrad looks at, and how. Every key there is stands here; one that is commented out"
+    " has the value that it shows. Paths are relative to this file, output to the current directory."
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; created if it does not exist.", show_default=False)]
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="[DIR]", help="Folder to write to; created if it does not exist.", show_default=False
+    ),
+]
 KindOption = Annotated[Kind, typer.Option("--kind", help="What the samples are.")]
 OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")]
 
 
-def init(folder: Folder = Path(), kind: KindOption = Kind.image, overwrite: OverwriteFiles = False, debug: Debug = False) -> None:
-    """Write a commented config, a small model, its weights and its data. They run as they are; change them to your own.
+def init(
+    folder: Folder = Path(),
+    kind: KindOption = Kind.image,
+    overwrite: OverwriteFiles = False,
+    debug: Debug = False,
+) -> None:
+    """Write a commented config, a small model, its weights and its data. They run as they are; change them to
+    your own.
 
     Prints the files that it wrote.
     """
@@ -82,13 +93,17 @@ def _require_no_kind(folder: Path) -> None:
 
 
 def _content(kind: Kind) -> dict[str, bytes]:
-    """The files of a kind: name -> content, the config last, so that a config never stands without what it names."""
-    from psgrad.config.commented import commented
-    from psgrad.config.schema import schema
+    """The files of a kind: name -> content, the config last, so that a config never stands without what it
+    names.
+    """
+    from psgrad.config.schema import commented, schema
     from psgrad.yaml12 import parse
 
     template = files("psgrad") / "cli" / "templates" / kind.value
-    found = {each.name.removesuffix(".txt"): each.read_bytes() for each in sorted(template.iterdir(), key=lambda each: each.name)}
+    found = {
+        each.name.removesuffix(".txt"): each.read_bytes()
+        for each in sorted(template.iterdir(), key=lambda each: each.name)
+    }
     settings = parse(found.pop("config.yaml").decode(), CONFIG).content
     remarks = {"version": _HOW, "model": _ABOUT[kind]}
     config = f"# yaml-language-server: $schema={SCHEMA}\n{commented(settings, remarks)}"
@@ -115,7 +130,9 @@ def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> N
 def _unwritable(folder: Path, error: OSError) -> PsgradError:
     from psgrad.errors import OutputError
 
-    return OutputError(f"the files can't be written to {folder}: {error.strerror or error}", next_step="name another folder")
+    return OutputError(
+        f"the files can't be written to {folder}: {error.strerror or error}", next_step="name another folder"
+    )
 
 
 def _next_steps(config: Path) -> str:

@@ -13,11 +13,15 @@ from psgrad.cli.boundary import boundary
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
-    from psgrad.engine.transforms.rules.coverage import Coverage
+    from psgrad.engine.transforms.rules.registry import Coverage
 
 Pattern = Annotated[
     str | None,
-    typer.Argument(metavar="PATTERN", help="Only operators with this in their name; * and ? stand for any letters.", show_default=False),
+    typer.Argument(
+        metavar="PATTERN",
+        help="Only operators with this in their name; * and ? stand for any letters.",
+        show_default=False,
+    ),
 ]
 
 
@@ -35,13 +39,14 @@ def ops(
 ) -> None:
     """List PyTorch's operators, and how each is differentiated and batched.
 
-    "own rule" and "constant" (zero derivative): psgrad has a rule for the operator. "decomposed": it runs as a program of other
-    operators, and is refused by name if one of those is. An in-place operator runs as the operator of the same name without the
-    underscore. docs/reference/operators.md lists what was compared with PyTorch's own derivatives.
+    "own rule" and "constant" (zero derivative): psgrad has a rule for the operator. "decomposed": it runs as
+    a program of other operators, and is refused by name if one of those is. An in-place operator runs as the
+    operator of the same name without the underscore. docs/reference/operators.md lists what was compared with
+    PyTorch's own derivatives.
     """
     with boundary(debug):
-        from psgrad.engine.transforms.rules.coverage import Coverage, coverage
-        from psgrad.reports.listing import write_listing
+        from psgrad.engine.transforms.rules.registry import Coverage, coverage
+        from psgrad.reports.terminal import write_listing
 
         found = [row for row in coverage() if matches(row.operator, pattern)]
         if not found:
@@ -51,7 +56,9 @@ def ops(
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Whether the pattern is in the name; one with * or ? has to fit it whole, with or without what stands before the `::`."""
+    """Whether the pattern is in the name; one with * or ? has to fit it whole, with or without what stands
+    before the `::`.
+    """
     from fnmatch import fnmatchcase
 
     if pattern is None or pattern in name:
@@ -62,7 +69,9 @@ def matches(name: str, pattern: str | None) -> bool:
 def summary(rows: list[Coverage]) -> str:
     """How many operators, and how they are differentiated."""
     kinds = Counter(row.vjp for row in rows)
-    return f"{len(rows):,} operators; VJP: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+    return f"{len(rows):,} operators; VJP: " + ", ".join(
+        f"{count:,} {kind}" for kind, count in kinds.most_common()
+    )
 
 
 def no_match(pattern: str) -> Exception:

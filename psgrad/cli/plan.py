@@ -14,18 +14,21 @@ from psgrad.cli.options import ConfigPath, Debug, Settings, read_config
 def plan(
     config: ConfigPath,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object in place of the table.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Predict what `analyze` does with a config, and its time and memory, without a pass over the dataset.
 
-    Prints for each parameter the terms of its gradients and their order of contraction, then the chunk size, the time and the memory.
-    Runs the first few rows. The speed of a machine is measured the first time, and stored in the user's cache folder.
+    Prints for each parameter the terms of its gradients and their order of contraction, then the chunk size,
+    the time and the memory. Runs the first few rows. The speed of a machine is measured the first time, and
+    stored in the user's cache folder.
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)
-        from psgrad import workflows
-        from psgrad.reports.planning import write_plan
+        from psgrad.reports.costs import write_plan
+        from psgrad.workflows.plan import plan as run_plan
 
-        result = workflows.plan(resolved, say=lambda message: typer.echo(message, err=True))
+        result = run_plan(resolved, say=lambda message: typer.echo(message, err=True))
         write_plan(result, "json" if as_json else "terminal", sys.stdout)

@@ -32,7 +32,9 @@ class ProgressDisplay(Protocol):
 
     def __enter__(self) -> ProgressDisplay: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
 
 class ProgressStyle(StrEnum):
@@ -46,12 +48,19 @@ class ProgressStyle(StrEnum):
 
 ProgressOption = Annotated[
     ProgressStyle,
-    typer.Option("--progress", help="How progress is shown on stderr; auto: a bar on a terminal, a line every few seconds in a log."),
+    typer.Option(
+        "--progress",
+        help="How progress is shown on stderr; auto: a bar on a terminal, a line every few seconds in a log.",
+    ),
 ]
 
 
-def progress_display(style: ProgressStyle = ProgressStyle.auto, stream: TextIO | None = None) -> ProgressDisplay:
-    """The display of that style on the stream (stderr where none is given); FORCE_COLOR and the like make no terminal of a log file."""
+def progress_display(
+    style: ProgressStyle = ProgressStyle.auto, stream: TextIO | None = None
+) -> ProgressDisplay:
+    """The display of that style on the stream (stderr where none is given); FORCE_COLOR and the like make no
+    terminal of a log file.
+    """
     stream = stream or sys.stderr
     if style is ProgressStyle.none:
         return NoDisplay()
@@ -69,7 +78,9 @@ class NoDisplay:
     def __enter__(self) -> NoDisplay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
         pass
 
 
@@ -99,7 +110,10 @@ class PlainDisplay:
         if progress.total:
             elapsed = now - self._phase_began
             rate = (progress.done - self._done_before) / elapsed if elapsed > 0 else 0.0
-            self._unsaid = f"{progress.phase}: {progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)}"
+            self._unsaid = (
+                f"{progress.phase}:"
+                f" {progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)}"
+            )
         if now - self._last_line >= PLAIN_INTERVAL_S:
             self._say_progress()
             self._last_line = now
@@ -107,7 +121,9 @@ class PlainDisplay:
     def __enter__(self) -> PlainDisplay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
         self._say_progress()
 
     def _say_progress(self) -> None:
@@ -144,13 +160,17 @@ class BarDisplay:
             self._task = self._bars.add_task(progress.phase, total=None, completed=progress.done)
             self._phase = progress.phase
         total = progress.total or None
-        self._bars.update(self._task, completed=progress.done, total=total, unit=progress.unit, detail=progress.detail)
+        self._bars.update(
+            self._task, completed=progress.done, total=total, unit=progress.unit, detail=progress.detail
+        )
 
     def __enter__(self) -> BarDisplay:
         self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
         self._end_phase()
         self._bars.stop()
 
@@ -166,7 +186,11 @@ class _WordsColumn(ProgressColumn):
         if not task.total:
             return Text("")
         rate = task.finished_speed or task.speed or 0.0
-        return Text(progress_words(int(task.completed), int(task.total), rate, task.fields["unit"], task.fields["detail"]))
+        return Text(
+            progress_words(
+                int(task.completed), int(task.total), rate, task.fields["unit"], task.fields["detail"]
+            )
+        )
 
 
 def progress_words(done: int, total: int, rate: float, unit: str = "sample", detail: str = "") -> str:

@@ -12,9 +12,14 @@ from psgrad.cli.options import Debug
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished `psgrad analyze`.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a finished `psgrad analyze`.", show_default=False)
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="Folder for report.html and plots/, instead of the run folder.")
+        Path | None,
+        typer.Option(
+            "--output", metavar="DIR", help="Folder for report.html and plots/, instead of the run folder."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -23,6 +28,6 @@ def report(
     Prints the path of the page.
     """
     with boundary(debug):
-        from psgrad import workflows
+        from psgrad.workflows.diff import report as run_report
 
-        typer.echo(str(workflows.report(run, output=output).page))
+        typer.echo(str(run_report(run, output=output).page))

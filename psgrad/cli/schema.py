@@ -13,7 +13,8 @@ from psgrad.cli.options import Debug
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of a config, from which editors complete and check YAML.
 
-    An editor with the YAML language server reads it if the config's first line is `# yaml-language-server: $schema=FILE`.
+    An editor with the YAML language server reads it if the config's first line is `# yaml-language-server:
+    $schema=FILE`.
     """
     with boundary(debug):
         from psgrad.config.schema import schema as whole

@@ -11,9 +11,12 @@ from psgrad.cli.boundary import boundary
 from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Settings, settings_of
 
 if TYPE_CHECKING:
-    from psgrad.workflows.validating import Validation
+    from psgrad.workflows.validate import Validation
 
-Deep = Annotated[bool, typer.Option("--deep", help="Also load model and data, and compute loss and gradients of a few rows.")]
+Deep = Annotated[
+    bool,
+    typer.Option("--deep", help="Also load model and data, and compute loss and gradients of a few rows."),
+]
 
 
 def validate(
@@ -26,14 +29,20 @@ def validate(
 ) -> None:
     """List all mistakes in a config and in the files that it names, without running it.
 
-    Reads headers only: columns, types and lengths of the data, the tensors of checkpoints. Finds the code that the config names, but
-    does not import it. Exit code 2 if the config is wrong, 3 if a file or code that it names is wrong.
+    Reads headers only: columns, types and lengths of the data, the tensors of checkpoints. Finds the code
+    that the config names, but does not import it. Exit code 2 if the config is wrong, 3 if a file or code
+    that it names is wrong.
     """
     with boundary(debug):
-        from psgrad.workflows.validating import as_record
-        from psgrad.workflows.validating import validate as look
+        from psgrad.workflows.validate import as_record
+        from psgrad.workflows.validate import validate as look
 
-        found = look(config, settings_of(settings, output), deep=deep, say=lambda message: typer.echo(message, err=True))
+        found = look(
+            config,
+            settings_of(settings, output),
+            deep=deep,
+            say=lambda message: typer.echo(message, err=True),
+        )
         if as_json:
             typer.echo(json.dumps(as_record(found), indent=2, ensure_ascii=False))
         else:

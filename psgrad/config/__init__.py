@@ -1,21 +1,40 @@
-"""The YAML file: its sections, and its validation, which reports all mistakes at once with file, line and a suggestion."""
+"""The YAML file: its sections, and its validation, which reports all mistakes at once with file, line and a
+suggestion.
+"""
 
-from psgrad.config.analysis import AnalyzeConfig, DetectorConfig, GateConfig, MeasureConfig, OutlierConfig, ReferenceConfig
-from psgrad.config.evaluation import EvaluationConfig, EvaluationKind, TrainConfig, TuningConfig
+from psgrad.config.analysis import (
+    AnalyzeConfig,
+    DetectorConfig,
+    GateConfig,
+    MeasureConfig,
+    OutlierConfig,
+    ReferenceConfig,
+)
 from psgrad.config.influence import (
     MEASUREMENTS,
     CheckpointConfig,
+    EvaluationConfig,
+    EvaluationKind,
     IndexConfig,
     InfluenceConfig,
     MeasurementConfig,
+    MethodConfig,
     QueriesConfig,
+    TrainConfig,
+    TuningConfig,
 )
-from psgrad.config.mechanism import AdaptiveConfig, ClippingConfig, NoiseConfig, ScheduleConfig
-from psgrad.config.method import MethodConfig
-from psgrad.config.named import NamedSection
+from psgrad.config.mechanism import (
+    RELATIONS,
+    AdaptiveConfig,
+    AugmentationConfig,
+    ClippingConfig,
+    NoiseConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    UnitConfig,
+)
 from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
 from psgrad.config.reading import config_from, load_config, read_config
-from psgrad.config.sampling import RELATIONS, AugmentationConfig, SamplingConfig, UnitConfig
 from psgrad.config.sections import (
     DATA_SUFFIXES,
     LOSS_OPTIONS,
@@ -25,7 +44,7 @@ from psgrad.config.sections import (
     ModelConfig,
     ReportConfig,
 )
-from psgrad.config.values import is_callable_spec, nearest
+from psgrad.config.values import NamedSection, is_callable_spec, nearest
 from psgrad.config.whole import Config
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""The sections of `psgrad analyze`: what is measured of each sample, who is an outlier, and what may pass a gate.
+"""The sections of `psgrad analyze`: what is measured of each sample, who is an outlier, and what may pass a
+gate.
 
 The options of a measure are its own, and checked where the measure is known: see psgrad/engine/measures.
 """
@@ -10,9 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from psgrad.config.named import NamedSection
 from psgrad.config.sections import DataConfig
-from psgrad.config.values import FilePath, Finite, Section
+from psgrad.config.values import FilePath, Finite, NamedSection, Section
 
 
 class MeasureConfig(NamedSection):
@@ -24,10 +24,12 @@ class DetectorConfig(NamedSection):
 
 
 class ReferenceConfig(Section):
-    """Samples that are trusted, against which others are judged: a saved baseline, the folder of a finished run, or a dataset.
+    """Samples that are trusted, against which others are judged: a saved baseline, the folder of a finished
+    run, or a dataset.
 
-    A bare string is the path of a baseline (a .json file) or of a run folder. Of `data` the keys that are left out are those of the
-    config's own data. `baseline` and `run` are relative to the config file, as `data` is.
+    A bare string is the path of a baseline (a .json file) or of a run folder. Of `data` the keys that are
+    left out are those of the config's own data. `baseline` and `run` are relative to the config file, as
+    `data` is.
     """
 
     baseline: FilePath | None = None
@@ -48,7 +50,9 @@ class ReferenceConfig(Section):
     def _one_source(self) -> ReferenceConfig:
         given = [name for name in ("baseline", "run", "data") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError("give exactly one of baseline (a file), run (a run folder) and data (a trusted dataset)")
+            raise ValueError(
+                "give exactly one of baseline (a file), run (a run folder) and data (a trusted dataset)"
+            )
         return self
 
 
@@ -64,9 +68,12 @@ class OutlierConfig(Section):
     fdr: Annotated[Finite, Field(gt=0, lt=1)] = 0.1
     """The share of false discoveries among the outliers that is accepted, on average."""
     group_by: str | None = None
-    """Samples are compared within their group: class, length, or a column of samples.parquet or of the dataset."""
+    """Samples are compared within their group: class, length, or a column of samples.parquet or of the
+    dataset.
+    """
     min_group: Annotated[int, Field(ge=2)] = 50
-    """Groups of fewer samples (of trusted ones, if there is a reference) are joined, and judged as one group."""
+    """Groups of fewer samples (of trusted ones, if there is a reference) are joined, and judged as one group.
+    """
     detectors: list[DetectorConfig] = Field(default_factory=list)
     """Detectors of outliers among projected gradients; only `score` decides, which may be a detector's."""
 
@@ -102,7 +109,10 @@ class AnalyzeConfig(Section):
 
     @model_validator(mode="after")
     def _each_once(self) -> AnalyzeConfig:
-        for what, names in (("measure", [m.name for m in self.measures]), ("checkpoint", [str(path) for path in self.checkpoints or []])):
+        for what, names in (
+            ("measure", [m.name for m in self.measures]),
+            ("checkpoint", [str(path) for path in self.checkpoints or []]),
+        ):
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"the {what} {twice} is listed twice")

@@ -1,6 +1,14 @@
-"""The section of `psgrad influence`: which queries, which method, at which checkpoints, and what is kept of the scores.
+"""The section of `psgrad influence`: which queries, which method, at which checkpoints, and what is kept of
+the scores.
 
-The options of a method are its own, and checked where the method is known: see psgrad/engine/influence/methods.
+The options of a method are its own, and checked where the method is known: see
+psgrad/engine/influence/methods.
+
+The section of `psgrad influence --evaluate`: how models are trained again, how many of them, and what is
+compared.
+
+An influence method of a config. Its options are its own, and checked where the method is known: see
+psgrad/engine/influence/methods.
 """
 
 from __future__ import annotations
@@ -10,17 +18,162 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from psgrad.config.evaluation import EvaluationConfig
-from psgrad.config.method import MethodConfig
 from psgrad.config.sections import DataConfig
-from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section, is_callable_spec, nearest
+from psgrad.config.values import (
+    CallableSpec,
+    FilePath,
+    Finite,
+    NamedSection,
+    ParameterPatterns,
+    Section,
+    is_callable_spec,
+    nearest,
+)
+
+
+class MethodConfig(NamedSection):
+    """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A
+    bare string is the name; options without a name are those of `influence`.
+    """
+
+    name: str = "influence"
+    """A known method, or module:Class; the other keys are its options."""
+
+
+EvaluationKind = Literal["loo", "lds", "mislabel", "removal"]
+
+_STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
+# What each way of training takes, besides weight decay and the number of models at once.
+_TAKES: Mapping[str, frozenset[str]] = {
+    "sgd": _STEPS | {"momentum"},
+    "adam": _STEPS,
+    "adamw": _STEPS,
+    "newton": frozenset({"tolerance"}),
+}
+_ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
+
+
+class TrainConfig(Section):
+    """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
+    training function of one's own.
+
+    function: `module:callable`, called as train(model, inputs, target, seed), which returns the trained
+    model. Without it the built-in trainer trains many models at once by `optimizer`; newton, for convex
+    objectives alone, holds n * weight_decay fixed on removal, and the others have weight_decay as torch's
+    optimisers do. `together` models are trained, and kept, at a time.
+    """
+
+    function: CallableSpec | None = None
+    """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
+    """Of the built-in trainer; newton is for convex objectives only."""
+    epochs: Annotated[int, Field(ge=1)] = 50
+    """Passes over the training rows; of sgd, adam and adamw."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows in each step; of sgd, adam and adamw."""
+    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    """Of sgd, adam and adamw."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero; of sgd, adam and adamw."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
+    tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
+    """Norm of the gradient at which newton stops."""
+    together: Annotated[int, Field(ge=1)] = 100
+    """Models trained, and kept, at a time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_function(cls, value: object) -> object:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _options_of_this_training(self) -> TrainConfig:
+        # A default says nothing: a resolved config, written out in full, must load again.
+        given = {
+            name for name, info in TrainConfig.model_fields.items() if getattr(self, name) != info.default
+        }
+        if self.function is not None:
+            refused, who = (
+                given - {"function", "together"},
+                f"the function {self.function} trains as it wants to and",
+            )
+        else:
+            refused, who = given - _ALWAYS - _TAKES[self.optimizer], self.optimizer
+        if refused:
+            raise ValueError(f"{who} does not take {', '.join(sorted(refused))}")
+        return self
+
+
+class TuningConfig(Section):
+    """The damping of each method that has one, chosen by the score on other subsets and other queries than
+    those that are reported.
+
+    subsets: how many others. queries: how many of the queries are set aside for it, at random, and not
+    reported. dampings: the candidates, as multiples of the curvature's mean eigenvalue.
+    """
+
+    subsets: Annotated[int, Field(ge=3)] = 30
+    """How many other subsets dampings are chosen on."""
+    queries: Annotated[int, Field(ge=1)] = 60
+    """Queries used for tuning only, drawn at random, and not reported."""
+    dampings: list[Annotated[Finite, Field(gt=0)]] = Field(
+        default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0], min_length=1
+    )
+    """Candidates, as multiples of the curvature's mean eigenvalue."""
+
+
+class EvaluationConfig(Section):
+    """`psgrad influence --evaluate`: models trained again, and what is compared."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """How a model is trained again."""
+    methods: list[MethodConfig] = Field(default_factory=list)
+    """Methods compared with influence.method, in the same tables."""
+    queries: Annotated[int, Field(ge=1)] | None = None
+    """The largest number of queries, drawn at random; null for all."""
+    seeds: Annotated[int, Field(ge=1)] = 3
+    """Trainings of each subset (lds), removal (loo, removal) or set of flips (mislabel: each set has one)."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of everything drawn."""
+    subsets: Annotated[int, Field(ge=3)] = 100
+    """Of lds: how many subsets."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of lds: the share of the rows in each subset."""
+    tuning: TuningConfig | None = None
+    """Of lds: how dampings are chosen; by default they stay as they are."""
+    removals: Annotated[int, Field(ge=3)] = 100
+    """Of loo: how many examples are left out."""
+    highest: Annotated[int, Field(ge=0)] = 20
+    """Of loo: how many of the removals are those with the highest self-influence."""
+    flips: Annotated[int, Field(ge=1)] = 5
+    """Of mislabel: how many sets of flipped labels."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Of mislabel: the share of the labels in each set."""
+    ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
+    """Of removal: how many proponents are left out."""
+    explained: Annotated[int, Field(ge=2)] = 20
+    """Of removal: for how many queries."""
+
+    @model_validator(mode="after")
+    def _highest_are_removals(self) -> EvaluationConfig:
+        if self.highest > self.removals:
+            raise ValueError(
+                f"highest: {self.highest} of the removals are to be those with the highest self-influence, of"
+                f" {self.removals}"
+            )
+        return self
+
 
 MEASUREMENTS = ("loss", "margin", "logit")
 """What of a query is explained, by name."""
 
 
 class QueriesConfig(DataConfig):
-    """The queries: a dataset of their own, described as `data` is; left out, they are rows of the training data.
+    """The queries: a dataset of their own, described as `data` is; left out, they are rows of the training
+    data.
 
     `rows` are the rows to ask about, counted from 0; left out, all of them.
     """
@@ -31,13 +184,20 @@ class QueriesConfig(DataConfig):
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
         if self.path is not None and self.factory is not None:
-            raise ValueError("give path (a file) or factory (a callable that returns a torch Dataset), not both")
+            raise ValueError(
+                "give path (a file) or factory (a callable that returns a torch Dataset), not both"
+            )
         if self.path is not None and self.inputs is None:
-            raise ValueError("inputs is missing: the name of the column that the model reads, or a list of names")
+            raise ValueError(
+                "inputs is missing: the name of the column that the model reads, or a list of names"
+            )
         if self.path is not None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
         if self.path is None and self.factory is None and self.rows is None:
-            raise ValueError("neither path, factory nor rows says what the queries are; leave queries out to ask about all training rows")
+            raise ValueError(
+                "neither path, factory nor rows says what the queries are; leave queries out to ask about all"
+                " training rows"
+            )
         return self
 
     @model_validator(mode="after")
@@ -73,7 +233,8 @@ class CheckpointConfig(Section):
 class IndexConfig(Section):
     """An index of the training gradients, built once by `psgrad influence index` and asked many times.
 
-    `path` is relative to the current directory, as `output` is. The rest is as in psgrad.engine.influence.index.IndexSpec.
+    `path` is relative to the current directory, as `output` is. The rest is as in
+    psgrad.engine.influence.index.IndexSpec.
     """
 
     path: FilePath
@@ -102,12 +263,16 @@ def _measurement_name(value: str) -> str:
         return value
     close = nearest(value, MEASUREMENTS)
     suggestion = f"did you mean {close}? " if close else ""
-    raise ValueError(f"there is no measurement {value!r}; {suggestion}known: {', '.join(MEASUREMENTS)}; or module:callable")
+    raise ValueError(
+        f"there is no measurement {value!r}; {suggestion}known: {', '.join(MEASUREMENTS)}; or module:callable"
+    )
 
 
 class MeasurementConfig(Section):
-    """What of a query is explained: its loss, the margin or the logit of its class, or a callable of (output, target) that returns one
-    number. `larger_is` says whether a large one is good for the query; it is known for the named ones."""
+    """What of a query is explained: its loss, the margin or the logit of its class, or a callable of (output,
+    target) that returns one number. `larger_is` says whether a large one is good for the query; it is known
+    for the named ones.
+    """
 
     name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
     """loss, margin, logit, or module:callable(output, target) that returns one number for each query."""
@@ -124,7 +289,10 @@ class MeasurementConfig(Section):
         if self.name in MEASUREMENTS and self.larger_is is not None:
             raise ValueError(f"larger_is goes with a callable of your own; of {self.name} it is known")
         if self.name not in MEASUREMENTS and self.larger_is is None:
-            raise ValueError("larger_is is missing: better, or worse as a loss has it; without it scores would have no sign")
+            raise ValueError(
+                "larger_is is missing: better, or worse as a loss has it; without it scores would have no"
+                " sign"
+            )
         return self
 
 
@@ -151,14 +319,17 @@ class InfluenceConfig(Section):
     layers: Literal["none", "parameter", "module"] = "none"
     """Whether scores are also given for each parameter or module."""
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
-    """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its preconditioned gradient."""
+    """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its
+    preconditioned gradient.
+    """
     index: IndexConfig | None = None
     """An index of the training gradients, built by `psgrad influence index`."""
     self_influence: Literal["auto", "always", "never"] = "auto"
     """Each example's influence on itself; auto leaves it out if it would cost one solve for each example."""
     check: Literal["auto", "always", "never"] = "auto"
-    """Whether a few of the largest predicted changes are compared with training that continues without the row; auto takes as many steps
-    as fit into ten seconds, or into half of the time of the scores."""
+    """Whether a few of the largest predicted changes are compared with training that continues without the
+    row; auto takes as many steps as fit into ten seconds, or into half of the time of the scores.
+    """
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """`psgrad influence --evaluate`: models are trained again, and scores are compared with the result."""
 
@@ -175,9 +346,19 @@ class InfluenceConfig(Section):
     @model_validator(mode="after")
     def _tracin_needs_learning_rates(self) -> InfluenceConfig:
         if self.method.name == "tracin":
-            missing = [str(checkpoint.path) for checkpoint in self.checkpoints or [] if checkpoint.learning_rate is None]
+            missing = [
+                str(checkpoint.path)
+                for checkpoint in self.checkpoints or []
+                if checkpoint.learning_rate is None
+            ]
             if not self.checkpoints:
-                raise ValueError("tracin sums over checkpoints of one training run: list them, each with path and learning_rate")
+                raise ValueError(
+                    "tracin sums over checkpoints of one training run: list them, each with path and"
+                    " learning_rate"
+                )
             if missing:
-                raise ValueError(f"tracin weighs each checkpoint by its learning rate, and there is none for {', '.join(missing)}")
+                raise ValueError(
+                    "tracin weighs each checkpoint by its learning rate, and there is none for"
+                    f" {', '.join(missing)}"
+                )
         return self

@@ -1,4 +1,8 @@
-"""The part of a private run's config that says what each record is clipped to, and how much noise goes on top."""
+"""The part of a private run's config that says what each record is clipped to, and how much noise goes on
+top.
+
+The part of a private run's config that says how batches are drawn, and out of what.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from psgrad.config.values import Finite, Section, described
+from psgrad.config.values import CallableSpec, Finite, Section, described
 
-# Clipping -------------------------------------------------------------------------------------------------------------------------
+# Clipping
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _positive(value: object) -> bool:
@@ -17,7 +22,9 @@ def _positive(value: object) -> bool:
 
 
 class AdaptiveConfig(Section):
-    """A bound that follows a quantile of the norms, by a noised count of the records below it (Andrew et al. 2021, arXiv 1905.03871)."""
+    """A bound that follows a quantile of the norms, by a noised count of the records below it (Andrew et al.
+    2021, arXiv 1905.03871).
+    """
 
     quantile: Annotated[Finite, Field(ge=0, le=1)] = 0.5
     """The quantile of the norms that the bound follows."""
@@ -34,15 +41,21 @@ def _groups(value: object) -> object:
         wrong = [pattern for pattern, norm in value.items() if not _positive(norm)]
         if not wrong:
             return {pattern: float(norm) for pattern, norm in value.items()}
-        raise ValueError(f"the bound of {wrong[0]!r} is {described(value[wrong[0]])}, expected a number above 0")
-    raise ValueError(f"got {described(value)}, expected flat, layer, parameter, or patterns of parameter names with a bound each")
+        raise ValueError(
+            f"the bound of {wrong[0]!r} is {described(value[wrong[0]])}, expected a number above 0"
+        )
+    raise ValueError(
+        f"got {described(value)}, expected flat, layer, parameter, or patterns of parameter names with a"
+        " bound each"
+    )
 
 
 class ClippingConfig(Section):
     """What each record's gradient is scaled down to.
 
-    norm: the bound on a whole record, which `layer` and `parameter` share out equally (bound / root of the number of groups). Patterns
-    have a bound each. rule: clip scales what is longer down to the bound; automatic scales all to bound / (norm + stability).
+    norm: the bound on a whole record, which `layer` and `parameter` share out equally (bound / root of the
+    number of groups). Patterns have a bound each. rule: clip scales what is longer down to the bound;
+    automatic scales all to bound / (norm + stability).
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {
@@ -53,8 +66,12 @@ class ClippingConfig(Section):
 
     norm: Annotated[Finite, Field(gt=0)] | None = None
     """The bound on one record's gradient."""
-    groups: Annotated[Literal["flat", "layer", "parameter"] | dict[str, float], BeforeValidator(_groups)] = "flat"
-    """flat (one bound), layer or parameter (divided equally), or patterns of parameter names with a bound each."""
+    groups: Annotated[Literal["flat", "layer", "parameter"] | dict[str, float], BeforeValidator(_groups)] = (
+        "flat"
+    )
+    """flat (one bound), layer or parameter (divided equally), or patterns of parameter names with a bound
+    each.
+    """
     rule: Literal["clip", "automatic"] = "clip"
     """clip scales longer gradients down to the bound; automatic scales all to bound / (norm + stability)."""
     stability: Annotated[Finite, Field(gt=0)] = 0.01
@@ -65,11 +82,19 @@ class ClippingConfig(Section):
     @model_validator(mode="after")
     def _one_bound_each(self) -> ClippingConfig:
         if isinstance(self.groups, dict) and self.norm is not None:
-            raise ValueError("norm and groups both give bounds; with patterns, the whole record's is the root of the sum of their squares")
+            raise ValueError(
+                "norm and groups both give bounds; with patterns, the whole record's is the root of the sum"
+                " of their squares"
+            )
         if not isinstance(self.groups, dict) and self.norm is None:
-            raise ValueError("norm is missing: the bound on one record's gradient, from which the noise follows")
+            raise ValueError(
+                "norm is missing: the bound on one record's gradient, from which the noise follows"
+            )
         if self.rule == "clip" and self.stability != ClippingConfig.model_fields["stability"].default:
-            raise ValueError("stability belongs to rule: automatic, which divides by norm + stability; rule: clip has no such term")
+            raise ValueError(
+                "stability belongs to rule: automatic, which divides by norm + stability; rule: clip has no"
+                " such term"
+            )
         return self
 
     @model_validator(mode="after")
@@ -77,22 +102,28 @@ class ClippingConfig(Section):
         if self.adaptive is None:
             return self
         if self.groups != "flat":
-            raise ValueError("adaptive follows one bound, and groups gives several; set groups: flat, or leave adaptive out")
+            raise ValueError(
+                "adaptive follows one bound, and groups gives several; set groups: flat, or leave"
+                " adaptive out"
+            )
         if self.rule == "automatic":
             raise ValueError(
-                "adaptive has nothing to follow under rule: automatic, which makes every record about as long as the bound; choose one"
+                "adaptive has nothing to follow under rule: automatic, which makes every record about as long"
+                " as the bound; choose one"
             )
         return self
 
 
-# Noise ----------------------------------------------------------------------------------------------------------------------------
+# Noise
+# ------------------------------------------------------------------------------------------------------------
 
 
 class ScheduleConfig(Section):
-    """The noise multiplier of step t = 0, 1, ..., as a multiple of noise.multiplier (or of the one that meets target_epsilon).
+    """The noise multiplier of step t = 0, 1, ..., as a multiple of noise.multiplier (or of the one that meets
+    target_epsilon).
 
-    constant: 1. step: factor^(t // every). exponential: factor^t. list: one number a step, which are the multipliers themselves where
-    noise has neither multiplier nor target_epsilon.
+    constant: 1. step: factor^(t // every). exponential: factor^t. list: one number a step, which are the
+    multipliers themselves where noise has neither multiplier nor target_epsilon.
     """
 
     kind: Literal["constant", "step", "exponential", "list"]
@@ -106,11 +137,19 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _fields_of_this_kind(self) -> ScheduleConfig:
-        takes = {"constant": [], "step": ["every", "factor"], "exponential": ["factor"], "list": ["multipliers"]}[self.kind]
+        takes = {
+            "constant": [],
+            "step": ["every", "factor"],
+            "exponential": ["factor"],
+            "list": ["multipliers"],
+        }[self.kind]
         for name in ("every", "factor", "multipliers"):
             if (getattr(self, name) is not None) != (name in takes):
                 said = f"needs {name}" if name in takes else f"does not take {name}"
-                raise ValueError(f"a schedule of kind {self.kind} {said}" + (f"; it takes {', '.join(takes)}" if takes else ""))
+                raise ValueError(
+                    f"a schedule of kind {self.kind} {said}"
+                    + (f"; it takes {', '.join(takes)}" if takes else "")
+                )
         return self
 
 
@@ -119,7 +158,9 @@ class NoiseConfig(Section):
 
     not_taken: ClassVar[Mapping[str, str]] = {
         "noise_multiplier": "it is called multiplier here",
-        "sigma": "it is called multiplier here: the standard deviation on the sum is multiplier * sensitivity",
+        "sigma": (
+            "it is called multiplier here: the standard deviation on the sum is multiplier * sensitivity"
+        ),
         "std": "the standard deviation on the sum is multiplier * sensitivity; set multiplier",
         "epsilon": "it is called target_epsilon here",
         "delta": "it is a key of privacy itself",
@@ -133,7 +174,9 @@ class NoiseConfig(Section):
     mechanism: Literal["gaussian", "discrete_gaussian"] = "gaussian"
     """The kind of noise."""
     grid: Annotated[Finite, Field(gt=0)] | None = None
-    """Of discrete_gaussian: step of the grid that records are rounded to; null to derive it from the bound and the model's size."""
+    """Of discrete_gaussian: step of the grid that records are rounded to; null to derive it from the bound
+    and the model's size.
+    """
     generator: Literal["aes", "torch"] = "aes"
     """Where random numbers come from: aes is cryptographic."""
     schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
@@ -145,13 +188,19 @@ class NoiseConfig(Section):
     def _one_amount(self) -> NoiseConfig:
         listed = self.schedule.kind == "list"
         if self.multiplier is not None and self.target_epsilon is not None:
-            raise ValueError("give exactly one of multiplier (the noise) and target_epsilon (from which the noise is solved)")
+            raise ValueError(
+                "give exactly one of multiplier (the noise) and target_epsilon (from which the noise is"
+                " solved)"
+            )
         if self.multiplier is not None and listed:
             raise ValueError(
-                "schedule.multipliers lists the multipliers themselves; leave multiplier out, or scale the list to target_epsilon"
+                "schedule.multipliers lists the multipliers themselves; leave multiplier out, or scale the"
+                " list to target_epsilon"
             )
         if self.multiplier is None and self.target_epsilon is None and not listed:
-            raise ValueError("the amount of noise is missing: give exactly one of multiplier and target_epsilon")
+            raise ValueError(
+                "the amount of noise is missing: give exactly one of multiplier and target_epsilon"
+            )
         return self
 
     @model_validator(mode="after")
@@ -159,3 +208,122 @@ class NoiseConfig(Section):
         if self.grid is not None and self.mechanism == "gaussian":
             raise ValueError("grid belongs to mechanism: discrete_gaussian; gaussian noise rounds nothing")
         return self
+
+
+Scheme = Literal["poisson", "truncated_poisson", "fixed"]
+RelationName = Literal["add_or_remove_one", "replace_one", "zero_out"]
+
+RELATIONS: Mapping[Scheme, tuple[RelationName, ...]] = {
+    "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
+    "truncated_poisson": ("zero_out", "replace_one"),
+    "fixed": ("replace_one", "zero_out"),
+}
+"""The relations that a scheme can be accounted under, its default first."""
+
+_NEITHER_SHUFFLED = (
+    "batches are drawn at random by privacy.sampling, and accounted as drawn; no accountant holds for another"
+    " sampler"
+)
+SAMPLERS = {
+    "shuffle": f"an epoch in shuffled order is no Poisson sample; {_NEITHER_SHUFFLED}",
+    "drop_last": f"there are no epochs that a last batch could end; {_NEITHER_SHUFFLED}",
+    "sampler": _NEITHER_SHUFFLED,
+    "batch_sampler": _NEITHER_SHUFFLED,
+    "weights": f"records that are drawn with unequal chances have no accountant; {_NEITHER_SHUFFLED}",
+    "replacement": f"a record is drawn once or not at all; {_NEITHER_SHUFFLED}",
+}
+"""Wishes for a sampler that no accountant covers, in the words of other libraries, and why not."""
+
+
+class SamplingConfig(Section):
+    """How the records of a step are drawn.
+
+    poisson: each record by itself, with probability `sample_rate`. truncated_poisson: the same, and of more
+    than `max_batch_size` a random part so large; `dataset_size` is the number of records, which is public
+    then. fixed: `batch_size` records, every set of them as likely; accounted without amplification.
+    """
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        **SAMPLERS,
+        "expected_batch_size": "it is a key of privacy itself, the divisor of the noisy sum",
+        "seed": (
+            "set privacy.noise.seed, with --insecure-deterministic; what it says holds for the batches, too"
+        ),
+    }
+
+    scheme: Scheme
+    """poisson: each record independently. truncated_poisson: the same, with a largest batch. fixed: batches
+    of one size.
+    """
+    sample_rate: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    """Of the poisson schemes: the probability of each record."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Of fixed: records in a batch."""
+    max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Of truncated_poisson: the largest number of records."""
+    dataset_size: Annotated[int, Field(ge=1)] | None = None
+    """Of truncated_poisson: the number of records, which is public then."""
+
+    @model_validator(mode="after")
+    def _fields_of_this_scheme(self) -> SamplingConfig:
+        takes = _TAKES[self.scheme]
+        given = [
+            name
+            for name in SamplingConfig.model_fields
+            if name != "scheme" and getattr(self, name) is not None
+        ]
+        missing = [name for name in takes if name not in given]
+        refused = [name for name in given if name not in takes]
+        if refused == ["batch_size"] and self.scheme != "fixed":
+            raise ValueError(
+                f"batch_size: a {self.scheme} batch has no fixed size, as each record is drawn by itself; set"
+                " sample_rate here and privacy.expected_batch_size, or scheme: fixed, which is accounted"
+                " without amplification"
+            )
+        if "sample_rate" in refused:
+            raise ValueError(
+                "sample_rate: fixed batches have a batch_size, and are accounted as if every record were in"
+                " every one of them; scheme: poisson is amplified by a sample_rate"
+            )
+        if refused:
+            raise ValueError(
+                f"{self.scheme} sampling does not take {', '.join(refused)}; it takes {', '.join(takes)}"
+            )
+        if missing:
+            raise ValueError(
+                f"{self.scheme} sampling needs {' and '.join(missing)}; it takes {', '.join(takes)}"
+            )
+        return self
+
+
+_TAKES: Mapping[Scheme, tuple[str, ...]] = {
+    "poisson": ("sample_rate",),
+    "truncated_poisson": ("sample_rate", "max_batch_size", "dataset_size"),
+    "fixed": ("batch_size",),
+}
+
+
+class UnitConfig(Section):
+    """A record is all rows with one value in `column`; their gradients are averaged or summed before the
+    clipping.
+
+    Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never.
+    """
+
+    column: str
+    """The column that says which record a row belongs to."""
+    combine: Literal["mean", "sum"] = "mean"
+    """How a record's rows are combined before the clipping."""
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Rows of a record that count, the first ones; null for all."""
+
+
+class AugmentationConfig(Section):
+    """Each row stands for `copies` of what `function(*inputs of one row)` returns, averaged inside the
+    record.
+    """
+
+    function: CallableSpec
+    """module:callable(*inputs of one row)."""
+    copies: Annotated[int, Field(ge=1)]
+    """Copies of each row, averaged inside the record."""

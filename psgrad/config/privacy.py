@@ -1,6 +1,8 @@
-"""The section of a private run: who is protected, how batches are drawn, what is clipped, how much noise, and what is spent.
+"""The section of a private run: who is protected, how batches are drawn, what is clipped, how much noise, and
+what is spent.
 
-Rules that join several keys are checked here, without the data; what needs the data or the model is in psgrad/engine/privacy/refusals.py.
+Rules that join several keys are checked here, without the data; what needs the data or the model is in
+psgrad/engine/privacy/refusals.py.
 """
 
 from __future__ import annotations
@@ -11,13 +13,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from psgrad.config.mechanism import ClippingConfig, NoiseConfig
-from psgrad.config.sampling import RELATIONS, SAMPLERS, AugmentationConfig, RelationName, SamplingConfig, UnitConfig
+from psgrad.config.mechanism import (
+    RELATIONS,
+    SAMPLERS,
+    AugmentationConfig,
+    ClippingConfig,
+    NoiseConfig,
+    RelationName,
+    SamplingConfig,
+    UnitConfig,
+)
 from psgrad.config.values import Finite, ParameterPatterns, Section, described
 
 
 class OptimizerConfig(Section):
-    """An optimiser of torch.optim by name. It sees the noisy gradient alone, so that whatever it makes of it costs no privacy."""
+    """An optimiser of torch.optim by name. It sees the noisy gradient alone, so that whatever it makes of it
+    costs no privacy.
+    """
 
     not_taken: ClassVar[Mapping[str, str]] = {"lr": "an optimiser's arguments go to privacy.optimizer.kwargs"}
 
@@ -30,20 +42,29 @@ class OptimizerConfig(Section):
     @classmethod
     def _one_gradient_a_step(cls, value: str) -> str:
         if value == "LBFGS":
-            raise ValueError("LBFGS asks for several gradients and losses a step, of which one is released; choose a first-order optimiser")
+            raise ValueError(
+                "LBFGS asks for several gradients and losses a step, of which one is released; choose a"
+                " first-order optimiser"
+            )
         if value == "SparseAdam":
-            raise ValueError("SparseAdam takes sparse gradients, and a noisy gradient is nowhere zero; choose Adam")
+            raise ValueError(
+                "SparseAdam takes sparse gradients, and a noisy gradient is nowhere zero; choose Adam"
+            )
         return value
 
 
 def _loss_scaling(value: object) -> object:
     if value == "dynamic":
         raise ValueError(
-            "dynamic loss scaling skips a step when a gradient overflows, which one record can bring about: the branch would tell of it "
-            "outside the guarantee; set none, with engine.dtype: bfloat16 for mixed precision, which needs no scaling"
+            "dynamic loss scaling skips a step when a gradient overflows, which one record can bring about:"
+            " the branch would tell of it outside the guarantee; set none, with engine.dtype: bfloat16 for"
+            " mixed precision, which needs no scaling"
         )
     if value != "none":
-        raise ValueError(f"got {described(value)}, expected none, the only value: gradients in float32 and bfloat16 need no scaling")
+        raise ValueError(
+            f"got {described(value)}, expected none, the only value: gradients in float32 and bfloat16 need"
+            " no scaling"
+        )
     return value
 
 
@@ -62,12 +83,16 @@ def _interval(value: object) -> object:
 class PrivacyConfig(Section):
     """A differentially private run of `steps` steps.
 
-    expected_batch_size is what the noisy sum is divided by: a public constant, never the size of the batch that was drawn.
+    expected_batch_size is what the noisy sum is divided by: a public constant, never the size of the batch
+    that was drawn.
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {
         **SAMPLERS,
-        "batch_size": "batches have the size that privacy.sampling gives them, and the noisy sum is divided by expected_batch_size",
+        "batch_size": (
+            "batches have the size that privacy.sampling gives them, and the noisy sum is divided by"
+            " expected_batch_size"
+        ),
         "epochs": "privacy is spent by steps; give steps (an epoch is about 1 / sample_rate of them)",
         "seed": "set privacy.noise.seed, with --insecure-deterministic",
         "max_grad_norm": "set privacy.clipping.norm",
@@ -79,10 +104,19 @@ class PrivacyConfig(Section):
 
     steps: Annotated[int, Field(ge=1)]
     """How many steps are planned, and accounted."""
-    delta: Annotated[Finite, Field(gt=0, lt=1, description="the delta of (epsilon, delta), below one over the number of records")]
+    delta: Annotated[
+        Finite,
+        Field(gt=0, lt=1, description="the delta of (epsilon, delta), below one over the number of records"),
+    ]
     expected_batch_size: Annotated[
         Finite,
-        Field(gt=0, description="the public number that the noisy sum is divided by; the size of the batch that was drawn is private"),
+        Field(
+            gt=0,
+            description=(
+                "the public number that the noisy sum is divided by; the size of the batch that was drawn is"
+                " private"
+            ),
+        ),
     ]
     sampling: SamplingConfig
     """How the records of a step are drawn."""
@@ -113,7 +147,11 @@ class PrivacyConfig(Section):
     @property
     def checkpoint_seconds(self) -> float | None:
         """Seconds between two checkpoints; None where they are told in steps."""
-        written = _DURATION.fullmatch(self.checkpoint_every.strip()) if isinstance(self.checkpoint_every, str) else None
+        written = (
+            _DURATION.fullmatch(self.checkpoint_every.strip())
+            if isinstance(self.checkpoint_every, str)
+            else None
+        )
         return None if written is None else float(written[1]) * _SECONDS[written[2]]
 
     @model_validator(mode="before")
@@ -125,7 +163,9 @@ class PrivacyConfig(Section):
         sampling = value.get("sampling")
         scheme = sampling.get("scheme") if isinstance(sampling, dict) else getattr(sampling, "scheme", None)
         # A scheme that is none is told as such: the relation is no second problem then.
-        known = next((relations for name, relations in RELATIONS.items() if name == scheme), RELATIONS["poisson"])
+        known = next(
+            (relations for name, relations in RELATIONS.items() if name == scheme), RELATIONS["poisson"]
+        )
         return {**value, "relation": known[0]}
 
     @model_validator(mode="after")
@@ -133,14 +173,16 @@ class PrivacyConfig(Section):
         scheme, known = self.sampling.scheme, RELATIONS[self.sampling.scheme]
         if self.relation not in known:
             raise ValueError(
-                f"relation: no accountant covers {scheme} sampling under {self.relation}; under {scheme} it is one of {', '.join(known)}"
+                f"relation: no accountant covers {scheme} sampling under {self.relation}; under {scheme} it"
+                f" is one of {', '.join(known)}"
             )
         if self.noise.mechanism == "discrete_gaussian" and (
             scheme == "truncated_poisson" or (scheme, self.relation) == ("poisson", "replace_one")
         ):
             raise ValueError(
-                f"noise.mechanism: discrete noise is accounted by moments, which don't cover {scheme} sampling under {self.relation}; "
-                "use poisson under add_or_remove_one or zero_out, or fixed batches"
+                f"noise.mechanism: discrete noise is accounted by moments, which don't cover {scheme}"
+                f" sampling under {self.relation}; use poisson under add_or_remove_one or zero_out, or fixed"
+                " batches"
             )
         return self
 
@@ -148,14 +190,17 @@ class PrivacyConfig(Section):
     def _the_divisor_fits_the_batches(self) -> PrivacyConfig:
         sampling, divisor = self.sampling, self.expected_batch_size
         if sampling.scheme == "fixed" and divisor != sampling.batch_size:
-            raise ValueError(f"expected_batch_size is {divisor:g}, and every batch has {sampling.batch_size} records (sampling.batch_size)")
+            raise ValueError(
+                f"expected_batch_size is {divisor:g}, and every batch has {sampling.batch_size} records"
+                " (sampling.batch_size)"
+            )
         if sampling.sample_rate is None or sampling.dataset_size is None or sampling.max_batch_size is None:
             return self
         expected = min(sampling.sample_rate * sampling.dataset_size, sampling.max_batch_size)
         if not expected / 2 <= divisor <= expected * 2:
             raise ValueError(
-                f"expected_batch_size is {divisor:g}, and batches have about {expected:g} records (sample_rate * dataset_size, at most "
-                "max_batch_size); is one of them off?"
+                f"expected_batch_size is {divisor:g}, and batches have about {expected:g} records"
+                " (sample_rate * dataset_size, at most max_batch_size); is one of them off?"
             )
         return self
 
@@ -163,7 +208,10 @@ class PrivacyConfig(Section):
     def _a_multiplier_for_each_step(self) -> PrivacyConfig:
         listed = self.noise.schedule.multipliers
         if listed is not None and len(listed) != self.steps:
-            raise ValueError(f"noise.schedule.multipliers has {len(listed)} numbers for {self.steps} steps; give one a step")
+            raise ValueError(
+                f"noise.schedule.multipliers has {len(listed)} numbers for {self.steps} steps; give one a"
+                " step"
+            )
         return self
 
     @model_validator(mode="after")
@@ -173,12 +221,14 @@ class PrivacyConfig(Section):
             return self
         if self.noise.mechanism == "discrete_gaussian":
             raise ValueError(
-                "clipping.adaptive: the grid of discrete noise is made for one bound, and the count that a bound adapts by is noised in "
-                "floating point, which discrete noise is there to avoid; choose one"
+                "clipping.adaptive: the grid of discrete noise is made for one bound, and the count that a"
+                " bound adapts by is noised in floating point, which discrete noise is there to avoid;"
+                " choose one"
             )
         if self.noise.multiplier is not None and self.noise.multiplier >= 2 * adaptive.count_noise_multiplier:
             raise ValueError(
-                f"clipping.adaptive.count_noise_multiplier is {adaptive.count_noise_multiplier:g}, and must be more than half of "
-                f"noise.multiplier ({self.noise.multiplier:g}): the count's noise is taken out of what the multiplier allows"
+                f"clipping.adaptive.count_noise_multiplier is {adaptive.count_noise_multiplier:g}, and must"
+                f" be more than half of noise.multiplier ({self.noise.multiplier:g}): the count's noise is"
+                " taken out of what the multiplier allows"
             )
         return self

@@ -1,4 +1,6 @@
-"""From the YAML file and the command line to a config, and every mistake in our words: all at once, with file, line and a suggestion."""
+"""From the YAML file and the command line to a config, and every mistake in our words: all at once, with
+file, line and a suggestion.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _MAX_BYTES = 1 << 20
 
 
 class Reading(NamedTuple):
-    """What could be made of a config: all of it, or the sections that are right by themselves, and what is wrong with the rest."""
+    """What could be made of a config: all of it, or the sections that are right by themselves, and what is
+    wrong with the rest.
+    """
 
     config: Config | None
     sections: Mapping[str, Any]
@@ -31,14 +35,16 @@ class Reading(NamedTuple):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The validated config of a YAML file.
 
-    `overrides` are `dotted.path=value` strings, the value in YAML, applied to the file's content and validated like it. Raises
-    ConfigError with every problem found, each with its file and line (or its `--set`).
+    `overrides` are `dotted.path=value` strings, the value in YAML, applied to the file's content and
+    validated like it. Raises ConfigError with every problem found, each with its file and line (or its
+    `--set`).
     """
     return _whole(path, read_config(path, overrides))
 
 
 def config_from(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The validated config of plain values, as the YAML file would have them; paths in it are relative to the current directory.
+    """The validated config of plain values, as the YAML file would have them; paths in it are relative to the
+    current directory.
 
     Raises ConfigError with every problem found.
     """
@@ -46,7 +52,9 @@ def config_from(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Co
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
-    """As much of a config as there is, with its problems; see `load_config`. Raises ConfigError for a file that holds no config at all."""
+    """As much of a config as there is, with its problems; see `load_config`. Raises ConfigError for a file
+    that holds no config at all.
+    """
     reading = _read(_read_document(path), overrides)
     if reading.config is not None:
         reading.config._base = path.parent
@@ -54,7 +62,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
 
 
 def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> GateConfig:
-    """The gate of a finished run, of which `content` is what its config said, changed by overrides such as `gate.max_outliers=3`.
+    """The gate of a finished run, of which `content` is what its config said, changed by overrides such as
+    `gate.max_outliers=3`.
 
     Raises ConfigError with every problem found; nothing but the gate can be changed when a run is over.
     """
@@ -64,11 +73,17 @@ def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Gate
         if text.strip().startswith("gate."):
             problems += document.override(text)
         else:
-            problems.append(f"--set {text}: the run is over: only its gate can be changed, such as --set gate.max_outliers=3")
+            problems.append(
+                f"--set {text}: the run is over: only its gate can be changed, such as --set"
+                " gate.max_outliers=3"
+            )
     try:
         gate = GateConfig.model_validate(document.content["gate"])
     except ValidationError as error:
-        problems += [document.problem({**details, "loc": ("gate", *details["loc"])}) for details in error.errors(include_url=False)]
+        problems += [
+            document.problem({**details, "loc": ("gate", *details["loc"])})
+            for details in error.errors(include_url=False)
+        ]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n".join([f"the gate has {count}:", *(f"  {problem}" for problem in problems)]))
@@ -79,7 +94,9 @@ def _whole(path: Path | None, reading: Reading) -> Config:
     if reading.problems or reading.config is None:
         count = "1 problem" if len(reading.problems) == 1 else f"{len(reading.problems)} problems"
         of = "" if path is None else f" {path}"
-        raise ConfigError("\n".join([f"the config{of} has {count}:", *(f"  {problem}" for problem in reading.problems)]))
+        raise ConfigError(
+            "\n".join([f"the config{of} has {count}:", *(f"  {problem}" for problem in reading.problems)])
+        )
     return reading.config
 
 
@@ -141,7 +158,9 @@ def _read_document(path: Path) -> _Document:
             next_step=f"check the path; it is relative to {Path.cwd()}",
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the config file {path} can't be read: {error}", expected="a YAML file in UTF-8") from error
+        raise ConfigError(
+            f"the config file {path} can't be read: {error}", expected="a YAML file in UTF-8"
+        ) from error
     value = parse(text, str(path))
     if not isinstance(value.content, dict):
         got = "is empty" if value.content is None else f"holds {described(value.content)}"
@@ -151,7 +170,9 @@ def _read_document(path: Path) -> _Document:
 
 @dataclass
 class _Document:
-    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) that each of them came from."""
+    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) that each of them
+    came from.
+    """
 
     name: str
     content: dict[Any, Any]
@@ -163,7 +184,9 @@ class _Document:
         dotted, equals, value_text = text.partition("=")
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
-            yield f"{place}: expected a dotted path, an equals sign and a value, such as --set engine.verify=0"
+            yield (
+                f"{place}: expected a dotted path, an equals sign and a value, such as --set engine.verify=0"
+            )
             return
         try:
             value = parse(value_text, "value").content
@@ -205,7 +228,9 @@ def explain(details: ErrorDetails) -> str:
     if kind == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         close = nearest(str(details["input"]), allowed)
-        return f"got {got}, expected one of {', '.join(allowed)}" + (f"; did you mean {close}?" if close else "")
+        return f"got {got}, expected one of {', '.join(allowed)}" + (
+            f"; did you mean {close}?" if close else ""
+        )
     expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else details["msg"]
     return f"got {got}, expected {expected}"
 
@@ -238,7 +263,9 @@ def _unknown_key(path: KeyPath) -> str:
     meant = nearest(key, known)
     if meant is None:
         # The right key in the wrong group is the second most common slip.
-        meant = next((f"{where}.{key}" for where, other in _all_sections(Config) if key in other.model_fields), None)
+        meant = next(
+            (f"{where}.{key}" for where, other in _all_sections(Config) if key in other.model_fields), None
+        )
     return f"unknown key; {f'did you mean {meant}? ' if meant else ''}known here: {', '.join(known)}"
 
 
@@ -260,14 +287,19 @@ def _sections(section: type[Section]) -> dict[str, type[Section]]:
     found = {}
     for name, info in section.model_fields.items():
         kinds = [info.annotation, *get_args(info.annotation)]
-        for kind in [*kinds, *(inside for each in kinds for inside in get_args(each))]:  # of lists of groups, too
+        for kind in [
+            *kinds,
+            *(inside for each in kinds for inside in get_args(each)),
+        ]:  # of lists of groups, too
             if isinstance(kind, type) and issubclass(kind, Section):
                 found[name] = kind
     return found
 
 
 def _all_sections(section: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Every group of keys with its dotted name; those that all commands share come before those inside others."""
+    """Every group of keys with its dotted name; those that all commands share come before those inside
+    others.
+    """
     inside = [(f"{above}{name}", kind) for name, kind in _sections(section).items()]
     yield from inside
     for name, kind in inside:

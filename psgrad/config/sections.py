@@ -32,7 +32,17 @@ def _chunk_size(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected a whole number of at least 1, or auto")
 
 
-_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _LEAST_MEMORY = 1 << 20  # less is a forgotten unit
 
 
@@ -40,12 +50,27 @@ def _memory(value: object) -> object:
     """Bytes: a whole number of them, or a number with a unit."""
     if value == "auto":
         return value
-    written = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
-    size = value if type(value) is int else int(float(written[1]) * _BYTES[written[2]]) if written and written[2] in _BYTES else None
+    written = (
+        re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]+)", value.strip().lower())
+        if isinstance(value, str)
+        else None
+    )
+    size = (
+        value
+        if type(value) is int
+        else int(float(written[1]) * _BYTES[written[2]])
+        if written and written[2] in _BYTES
+        else None
+    )
     if size is None:
-        raise ValueError(f"got {described(value)}, expected auto, or a size such as 2GiB or 500 MB (B, KB, MB, GB, TB; KiB, MiB, GiB, TiB)")
+        raise ValueError(
+            f"got {described(value)}, expected auto, or a size such as 2GiB or 500 MB (B, KB, MB, GB, TB;"
+            " KiB, MiB, GiB, TiB)"
+        )
     if size < _LEAST_MEMORY:
-        raise ValueError(f"got {described(value)}, which is {size:,} bytes; expected at least 1MiB; is its unit right?")
+        raise ValueError(
+            f"got {described(value)}, which is {size:,} bytes; expected at least 1MiB; is its unit right?"
+        )
     return size
 
 
@@ -60,7 +85,9 @@ def _column_names(value: object) -> object:
 
 def _data_path(value: Path) -> Path:
     if value.suffix.lower() not in DATA_SUFFIXES:
-        raise ValueError(f"{value.name!r} does not end in one of {', '.join(DATA_SUFFIXES)}; the suffix picks the reader")
+        raise ValueError(
+            f"{value.name!r} does not end in one of {', '.join(DATA_SUFFIXES)}; the suffix picks the reader"
+        )
     return value
 
 
@@ -69,7 +96,10 @@ def _loss_name(value: str) -> str:
         return value
     close = nearest(value, list(LOSS_OPTIONS))
     suggestion = f"did you mean {close}? " if close else ""
-    raise ValueError(f"there is no loss {value!r}; {suggestion}known: {', '.join(LOSS_OPTIONS)}; or module:callable for one of your own")
+    raise ValueError(
+        f"there is no loss {value!r}; {suggestion}known: {', '.join(LOSS_OPTIONS)}; or module:callable for"
+        " one of your own"
+    )
 
 
 class ModelConfig(Section):
@@ -89,12 +119,16 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _key_needs_a_checkpoint(self) -> ModelConfig:
         if self.state_dict_key is not None and self.checkpoint is None:
-            raise ValueError("state_dict_key says where in the checkpoint the weights lie, but there is no checkpoint")
+            raise ValueError(
+                "state_dict_key says where in the checkpoint the weights lie, but there is no checkpoint"
+            )
         return self
 
 
 class LossConfig(Section):
-    """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string is the name alone."""
+    """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string
+    is the name alone.
+    """
 
     name: Annotated[str, AfterValidator(_loss_name)]
     """A known loss, or module:callable(output, target) that returns one number for each sample."""
@@ -118,7 +152,11 @@ class LossConfig(Section):
     def _options_of_this_loss(self) -> LossConfig:
         takes = LOSS_OPTIONS.get(self.name, frozenset())
         # A default says nothing: a resolved config, written out in full, must load again.
-        given = {option for option, info in LossConfig.model_fields.items() if getattr(self, option) != info.default}
+        given = {
+            option
+            for option, info in LossConfig.model_fields.items()
+            if getattr(self, option) != info.default
+        }
         refused = sorted(given - {"name"} - takes)
         if refused:
             takes_text = f"it takes {', '.join(sorted(takes))}" if takes else "it takes no options"
@@ -130,9 +168,16 @@ class DataConfig(Section):
     """The dataset: a file, or a factory of a torch Dataset, and which columns are which."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
-        "shuffle": "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling",
-        "sampler": "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling",
-        "batch_size": "rows that are computed together are engine.chunk_size; a private run draws its batches by privacy.sampling",
+        "shuffle": (
+            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
+        ),
+        "sampler": (
+            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
+        ),
+        "batch_size": (
+            "rows that are computed together are engine.chunk_size; a private run draws its batches by"
+            " privacy.sampling"
+        ),
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -154,9 +199,13 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if (self.path is None) == (self.factory is None):
-            raise ValueError("give exactly one of path (a file) and factory (a callable that returns a torch Dataset)")
+            raise ValueError(
+                "give exactly one of path (a file) and factory (a callable that returns a torch Dataset)"
+            )
         if self.path is not None and self.inputs is None:
-            raise ValueError("inputs is missing: the name of the column that the model reads, or a list of names")
+            raise ValueError(
+                "inputs is missing: the name of the column that the model reads, or a list of names"
+            )
         if self.path is not None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
         return self
@@ -176,7 +225,8 @@ class EngineConfig(Section):
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
     capture: Literal["auto", "off"] = "auto"
-    """Whether a chunk's operators are captured once and replayed; off for models that change from row to row."""
+    """Whether a chunk's operators are captured once and replayed; off for models that change from row to row.
+    """
     compile: Literal["none", "inductor"] = "none"
     """Whether the captured program is compiled."""
     machine: FilePath | None = None
@@ -185,7 +235,10 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
         if self.memory != "auto" and self.chunk_size != "auto":
-            raise ValueError(f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set one of the two")
+            raise ValueError(
+                f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set"
+                " one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,8 @@
-"""The kinds of values that a config holds: how each is read from plain YAML, and what is said of one that does not fit."""
+"""The kinds of values that a config holds: how each is read from plain YAML, and what is said of one that
+does not fit.
+
+Something that a config names, with options of its own, which are checked where the thing is known.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def is_callable_spec(text: str) -> bool:
     """Whether `text` has the form `module:callable` or `file.py:callable`."""
     location, _, name = text.rpartition(":")
     dotted = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-    return bool(re.fullmatch(dotted, name)) and (location.endswith(".py") or bool(re.fullmatch(dotted, location)))
+    return bool(re.fullmatch(dotted, name)) and (
+        location.endswith(".py") or bool(re.fullmatch(dotted, location))
+    )
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
@@ -48,8 +54,15 @@ def _patterns(value: object) -> object:
     if value is None:
         return None
     patterns = [value] if isinstance(value, str) else value
-    if not isinstance(patterns, list) or not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise ValueError(f"got {described(value)}, expected one pattern of parameter names or a list of them, such as [head.*]")
+    if (
+        not isinstance(patterns, list)
+        or not patterns
+        or not all(isinstance(pattern, str) and pattern for pattern in patterns)
+    ):
+        raise ValueError(
+            f"got {described(value)}, expected one pattern of parameter names or a list of them, such as"
+            " [head.*]"
+        )
     return patterns
 
 
@@ -60,8 +73,28 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with the reason."""
+    """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with
+    the reason.
+    """
 
     not_taken: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class NamedSection(Section):
+    """A name (a known one, or `module:Class`) with options. A bare string is the name alone."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: str
+    """A known name, or module:Class; the other keys are its options."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})

@@ -10,7 +10,14 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.privacy import PrivacyConfig
-from psgrad.config.sections import LOSS_OPTIONS, DataConfig, EngineConfig, LossConfig, ModelConfig, ReportConfig
+from psgrad.config.sections import (
+    LOSS_OPTIONS,
+    DataConfig,
+    EngineConfig,
+    LossConfig,
+    ModelConfig,
+    ReportConfig,
+)
 from psgrad.config.values import FilePath, Section, described
 
 
@@ -21,7 +28,9 @@ def _version(value: object) -> object:
 
 
 class Config(Section):
-    """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the current directory."""
+    """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the
+    current directory.
+    """
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
     """Version of this format."""
@@ -56,7 +65,9 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _trusted_data_are_read_as_the_data_are(cls, value: Any) -> Any:
-        """Keys that analyze.outliers.reference.data leaves out are those of data; another path or factory brings its own source."""
+        """Keys that analyze.outliers.reference.data leaves out are those of data; another path or factory
+        brings its own source.
+        """
         groups = [value]
         for key in ("analyze", "outliers", "reference", "data"):
             groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
@@ -64,15 +75,22 @@ class Config(Section):
         if not isinstance(groups[-1], dict) or not isinstance(own, dict):
             return value
         sources = {"path", "factory", "kwargs"}
-        given: Any = {key: each for key, each in own.items() if key not in sources or not sources & set(groups[-1])} | groups[-1]
-        for key, group in zip(("data", "reference", "outliers", "analyze"), reversed(groups[:-1]), strict=True):
+        given: Any = {
+            key: each for key, each in own.items() if key not in sources or not sources & set(groups[-1])
+        } | groups[-1]
+        for key, group in zip(
+            ("data", "reference", "outliers", "analyze"), reversed(groups[:-1]), strict=True
+        ):
             given = {**group, key: given}
         return given
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:
         if self.data.path is not None and self.data.target is None and self.loss.name in LOSS_OPTIONS:
-            raise ValueError(f"data.target is missing: the loss {self.loss.name!r} compares the output with a target column")
+            raise ValueError(
+                f"data.target is missing: the loss {self.loss.name!r} compares the output with a target"
+                " column"
+            )
         return self
 
     @model_validator(mode="after")
@@ -81,7 +99,8 @@ class Config(Section):
         measured = named and (self.influence.measurement.name != "loss" or self.loss.name in LOSS_OPTIONS)
         if queries is not None and queries.path is not None and queries.target is None and measured:
             raise ValueError(
-                f"influence.queries.target is missing: the measurement {self.influence.measurement.name!r} compares a query's output with "
-                "its target; name the column, or measure by a callable of your own that does without"
+                f"influence.queries.target is missing: the measurement {self.influence.measurement.name!r}"
+                " compares a query's output with its target; name the column, or measure by a callable of"
+                " your own that does without"
             )
         return self

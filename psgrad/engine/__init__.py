@@ -1,1 +1,3 @@
-"""The engine: function transforms, deferred per-sample gradients, and what is computed from them. It needs torch alone."""
+"""The engine: function transforms, deferred per-sample gradients, and what is computed from them. It needs
+torch alone.
+"""

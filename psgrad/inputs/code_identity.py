@@ -1,7 +1,9 @@
-"""Which code runs, as hashes: the file of a callable, all files of the user's own that it imports, and the versions of installed packages.
+"""Which code runs, as hashes: the file of a callable, all files of the user's own that it imports, and the
+versions of installed packages.
 
-Imports are read off the source, as some run only when a function is called, and others were run before by somebody else; modules that the
-code was seen to import under a computed name, while it was imported or called, are added.
+Imports are read off the source, as some run only when a function is called, and others were run before by
+somebody else; modules that the code was seen to import under a computed name, while it was imported or
+called, are added.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from psgrad.inputs.files import sha256_of
-from psgrad.inputs.imports import imported, imported_while_running, resolve
+from psgrad.inputs.code import imported, imported_while_running, resolve
+from psgrad.inputs.sources.files import sha256_of
 
 
 @dataclass(frozen=True)
 class CodeIdentity:
-    """files: name -> SHA-256, in the order in which they were met, the callable's own first. packages: name -> version.
+    """files: name -> SHA-256, in the order in which they were met, the callable's own first. packages: name
+    -> version.
 
-    A file has the name of its module; one that a config names as a file has its file name. So the same code in another folder is the same.
+    A file has the name of its module; one that a config names as a file has its file name. So the same code
+    in another folder is the same.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +41,8 @@ class CodeIdentity:
 def code_identity(spec: str, base: Path, sources: Iterable[str] = ()) -> CodeIdentity:
     """The identity of the code that a spec names, relative to `base`, to be asked for when it was called.
 
-    `sources` are further modules of Python that belong to it: those of the classes that it made. Raises ConfigError as `resolve` does.
+    `sources` are further modules of Python that belong to it: those of the classes that it made. Raises
+    ConfigError as `resolve` does.
     """
     module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
     walk = _Walk()
@@ -56,7 +61,9 @@ class _Walk:
         self._met: set[str] = set()
 
     def meet(self, name: str, whole: bool = False) -> None:
-        """Add a module and what it imports; with `whole` also the file of an installed one, which else has its package's version."""
+        """Add a module and what it imports; with `whole` also the file of an installed one, which else has
+        its package's version.
+        """
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -81,7 +88,9 @@ class _Walk:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of a module, imported or not; nothing is imported. None for what has none: a folder, a part of Python, an absent module."""
+    """The file of a module, imported or not; nothing is imported. None for what has none: a folder, a part of
+    Python, an absent module.
+    """
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)
@@ -113,7 +122,9 @@ def _imports_of(file: Path, name: str) -> Iterator[str]:
             source = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
             yield from _prefixes(source)
             yield from (f"{source}.{each.name}" for each in node.names if source)
-        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__") and node.args:
+        elif (
+            isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__") and node.args
+        ):
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 level = len(first.value) - len(first.value.lstrip("."))
@@ -128,7 +139,13 @@ def _above(package: str, level: int) -> list[str]:
 
 def _called(function: ast.expr) -> str | None:
     """The last name of what is called."""
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else None
+    return (
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else None
+    )
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -139,18 +156,24 @@ def _prefixes(name: str) -> Iterator[str]:
 @cache
 def _installed_roots() -> tuple[Path, ...]:
     found = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple({Path(each).resolve() for each in (*found, *site.getsitepackages(), site.getusersitepackages())})
+    return tuple(
+        {Path(each).resolve() for each in (*found, *site.getsitepackages(), site.getusersitepackages())}
+    )
 
 
 @cache
 def is_installed(file: Path) -> bool:
     """Whether a file is of an installed package, or of Python itself."""
-    return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(file.is_relative_to(root) for root in _installed_roots())
+    return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(
+        file.is_relative_to(root) for root in _installed_roots()
+    )
 
 
 @cache
 def _version(package: str) -> str | None:
-    """The version of an installed package, or None; most are distributed under their own names, and asking for all names takes long."""
+    """The version of an installed package, or None; most are distributed under their own names, and asking
+    for all names takes long.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,6 @@
-"""The loss of one sample, as a plain function of the model's output and the target, and what it asks of targets."""
+"""The loss of one sample, as a plain function of the model's output and the target, and what it asks of
+targets.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from psgrad.config import LOSS_OPTIONS, LossConfig
 from psgrad.errors import ConfigError, DataError, LossError
-from psgrad.inputs.imports import module_of, resolve
+from psgrad.inputs.code import module_of, resolve
 
 Kind = Literal["class", "token", "binary", "value", "custom"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -27,8 +29,9 @@ _IGNORED = -100  # torch's own default
 class Criterion:
     """A loss, ready to be applied to one sample at a time.
 
-    `function(output, target)` returns a scalar; neither argument has a batch axis. Labels equal to `ignore_index` count for
-    nothing. `modules_imported` are the modules and files whose code was run to get it.
+    `function(output, target)` returns a scalar; neither argument has a batch axis. Labels equal to
+    `ignore_index` count for nothing. `modules_imported` are the modules and files whose code was run to get
+    it.
     """
 
     name: str
@@ -41,14 +44,22 @@ class Criterion:
 def resolve_loss(config: LossConfig, base: Path) -> Criterion:
     """The loss that a config names; a file of the user's own is relative to `base`.
 
-    Raises ConfigError where the callable is not there, LossError where importing it fails. The function raises LossError for an
-    output and a target that don't go together, and for a loss of the user's own that does not return one scalar.
+    Raises ConfigError where the callable is not there, LossError where importing it fails. The function
+    raises LossError for an output and a target that don't go together, and for a loss of the user's own that
+    does not return one scalar.
     """
     if config.name not in LOSS_OPTIONS:
         function = resolve(config.name, base, raises=LossError)
         if inspect.isclass(function):
-            raise ConfigError(f"the loss {config.name} is a class", expected="a function of (output, target) for one sample")
-        return Criterion(config.name, partial(_custom, config.name, function), "custom", modules_imported=(module_of(config.name),))
+            raise ConfigError(
+                f"the loss {config.name} is a class", expected="a function of (output, target) for one sample"
+            )
+        return Criterion(
+            config.name,
+            partial(_custom, config.name, function),
+            "custom",
+            modules_imported=(module_of(config.name),),
+        )
     ignore_index = _IGNORED if config.ignore_index is None else config.ignore_index
     kind, function = _named(config, ignore_index)
     return Criterion(config.name, partial(_of_one_tensor, config.name, function), kind, ignore_index)
@@ -58,9 +69,19 @@ def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
     weight = None if config.weight is None else torch.tensor(config.weight)
     match config.name:
         case "cross_entropy":
-            return "class", partial(_cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=config.label_smoothing)
+            return "class", partial(
+                _cross_entropy,
+                weight=weight,
+                ignore_index=ignore_index,
+                label_smoothing=config.label_smoothing,
+            )
         case "token_cross_entropy":
-            return "token", partial(_token_cross_entropy, weight=weight, ignore_index=ignore_index, label_smoothing=config.label_smoothing)
+            return "token", partial(
+                _token_cross_entropy,
+                weight=weight,
+                ignore_index=ignore_index,
+                label_smoothing=config.label_smoothing,
+            )
         case "nll":
             return "class", partial(_nll, weight=weight, ignore_index=ignore_index)
         case "bce_with_logits":
@@ -76,34 +97,59 @@ def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
     raise AssertionError(f"no function for the loss {config.name}")  # the config knows the names
 
 
-# The functions --------------------------------------------------------------------------------------------------------------------
+# The functions
+# ------------------------------------------------------------------------------------------------------------
 #
-# torch's means divide by the sum of the class weights, which for a single label would cancel its weight. A sample's loss here is
-# weight[label] * loss, averaged over the positions that are not ignored; all ignored is 0. The functions run inside psgrad's
-# tracers: no branch may look at values. A batch of one keeps torch from taking the classes or positions of a sample for a batch.
+# torch's means divide by the sum of the class weights, which for a single label would cancel its weight. A
+# sample's loss here is weight[label] * loss, averaged over the positions that are not ignored; all ignored is
+# 0. The functions run inside psgrad's tracers: no branch may look at values. A batch of one keeps torch from
+# taking the classes or positions of a sample for a batch.
 #
-# Logits are taken in float64 where the loss subtracts a probability from a label: p - 1 in float32 is zero or has few digits where
-# a sample is predicted with confidence. The loss itself is cast back, and keeps its relative precision.
+# Logits are taken in float64 where the loss subtracts a probability from a label: p - 1 in float32 is zero or
+# has few digits where a sample is predicted with confidence. The loss itself is cast back, and keeps its
+# relative precision.
 
 
-def _cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
-    """Logits [c] or [c, *positions] against labels [] or [*positions], or probabilities of the output's shape."""
+def _cross_entropy(
+    output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """Logits [c] or [c, *positions] against labels [] or [*positions], or probabilities of the output's
+    shape.
+    """
     labels = not target.is_floating_point()
-    _require(output.ndim > 0 and (output.shape[1:] if labels else output.shape) == target.shape, "cross_entropy", output, target)
+    _require(
+        output.ndim > 0 and (output.shape[1:] if labels else output.shape) == target.shape,
+        "cross_entropy",
+        output,
+        target,
+    )
     logits = output.double()
-    options: dict[str, Any] = {"weight": _on(logits, weight), "reduction": "none", "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {
+        "weight": _on(logits, weight),
+        "reduction": "none",
+        "label_smoothing": label_smoothing,
+    }
     if not labels:
-        return _rounded(F.cross_entropy(logits[None], target.to(logits.dtype)[None], **options).mean(), output)
+        return _rounded(
+            F.cross_entropy(logits[None], target.to(logits.dtype)[None], **options).mean(), output
+        )
     losses = F.cross_entropy(logits[None], target[None], ignore_index=ignore_index, **options)
     return _rounded(_mean_of_counted(losses, target, ignore_index), output)
 
 
-def _token_cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
+def _token_cross_entropy(
+    output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Tensor:
     """Logits [t, c] against labels [t]."""
     _require(output.ndim == 2 and output.shape[:1] == target.shape, "token_cross_entropy", output, target)
     logits = output.double()
     losses = F.cross_entropy(
-        logits, target, _on(logits, weight), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        logits,
+        target,
+        _on(logits, weight),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
     return _rounded(_mean_of_counted(losses, target, ignore_index), output)
 
@@ -111,12 +157,16 @@ def _token_cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | Non
 def _nll(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Log-probabilities [c] or [c, *positions] against labels [] or [*positions]."""
     _require(output.shape[1:] == target.shape and output.ndim > 0, "nll", output, target)
-    losses = F.nll_loss(output[None], target[None], _on(output, weight), ignore_index=ignore_index, reduction="none")
+    losses = F.nll_loss(
+        output[None], target[None], _on(output, weight), ignore_index=ignore_index, reduction="none"
+    )
     return _mean_of_counted(losses, target, ignore_index)
 
 
 def _elementwise(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor) -> Tensor:
-    """The mean over the elements; the shapes may differ in axes of size 1 only, so that nothing is broadcast by mistake."""
+    """The mean over the elements; the shapes may differ in axes of size 1 only, so that nothing is broadcast
+    by mistake.
+    """
     same = [size for size in output.shape if size != 1] == [size for size in target.shape if size != 1]
     _require(same, "this loss", output, target)
     return loss(output, target.reshape(output.shape).to(output.dtype))
@@ -135,7 +185,10 @@ def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -
     raise LossError(
         f"the model returned an object of type {type(output).__name__}{parts}",
         expected=f"a tensor, for the loss {name}",
-        next_step="write a loss of your own that picks what it needs, def loss(output, target), and name it: file.py:loss",
+        next_step=(
+            "write a loss of your own that picks what it needs, def loss(output, target), and name it:"
+            " file.py:loss"
+        ),
     )
 
 
@@ -173,32 +226,45 @@ def _on(output: Tensor, weight: Tensor | None) -> Tensor | None:
 def _require(fits: bool, name: str, output: Tensor, target: Tensor) -> None:
     if not fits:
         raise LossError(
-            f"the model's output {list(output.shape)} and the target {list(target.shape)} of one sample don't go together in {name}",
+            f"the model's output {list(output.shape)} and the target {list(target.shape)} of one sample don't"
+            f" go together in {name}",
             expected=_EXPECTED_SHAPES.get(name, "the same shape, but for axes of size 1"),
         )
 
 
 _EXPECTED_SHAPES = {
-    "cross_entropy": "logits [classes] with a label [], [classes, *positions] with [*positions], or probabilities of the same shape",
+    "cross_entropy": (
+        "logits [classes] with a label [], [classes, *positions] with [*positions], or probabilities of the"
+        " same shape"
+    ),
     "token_cross_entropy": "logits [positions, classes] with labels [positions]",
     "nll": "log-probabilities [classes] with a label [], or [classes, *positions] with [*positions]",
 }
 
 
-# The targets ----------------------------------------------------------------------------------------------------------------------
+# The targets
+# ------------------------------------------------------------------------------------------------------------
 
 
-def check_targets(criterion: Criterion, target: Tensor | None, num_classes: int | None, first_row: int = 0) -> None:
+def check_targets(
+    criterion: Criterion, target: Tensor | None, num_classes: int | None, first_row: int = 0
+) -> None:
     """Raises DataError unless the loss can be computed for every one of the targets [n, ...].
 
-    `num_classes` is the size of the model's class axis, None where it isn't known; `first_row` is the dataset's row that
-    `target[0]` belongs to. A NaN is no error: its sample's loss is NaN, and the row is reported as such.
+    `num_classes` is the size of the model's class axis, None where it isn't known; `first_row` is the
+    dataset's row that `target[0]` belongs to. A NaN is no error: its sample's loss is NaN, and the row is
+    reported as such.
     """
     if criterion.kind == "custom":
         return
     if target is None:
-        raise DataError(f"the loss {criterion.name} needs a target, and the data has none", next_step="name the column in data.target")
-    if criterion.kind in ("class", "token") and not (criterion.name != "nll" and target.is_floating_point() and target.ndim > 1):
+        raise DataError(
+            f"the loss {criterion.name} needs a target, and the data has none",
+            next_step="name the column in data.target",
+        )
+    if criterion.kind in ("class", "token") and not (
+        criterion.name != "nll" and target.is_floating_point() and target.ndim > 1
+    ):
         _check_labels(criterion, target, num_classes, first_row)
     if criterion.kind == "binary" or (criterion.kind in ("class", "token") and target.is_floating_point()):
         _check_probabilities(criterion, target, first_row)
@@ -209,7 +275,10 @@ def _check_labels(criterion: Criterion, target: Tensor, num_classes: int | None,
         raise DataError(
             f"the targets are of type {target.dtype}; row {first_row} holds {_first(target)}",
             expected=f"whole numbers, one per label, for the loss {criterion.name}",
-            next_step="save the target column as integers, or choose a loss for values, such as mse or bce_with_logits",
+            next_step=(
+                "save the target column as integers, or choose a loss for values, such as mse or"
+                " bce_with_logits"
+            ),
         )
     wrong = (target < 0) if num_classes is None else (target < 0) | (target >= num_classes)
     wrong &= target != criterion.ignore_index
@@ -219,7 +288,8 @@ def _check_labels(criterion: Criterion, target: Tensor, num_classes: int | None,
     upper = "" if num_classes is None else f" to {num_classes - 1}"
     counts_from_one = num_classes is not None and int(target.max()) == num_classes and int(target.min()) >= 1
     raise DataError(
-        f"row {first_row + row} has the label {int(label)} ({int(_rows(wrong).sum())} of {len(target)} rows are out of range)",
+        f"row {first_row + row} has the label {int(label)} ({int(_rows(wrong).sum())} of {len(target)} rows"
+        " are out of range)",
         expected=f"labels from 0{upper}, or {criterion.ignore_index} for those to ignore",
         cause="labels that count from 1" if counts_from_one else None,
     )

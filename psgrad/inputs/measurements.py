@@ -1,4 +1,6 @@
-"""What of a query is explained: a number of its output and target that is large where the model does badly."""
+"""What of a query is explained: a number of its output and target that is large where the model does
+badly.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 
 from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.errors import ConfigError, LossError
-from psgrad.inputs.imports import module_of, resolve
+from psgrad.inputs.code import module_of, resolve
 from psgrad.inputs.losses import Criterion
 from psgrad.wording import LOSSES_IN_NATS
 
@@ -21,8 +23,9 @@ from psgrad.wording import LOSSES_IN_NATS
 class Measurement:
     """One number of a query's output and target.
 
-    criterion: (output, target) of one sample to a number that is larger the worse: the measurement itself, or minus it. sign: 1, or -1
-    where `criterion` is minus it. change: what a change for the worse is called, with its unit.
+    criterion: (output, target) of one sample to a number that is larger the worse: the measurement itself, or
+    minus it. sign: 1, or -1 where `criterion` is minus it. change: what a change for the worse is called,
+    with its unit.
     """
 
     name: str
@@ -34,7 +37,8 @@ class Measurement:
 def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) -> Measurement:
     """The measurement that a config names, for a model trained with this loss.
 
-    Raises ConfigError where the loss has no such measurement, LossError where a callable of the user's own can't be imported.
+    Raises ConfigError where the loss has no such measurement, LossError where a callable of the user's own
+    can't be imported.
     """
     if config.name == "loss":
         unit = ", in nats" if loss.name in LOSSES_IN_NATS else ""
@@ -43,15 +47,23 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
         function = resolve(config.name, base, raises=LossError)
         sign, way = (1, "rise") if config.larger_is == "worse" else (-1, "fall")
         criterion = Criterion(
-            config.name, partial(_times, sign, config.name, function), "custom", modules_imported=(module_of(config.name),)
+            config.name,
+            partial(_times, sign, config.name, function),
+            "custom",
+            modules_imported=(module_of(config.name),),
         )
         return Measurement(config.name, criterion, sign, f"{way} of the query's {config.name}")
-    functions = {("margin", "class"): _margin, ("margin", "binary"): _binary_margin, ("logit", "class"): _logit}
+    functions = {
+        ("margin", "class"): _margin,
+        ("margin", "binary"): _binary_margin,
+        ("logit", "class"): _logit,
+    }
     known = functions.get((config.name, loss.kind))
     if known is None or loss.name == "nll":  # whose outputs are log-probabilities, not logits
         raise ConfigError(
             f"influence.measurement: the loss {loss.name} has no {config.name}",
-            expected="a loss of one class a sample: cross_entropy" + (" or bce_with_logits" if config.name == "margin" else ""),
+            expected="a loss of one class a sample: cross_entropy"
+            + (" or bce_with_logits" if config.name == "margin" else ""),
             next_step="measure the loss, or name a callable of (output, target) of your own",
         )
     criterion = Criterion(config.name, partial(_minus, known), loss.kind, loss.ignore_index)
@@ -65,7 +77,11 @@ Number = Callable[[Any, Any], Any]
 def _times(sign: int, name: str, function: Number, output: Any, target: Any) -> Any:
     value = function(output, target)
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        shape = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
         raise LossError(
             f"the measurement {name} returned {shape} for one query",
             expected="one number: a tensor of shape ()",
@@ -80,8 +96,9 @@ def _minus(function: Number, output: torch.Tensor, target: torch.Tensor) -> torc
 
 
 def _margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The log-odds of the right class, z_y - logsumexp of the others (Park et al., "TRAK", 2023): finite where p_y rounds to 1.
-    Zero for a label to be ignored, which is none of the classes."""
+    """The log-odds of the right class, z_y - logsumexp of the others (Park et al., "TRAK", 2023): finite
+    where p_y rounds to 1. Zero for a label to be ignored, which is none of the classes.
+    """
     right = _is_target(output, target)
     return (_logit(output, target) - output.masked_fill(right, -torch.inf).logsumexp(0)) * right.any()
 
@@ -97,7 +114,8 @@ def _logit(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _is_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if output.dim() != 1 or target.is_floating_point():
         raise LossError(
-            f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of {target.dtype}",
+            f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
+            f" {target.dtype}",
             expected="logits [c] and one label: margin and logit are those of one class",
             next_step="measure the loss, or name a callable of (output, target) of your own",
         )

@@ -1,7 +1,8 @@
 """Baselines: the findings of a run that were accepted. They only shrink, unless they are told to grow.
 
-The file is JSON: {"tool": "psgrad", "kind": "baseline", "version": 1, "run": {...}, "findings": [{fingerprint, rule, id}], "reference":
-{...}}. The reference is the scores by which later samples can be judged: see psgrad/quality/references.py.
+The file is JSON: {"tool": "psgrad", "kind": "baseline", "version": 1, "run": {...}, "findings":
+[{fingerprint, rule, id}], "reference": {...}}. The reference is the scores by which later samples can be
+judged: see psgrad/quality/references.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pandas as pd
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.results import RULES
-from psgrad.results.baseline import Baseline, BaselineChange, Known
+from psgrad.results.findings import Baseline, BaselineChange, Known
 
 VERSION = 1
 
@@ -44,22 +45,31 @@ def read_baseline(path: Path) -> Baseline:
             next_step="use the psgrad that wrote it, or save the baseline again",
         )
     try:
-        findings = tuple(Known(str(each["fingerprint"]), str(each["rule"]), str(each["id"])) for each in content["findings"])
+        findings = tuple(
+            Known(str(each["fingerprint"]), str(each["rule"]), str(each["id"]))
+            for each in content["findings"]
+        )
     except (KeyError, TypeError) as error:
         raise _not_a_baseline(path, f"its findings are damaged: {error}") from error
     return Baseline(findings, content.get("run") or {}, content.get("reference"))
 
 
 def written(baseline: Baseline) -> dict[str, Any]:
-    """The baseline as what is in its file, findings in the order of rule and fingerprint, so that changes are few lines."""
+    """The baseline as what is in its file, findings in the order of rule and fingerprint, so that changes are
+    few lines.
+    """
     places = {rule: place for place, rule in enumerate(RULES)}
-    findings = sorted(baseline.findings, key=lambda each: (places.get(each.rule, len(places)), each.fingerprint))
+    findings = sorted(
+        baseline.findings, key=lambda each: (places.get(each.rule, len(places)), each.fingerprint)
+    )
     return {
         "tool": "psgrad",
         "kind": "baseline",
         "version": VERSION,
         "run": dict(baseline.run),
-        "findings": [{"fingerprint": each.fingerprint, "rule": each.rule, "id": each.id} for each in findings],
+        "findings": [
+            {"fingerprint": each.fingerprint, "rule": each.rule, "id": each.id} for each in findings
+        ],
         "reference": None if baseline.reference is None else dict(baseline.reference),
     }
 
@@ -77,17 +87,25 @@ def gone(named: pd.DataFrame, baseline: Baseline) -> int:
 
 
 def changed(
-    before: Baseline | None, named: pd.DataFrame, run: Mapping[str, Any], reference: Mapping[str, Any] | None, path: Path, grow: bool
+    before: Baseline | None,
+    named: pd.DataFrame,
+    run: Mapping[str, Any],
+    reference: Mapping[str, Any] | None,
+    path: Path,
+    grow: bool,
 ) -> BaselineChange:
     """The baseline that a run leaves behind, where `before` was there.
 
-    Without one, or with `grow`, it holds all that the run found and did not ignore, and the run's scores. Else it holds what was in it
-    and is still found, and its scores stay: to judge by scores that are renewed with every run would accept whatever comes.
+    Without one, or with `grow`, it holds all that the run found and did not ignore, and the run's scores.
+    Else it holds what was in it and is still found, and its scores stay: to judge by scores that are renewed
+    with every run would accept whatever comes.
     """
     acceptable = named[named["rule"].isin(ACCEPTABLE) & (named["state"].isin((NEW, KNOWN)))]
     found = {
         fingerprint: Known(fingerprint, rule, str(each))
-        for fingerprint, rule, each in zip(acceptable["fingerprint"], acceptable["rule"], acceptable["id"], strict=True)
+        for fingerprint, rule, each in zip(
+            acceptable["fingerprint"], acceptable["rule"], acceptable["id"], strict=True
+        )
     }
     had = {each.fingerprint: each for each in before.findings} if before is not None else {}
     new = {fingerprint: each for fingerprint, each in found.items() if fingerprint not in had}

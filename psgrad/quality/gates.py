@@ -1,18 +1,34 @@
-"""What the gate says of a run: failed, passed, or not evaluable, which is no pass."""
+"""What the gate says of a run: failed, passed, or not evaluable, which is no pass.
+
+What must be said beside a verdict: what the reference can't tell, what it rests on, and what loss says.
+
+Shares of a number of samples, counted as they are written.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import GateConfig
 from psgrad.quality.findings import KNOWN, NEW
-from psgrad.quality.shares import share_of
+from psgrad.quality.references import Reference
 from psgrad.results import GateOutcome
 from psgrad.results.findings import FINDINGS_OF_A_GATE
+from psgrad.wording import correlation
+
+
+def share_of(fraction: float, count: int) -> Fraction:
+    """`fraction` of `count`, exactly: 0.07 of 100 are 7, and 0.29 of 100 are 29, which 0.07 * 100 and 0.29 *
+    100 in floats are not.
+    """
+    return Fraction(str(float(fraction))) * count
 
 
 def evaluate(
@@ -20,9 +36,10 @@ def evaluate(
 ) -> list[GateOutcome]:
     """One outcome for each rule that the gate sets.
 
-    `ordered` are the findings, the gravest first; `counts` counts them by rule and state. `facts` are what judging left in the manifest
-    under "outliers": whether a verdict was possible (`evaluable`, `why_not`), and how few outliers can't be flagged at all
-    (`smallest_flaggable`). Ignored findings don't count; with `new_only` those of the baseline don't either.
+    `ordered` are the findings, the gravest first; `counts` counts them by rule and state. `facts` are what
+    judging left in the manifest under "outliers": whether a verdict was possible (`evaluable`, `why_not`),
+    and how few outliers can't be flagged at all (`smallest_flaggable`). Ignored findings don't count; with
+    `new_only` those of the baseline don't either.
     """
     states = (NEW,) if gate.new_only else (NEW, KNOWN)
     outcomes = [] if gate.nonfinite == "ignore" else [_nonfinite(gate, ordered, counts, states)]
@@ -35,13 +52,20 @@ def evaluate(
     return outcomes
 
 
-def _nonfinite(gate: GateConfig, ordered: pd.DataFrame, counts: Mapping[str, Mapping[str, int]], states: tuple[str, ...]) -> GateOutcome:
+def _nonfinite(
+    gate: GateConfig, ordered: pd.DataFrame, counts: Mapping[str, Mapping[str, int]], states: tuple[str, ...]
+) -> GateOutcome:
     found = sum(counts["nonfinite"][state] for state in states)
     what = _counted(found, "sample", "with a loss or gradient that is not finite", gate)
     counted = _fingerprints(ordered, "nonfinite", states)
     if found and gate.nonfinite == "error":
-        step = "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning lets them pass"
-        return GateOutcome("nonfinite", "failed", f"{what}, and none may be. Next step: {step}", found, 0, counted)
+        step = (
+            "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning lets"
+            " them pass"
+        )
+        return GateOutcome(
+            "nonfinite", "failed", f"{what}, and none may be. Next step: {step}", found, 0, counted
+        )
     return GateOutcome("nonfinite", "passed", what, found, 0 if gate.nonfinite == "error" else None, counted)
 
 
@@ -66,21 +90,28 @@ def _outliers(
         step = "look at them; what is sound goes into the ignore list or the baseline, with a reason"
         return GateOutcome(rule, "failed", f"{what}, and {allowed}. Next step: {step}", found, limit, counted)
     if not facts.get("evaluable", False):
-        why = str(facts.get("why_not") or "without a reference there is a review list, and no verdict").rstrip(".")
-        step = "give analyze.outliers.reference a trusted set, a run or a baseline, and run psgrad analyze again"
+        why = str(
+            facts.get("why_not") or "without a reference there is a review list, and no verdict"
+        ).rstrip(".")
+        step = (
+            "give analyze.outliers.reference a trusted set, a run or a baseline, and run psgrad analyze again"
+        )
         if facts.get("decided_by") == "reference":
             step = "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
         return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
-    # What is flagged and does not count helps to flag the next: the smallest p-value is held against fdr * flagged / tested.
+    # What is flagged and does not count helps to flag the next: the smallest p-value is held against fdr *
+    # flagged / tested.
     smallest, exceeding = facts.get("smallest_flaggable"), limit + 1 + flagged - found
     if smallest is not None and smallest > exceeding:
-        # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr * exceeding / tested.
+        # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr * exceeding /
+        # tested.
         tested, fdr = facts.get("counts", {}).get("tested", samples), facts.get("fdr", 0.1)
         needed = math.ceil(tested / (fdr * exceeding))
         least = smallest - 1 - (flagged - found)
         message = (
-            f"{what}, and {allowed}; but fewer than {smallest:,} outliers can't be told from chance with this reference, "
-            f"so one too many would not have been seen. Next step: a reference of at least {needed:,} samples in all"
+            f"{what}, and {allowed}; but fewer than {smallest:,} outliers can't be told from chance with this"
+            " reference, so one too many would not have been seen. Next step: a reference of at least"
+            f" {needed:,} samples in all"
             + (
                 f", or gate.max_outliers: {least}"
                 if rule == "max_outliers"
@@ -99,3 +130,162 @@ def _counted(found: int, noun: str, rest: str, gate: GateConfig) -> str:
 def _fingerprints(ordered: pd.DataFrame, rule: str, states: tuple[str, ...]) -> tuple[str, ...]:
     found = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(states), "fingerprint"]
     return tuple(found.head(FINDINGS_OF_A_GATE))
+
+
+Array = npt.NDArray[Any]
+
+EXCHANGEABLE = (
+    "p-values hold where trusted samples and sound samples are exchangeable: of one source, and both trained"
+    " on or both held out (training shrinks the gradients of what it has seen)"
+)
+NO_VERDICT = (
+    "there is no reference: the review list is a fixed share of the samples, however sound they are, and no"
+    " verdict"
+)
+
+
+def why_not_evaluable(
+    reference: Reference | None,
+    groups: Mapping[str, Mapping[str, Any]],
+    tested: int,
+    fdr: float,
+    in_both: int,
+) -> str | None:
+    """Why finding no outliers would say nothing; None where it says something. `in_both`: samples that are in
+    the reference themselves.
+    """
+    if reference is None:
+        return NO_VERDICT
+    if not tested:
+        if not in_both:
+            return "no sample was tested: none has a finite score"
+        # Of a baseline this is the good case: nothing is new.
+        return (
+            None if reference.kind == "baseline" else "no sample was tested: all of them are in the reference"
+        )
+    blind = {name: each for name, each in groups.items() if not each["evaluable"]}
+    if not blind:
+        return None
+    count = sum(each["tested"] for each in blind.values())
+    most = max(each["reference"] for each in blind.values())
+    where = "" if len(groups) == 1 else f" of the groups {', '.join(blind)}"
+    return (
+        f"{count:,} samples{where} can't be flagged, whatever their scores: the reference has"
+        f" {'at most ' if len(blind) > 1 else ''}{most:,} samples to hold them against; it takes"
+        f" {math.ceil(1 / fdr) - 1:,} or more at a false discovery rate of {fdr:g}"
+    )
+
+
+def resolution_words(
+    smallest: int | None, reference: Reference | None, tested: int, fdr: float, groups: int
+) -> str:
+    """The resolution limit, in a sentence."""
+    if reference is None:
+        return "without a reference nobody is flagged"
+    if not tested:
+        return "no sample was tested"
+    if smallest is None:
+        return (
+            f"{len(reference):,} trusted samples are too few to flag any of {tested:,} samples at a false"
+            f" discovery rate of {fdr:g}"
+        )
+    if smallest == 1:
+        return f"{len(reference):,} trusted samples can tell a single outlier among {tested:,} samples"
+    return (
+        f"{len(reference):,} trusted samples can tell {smallest:,} or more outliers among {tested:,} samples,"
+        f" and never fewer; to tell a single one it takes about {math.ceil(tested / fdr):,} trusted"
+        f" samples{' in its group' if groups > 1 else ''}"
+    )
+
+
+def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> dict[str, Any]:
+    """How far the score and the loss put samples into the same order: Spearman's correlation, and how many
+    their tops have in common.
+
+    `frame` has the samples that are ranked; a score that is the loss is compared with the gradient norm. None
+    where it can't be said.
+    """
+    from scipy.stats import spearmanr
+
+    other = "grad_norm" if score == "loss" else "loss"
+    mine = frame[score].to_numpy("float64", na_value=np.nan) * (1 if tail == "upper" else -1)
+    theirs = frame[other].to_numpy("float64")
+    if len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(theirs) == 0:
+        return {
+            "other": other,
+            "spearman": None,
+            "top": None,
+            "shared": None,
+            "top_overlap": None,
+            "words": "they can't be compared here",
+        }
+    count = math.ceil(share_of(fraction, len(frame)))
+    top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(
+        np.argsort(-theirs, kind="stable")[:count].tolist()
+    )
+    # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
+    rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(theirs).rank()).statistic)
+    overlap = f"{len(top):,} of the first {count:,} by the one are so by the other"
+    return {
+        "other": other,
+        "spearman": rho,
+        "top": count,
+        "shared": len(top),
+        "top_overlap": len(top) / count,
+        "words": f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}",
+    }
+
+
+def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> dict[str, Any]:
+    """Whether more samples are strange than can be told apart.
+
+    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; where that is
+    beyond chance (3 standard deviations, of the samples and of the reference) and more than twice of what was
+    flagged, outliers and sound samples overlap, or there are fewer outliers than the reference can tell,
+    `smallest`.
+    """
+    if not len(p):
+        return {"surplus": 0, "low": False, "words": None}
+    surplus = float((p <= 0.1).sum()) - 0.1 * len(p)
+    chance = math.sqrt(0.09 * len(p) * (1 + len(p) / max(reference, 1)))
+    low = bool(surplus > 3 * chance and surplus > 2 * flagged)
+    why = "outliers and sound samples overlap by this score"
+    if smallest is None or surplus < smallest:
+        why += ", or the reference is too small to tell so few"
+    words = (
+        f"low separability: about {surplus:,.0f} samples more than among trusted ones have a suspect score,"
+        f" and {flagged:,} can be told apart; {why}"
+    )
+    return {"surplus": surplus, "low": low, "words": words if low else None}
+
+
+def caveats_of(
+    reference: Reference | None, p: Array, in_both: int, joined: set[str], review_fraction: float
+) -> list[str]:
+    """Sentences that belong to the verdict."""
+    if reference is None:
+        return [NO_VERDICT]
+    found = [EXCHANGEABLE, *reference.caveats]
+    missing = int(np.isnan(reference.scores).sum())
+    if missing:
+        found.append(
+            f"{missing:,} of the trusted samples have no finite score; they count as more suspect than any"
+            " sample"
+        )
+    if in_both:
+        found.append(
+            f"{in_both:,} samples are in the reference themselves; they are taken as trusted and not tested"
+        )
+    if joined:
+        found.append(f"the groups {', '.join(sorted(joined)[:10])} are small, and judged together")
+    if len(p):
+        share = float((p <= 0.5).mean())
+        chance = math.sqrt(0.25 / len(p) + 0.25 / max(len(reference), 1))
+        if abs(share - 0.5) > 0.1 + 4 * chance:
+            side = "more" if share > 0.5 else "less"
+            found.append(
+                f"{share:.0%} of the samples are more suspect than the middle of the reference, where of"
+                f" sound ones half would be: most are {side} suspect than trusted ones, and the two don't"
+                " look exchangeable (was one trained on, and the other not?)"
+            )
+    return found

@@ -1,4 +1,8 @@
-"""Outliers: a verdict against trusted samples, or a review list without them. docs/explanation/outliers.md has the rules."""
+"""Outliers: a verdict against trusted samples, or a review list without them. docs/explanation/outliers.md
+has the rules.
+
+Who comes first: samples in the order in which a person should look at them.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,106 @@ import pandas as pd
 
 from psgrad.config import AnalyzeConfig
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
-from psgrad.quality.groups import OTHER, join_small, labels_of
-from psgrad.quality.opinions import Opinion, opinions_of, require_score
-from psgrad.quality.ranking import rank_samples
-from psgrad.quality.references import Reference, scored_by
-from psgrad.quality.robust_z import robust_z
-from psgrad.quality.shares import share_of
-from psgrad.quality.verdicts import caveats_of, loss_agreement, resolution_words, separability, why_not_evaluable
+from psgrad.quality.detectors import Opinion, opinions_of, require_score, robust_z
+from psgrad.quality.gates import (
+    caveats_of,
+    loss_agreement,
+    resolution_words,
+    separability,
+    share_of,
+    why_not_evaluable,
+)
+from psgrad.quality.references import OTHER, Reference, join_small, labels_of, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 
 Array = npt.NDArray[Any]
 
+NORMS = ("grad_norm", "log_norm")
+
+
+def rank_samples(
+    frame: pd.DataFrame,
+    review_fraction: float,
+    score: str = "grad_norm",
+    tail: str = "upper",
+    labels: Array | None = None,
+) -> pd.DataFrame:
+    """Add what the scores say about each other: log_norm, rank, percentile, is_outlier_issue, reasons and
+    status.
+
+    `score` is a column, `tail` its suspect end. Rows whose loss or norm is not finite are 'nonfinite', those
+    without a score 'skipped'. Both are unranked, and nonfinite rows are always in the review list. The rest
+    of the list are the ceil(review_fraction * ranked rows) most suspect, so it is never empty on a healthy
+    model: a list to look at, not a verdict. Samples with a gradient of exactly zero are named, but never
+    reviewed for a large norm. Ties are ranked in dataset order; `percentile` is the percentage of ranked rows
+    that are not more suspect.
+
+    With `labels` [n], a group a row, a row is compared within its group: percentile is that of the group, and
+    rank goes by the place in the group as a share of it, so that each group is in the review list in
+    proportion to its size.
+
+    Columns come back in the order of SAMPLE_COLUMNS, unknown ones last.
+    """
+    norm = frame["grad_norm"].astype("float64")
+    finite = np.isfinite(norm) & np.isfinite(frame["loss"].astype("float64"))
+    if "status" in frame:
+        finite &= frame["status"] == "ok"
+    with np.errstate(divide="ignore"):
+        log_norm = norm.where(finite).map(np.log10)
+    suspect = (log_norm if score == "log_norm" else frame[score].astype("float64")).where(finite) * (
+        1 if tail == "upper" else -1
+    )
+    group = suspect.groupby(np.full(len(frame), "") if labels is None else labels)
+    # The place in the group as a share of it; where there is one group the order is that of the score.
+    place = (group.rank(ascending=False, method="first") - 0.5) / group.transform("count")
+    rank = place.rank(method="first")
+    ranked = rank.notna()
+    in_review = rank <= math.ceil(share_of(review_fraction, int(ranked.sum())))
+    if score in NORMS and tail == "upper":
+        in_review &= norm > 0
+    end, of = ("largest" if tail == "upper" else "smallest"), ("gradient norms" if score in NORMS else score)
+    reasons = np.select(
+        [~finite, ~ranked, in_review, norm == 0],
+        [
+            "loss or gradient is not finite",
+            f"not judged: {score} is undefined",
+            f"among the {end} {100 * review_fraction:.3g} % of {of}",
+            "gradient is exactly zero",
+        ],
+        default="",
+    )
+    result = frame.assign(
+        log_norm=log_norm,
+        rank=rank.astype("Int64"),
+        percentile=100 * group.rank(method="max", pct=True),
+        is_outlier_issue=in_review | ~finite,
+        reasons=reasons,
+        status=np.select([~finite, ~ranked], ["nonfinite", "skipped"], default="ok"),
+    )
+    known = [column for column in SAMPLE_COLUMNS if column in result]
+    return result[known + [column for column in result if column not in SAMPLE_COLUMNS]]
+
 
 @dataclass(frozen=True)
 class Judged:
-    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it under `outliers`."""
+    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it under
+    `outliers`.
+    """
 
     frame: pd.DataFrame
     facts: dict[str, Any]
 
 
-def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | None = None, rows: Array | None = None) -> Judged:
+def judge(
+    frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | None = None, rows: Array | None = None
+) -> Judged:
     """Rank all samples, and say who is an outlier.
 
-    With a reference these are the samples whose q-value, by conformal p-values against the trusted samples of their group, is at most
-    `outliers.fdr`; without one the review list. Rows that are not finite are always among them, and never tested. A sample that is in the
-    reference itself is trusted, and not tested. One score decides, `outliers.score`; what detectors say beside it is information, so that
-    nothing is tested twice.
+    With a reference these are the samples whose q-value, by conformal p-values against the trusted samples of
+    their group, is at most `outliers.fdr`; without one the review list. Rows that are not finite are always
+    among them, and never tested. A sample that is in the reference itself is trusted, and not tested. One
+    score decides, `outliers.score`; what detectors say beside it is information, so that nothing is tested
+    twice.
 
     Args:
         frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
@@ -57,19 +134,28 @@ def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | Non
         reference = decides.reference
     labels, small = labels_of(frame, outliers.group_by), set[str]()
     if outliers.group_by is not None:
-        labels, small = join_small(labels, labels if reference is None else reference.labels, outliers.min_group)
+        labels, small = join_small(
+            labels, labels if reference is None else reference.labels, outliers.min_group
+        )
     ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels)
     z, without_z = robust_z(ranked["log_norm"].to_numpy("float64"), labels)
     ok = (ranked["status"] == "ok").to_numpy(bool)
     in_both = np.zeros(len(frame), bool)
     if whole is not None and "fingerprint" in ranked:
         in_both = whole.holds(
-            ranked["fingerprint"].to_numpy(), _scores(ranked, scored_by(outliers.score, [each.name for each in outliers.detectors]))
+            ranked["fingerprint"].to_numpy(),
+            _scores(ranked, scored_by(outliers.score, [each.name for each in outliers.detectors])),
         )
     scores = np.where(ok, _scores(ranked, outliers.score), np.nan)
     if reference is None:
-        ahead = pd.Series(scores * (1 if outliers.tail == "upper" else -1)).groupby(labels).rank(ascending=False, method="max", pct=True)
-        verdict = _Verdict(np.full(len(frame), np.nan), np.full(len(frame), np.nan), ahead.to_numpy("float64"), in_both)
+        ahead = (
+            pd.Series(scores * (1 if outliers.tail == "upper" else -1))
+            .groupby(labels)
+            .rank(ascending=False, method="max", pct=True)
+        )
+        verdict = _Verdict(
+            np.full(len(frame), np.nan), np.full(len(frame), np.nan), ahead.to_numpy("float64"), in_both
+        )
     else:
         reference = replace(reference, labels=_joined(reference.labels, small))
         verdict = _tested(scores, labels, reference, in_both, outliers.tail)
@@ -92,7 +178,9 @@ def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | Non
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of each sample, [n] each: p- and q-values, the outlier score, and whether it is in the reference itself."""
+    """Of each sample, [n] each: p- and q-values, the outlier score, and whether it is in the reference
+    itself.
+    """
 
     p: Array
     q: Array
@@ -105,7 +193,9 @@ def _scores(frame: pd.DataFrame, name: str) -> Array:
 
 
 def _joined(labels: Array, small: set[str]) -> Array:
-    return np.array([OTHER if label in small else label for label in labels], dtype=object) if small else labels
+    return (
+        np.array([OTHER if label in small else label for label in labels], dtype=object) if small else labels
+    )
 
 
 def _tested(scores: Array, labels: Array, reference: Reference, in_both: Array, tail: str) -> _Verdict:
@@ -124,13 +214,18 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
         said = (
             "in the reference itself, and not tested"
             if verdict.in_both[row]
-            else f"p = {verdict.p[row]:.2g}, q = {verdict.q[row]:.2g} against {sizes[labels[row]]:,} trusted samples"
+            else (
+                f"p = {verdict.p[row]:.2g}, q = {verdict.q[row]:.2g} against {sizes[labels[row]]:,} trusted"
+                " samples"
+            )
         )
         reasons[row] = "; ".join(filter(None, [said, reasons[row]]))
     return reasons
 
 
-def _against(opinion: Opinion, labels: Array, small: set[str], verdict: _Verdict, tail: str) -> dict[str, Array]:
+def _against(
+    opinion: Opinion, labels: Array, small: set[str], verdict: _Verdict, tail: str
+) -> dict[str, Array]:
     """A detector's p- and q-values; none without a reference."""
     if opinion.reference is None:
         return {}
@@ -172,7 +267,10 @@ def _facts(
             "reference": None if reference is None else known.get(group, 0),
             "smallest_p": limit.smallest_p.get(group),
             "smallest_flaggable": limit.smallest_of.get(group),
-            "evaluable": reference is not None and (group not in limit.smallest_of or limit.smallest_of[group] is not None),
+            "evaluable": (
+                reference is not None
+                and (group not in limit.smallest_of or limit.smallest_of[group] is not None)
+            ),
         }
         for group in groups
     }
@@ -184,20 +282,29 @@ def _facts(
         "fdr": outliers.fdr,
         "review_fraction": config.review_fraction,
         "decided_by": "review list" if reference is None else "reference",
-        "reference": None
-        if reference is None
-        else {
-            "kind": reference.kind,
-            "source": reference.source,
-            "size": len(reference),
-            "nonfinite": int(np.isnan(reference.scores).sum()),
-            "in_both": int(verdict.in_both.sum()),
+        "reference": (
+            None
+            if reference is None
+            else {
+                "kind": reference.kind,
+                "source": reference.source,
+                "size": len(reference),
+                "nonfinite": int(np.isnan(reference.scores).sum()),
+                "in_both": int(verdict.in_both.sum()),
+            }
+        ),
+        "groups": {
+            "by": outliers.group_by,
+            "min_group": outliers.min_group,
+            "joined": sorted(small),
+            "each": each,
         },
-        "groups": {"by": outliers.group_by, "min_group": outliers.min_group, "joined": sorted(small), "each": each},
         "evaluable": why_not is None,
         "why_not": why_not,
         "smallest_flaggable": limit.smallest,
-        "resolution": resolution_words(limit.smallest, reference, int(tests.sum()), outliers.fdr, len(groups)),
+        "resolution": resolution_words(
+            limit.smallest, reference, int(tests.sum()), outliers.fdr, len(groups)
+        ),
         "counts": {
             "samples": len(ranked),
             "ok": int(ok.sum()),
@@ -206,10 +313,20 @@ def _facts(
             "zero_gradients": int((ok & (ranked["grad_norm"] == 0)).sum()),
             "tested": int(tests.sum()),
             "outliers": int(issues.sum()) if reference is not None else 0,
-            "review": math.ceil(share_of(config.review_fraction, int(ok.sum()))) if reference is not None else int(issues.sum()),
+            "review": (
+                math.ceil(share_of(config.review_fraction, int(ok.sum())))
+                if reference is not None
+                else int(issues.sum())
+            ),
         },
         "loss_agreement": loss_agreement(ranked[ok], outliers.score, outliers.tail, config.review_fraction),
-        "separability": None if reference is None else separability(verdict.p[tests], len(reference), int(issues.sum()), limit.smallest),
+        "separability": (
+            None
+            if reference is None
+            else separability(verdict.p[tests], len(reference), int(issues.sum()), limit.smallest)
+        ),
         "robust_z": {"groups_without": without_z},
-        "caveats": caveats_of(reference, verdict.p[tests], int(verdict.in_both.sum()), small, config.review_fraction),
+        "caveats": caveats_of(
+            reference, verdict.p[tests], int(verdict.in_both.sum()), small, config.review_fraction
+        ),
     }

@@ -1,4 +1,8 @@
-"""A reference: the scores of samples that are trusted, where they came from, and what they may be compared with."""
+"""A reference: the scores of samples that are trusted, where they came from, and what they may be compared
+with.
+
+Groups: samples are compared with their like.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,97 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from psgrad.config import nearest
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.groups import labels_of
 from psgrad.wording import told
+
+Labels = npt.NDArray[Any]
+
+# In brackets, so that they are no group of the data.
+ALL, OTHER, MISSING = "all", "(other)", "(missing)"
+
+
+def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
+    """[n] text: the group of each row, before small groups are joined.
+
+    `by` is None (all rows are one group), 'class' (the target), 'length' (in classes of 2 to 3, 4 to 7, 8 to
+    15, ...: the same in every run), or a column. Raises ConfigError for a column that is not there, or that
+    holds real numbers.
+    """
+    if by is None:
+        return np.full(len(frame), ALL, dtype=object)
+    column = {"class": "target"}.get(by, by)
+    if column not in frame:
+        raise ConfigError(*_no_column(by, [str(name) for name in frame]))
+    values = frame[column]
+    if not all(np.ndim(value) == 0 for value in values.head(100)):
+        raise ConfigError(
+            f"analyze.outliers.group_by: {by} has more than one value a sample",
+            expected="a column of one value a sample",
+        )
+    if pd.api.types.is_float_dtype(values) and not (values.dropna() % 1 == 0).all():
+        raise ConfigError(
+            f"analyze.outliers.group_by: {by} holds real numbers, and samples of one group have one value",
+            expected="whole numbers or texts, each of which occurs often",
+        )
+    if by == "length":
+        return _length_classes(values)
+    whole = pd.api.types.is_float_dtype(values)
+    return np.array(
+        [MISSING if pd.isna(value) else str(int(value) if whole else value) for value in values], dtype=object
+    )
+
+
+def join_small(labels: Labels, counted: Labels, least: int) -> tuple[Labels, set[str]]:
+    """(the labels, those of groups with fewer than `least` rows among `counted` being '(other)'; the groups
+    that were joined).
+
+    Small groups are joined with each other, not with everything: a rare kind of sample that is unlike the
+    rest for a good reason would stand out among all, however sound it is.
+    """
+    sizes = pd.Series(counted, dtype=object).value_counts()
+    small = {str(label) for label in {*labels.tolist(), *counted.tolist()} if sizes.get(label, 0) < least}
+    return np.array([OTHER if label in small else label for label in labels], dtype=object), small
+
+
+def _length_classes(values: pd.Series[Any]) -> Labels:
+    lowest = 2 ** np.floor(np.log2(np.maximum(values.fillna(0).to_numpy("float64"), 1))).astype("int64")
+    known = {low: f"{low} to {2 * low - 1}" if low > 1 else "0 to 1" for low in np.unique(lowest).tolist()}
+    return np.array([known[low] for low in lowest.tolist()], dtype=object)
+
+
+def _no_column(by: str, columns: list[str]) -> tuple[str]:
+    if by == "class":
+        return ("analyze.outliers.group_by: class, and the samples have no target",)
+    if by == "length":
+        return (
+            (
+                "analyze.outliers.group_by: length, and the loss has no positions that could be counted;"
+                " token_cross_entropy has"
+            ),
+        )
+    close = nearest(by, columns)
+    return (
+        f"analyze.outliers.group_by: there is no column {by!r}"
+        + (f"; did you mean {close}?" if close else f"; known are class, length, {', '.join(columns)}"),
+    )
+
 
 Array = npt.NDArray[Any]
 
 SAVED_ROWS = 20_000
-"""How many rows of a reference a baseline holds at most; more would not tell more outliers apart than 1 in 2,000 at a rate of 0.1."""
+"""How many rows of a reference a baseline holds at most; more would not tell more outliers apart than 1 in
+2,000 at a rate of 0.1.
+"""
 
 # Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.
 _DIGITS = 16
 
 
 def scored_by(score: str, detectors: Iterable[str]) -> str:
-    """The column that trusted samples bring their scores in. A detector's scores are made anew; the norm then tells samples apart."""
+    """The column that trusted samples bring their scores in. A detector's scores are made anew; the norm then
+    tells samples apart.
+    """
     return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
 
@@ -33,10 +113,10 @@ class Reference:
     """Trusted samples, a row each.
 
     Attributes:
-        kind: 'baseline', 'run' or 'data'. source: the file or folder, as the config names it.
-        scores: [n] float64, NaN where a sample has none. labels: [n] text, its group, before small groups are joined.
-        fingerprints: [n] text. rows: [n, k], what detectors look at; None where that is not at hand.
-        caveats: what a reader of the verdict must know of it.
+        kind: 'baseline', 'run' or 'data'. source: the file or folder, as the config names it. scores: [n]
+        float64, NaN where a sample has none. labels: [n] text, its group, before small groups are joined.
+        fingerprints: [n] text. rows: [n, k], what detectors look at; None where that is not at hand. caveats:
+        what a reader of the verdict must know of it.
     """
 
     kind: str
@@ -51,9 +131,11 @@ class Reference:
         return len(self.scores)
 
     def holds(self, fingerprints: Array, scores: Array) -> npt.NDArray[np.bool_]:
-        """[m] bool: which samples are in the reference themselves: the same fingerprint, and the same score but for rounding.
+        """[m] bool: which samples are in the reference themselves: the same fingerprint, and the same score
+        but for rounding.
 
-        A fingerprint is that of the id where there is one: a sample that was changed since has its old id and another score.
+        A fingerprint is that of the id where there is one: a sample that was changed since has its old id and
+        another score.
         """
         known = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
         known = known[~known.index.duplicated() & (known.index != "")]
@@ -62,22 +144,31 @@ class Reference:
         return same
 
 
-def reference_of(samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None) -> Reference:
-    """The reference that a table of samples makes. Raises ConfigError where it lacks the score or the groups."""
+def reference_of(
+    samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None
+) -> Reference:
+    """The reference that a table of samples makes. Raises ConfigError where it lacks the score or the
+    groups.
+    """
     if score not in samples:
         raise ConfigError(
-            f"the reference {source} has no column {score!r}, by which samples are judged (analyze.outliers.score)",
+            f"the reference {source} has no column {score!r}, by which samples are judged"
+            " (analyze.outliers.score)",
             expected=f"one of its columns: {', '.join(map(str, samples))}",
             next_step="run psgrad analyze on the reference again, with the measure that gives this column",
         )
-    finite = np.isfinite(samples["loss"].to_numpy("float64")) & np.isfinite(samples["grad_norm"].to_numpy("float64"))
+    finite = np.isfinite(samples["loss"].to_numpy("float64")) & np.isfinite(
+        samples["grad_norm"].to_numpy("float64")
+    )
     scores = np.where(finite, samples[score].to_numpy("float64", na_value=np.nan), np.nan)
     prints = samples["fingerprint"].to_numpy(str) if "fingerprint" in samples else np.full(len(samples), "")
     return Reference(kind, source, scores, labels_of(samples, by), prints, rows)
 
 
 def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What scores depend on, by a run's manifest: those of two runs can be compared where all of this is the same."""
+    """What scores depend on, by a run's manifest: those of two runs can be compared where all of this is the
+    same.
+    """
     config = manifest.get("config", {})
     model, analyze = config.get("model", {}), config.get("analyze", {})
     hashes, loss = manifest.get("hashes", {}), config.get("loss") or {}
@@ -105,38 +196,68 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OF_MEASURES = ("measures", "checkpoints", "seed")
-# What a caveat is for: code that was edited, or a newer PyTorch with one attribute more, may well compute the same.
+# What a caveat is for: code that was edited, or a newer PyTorch with one attribute more, may well compute the
+# same.
 _OF_CODE = ("modules", "code")
 _OF_MODEL = ("grad_norm", "log_norm", "loss", "confidence")
 
 
-def require_comparable(ours: Mapping[str, Any], theirs: Mapping[str, Any], score: str, source: str) -> tuple[str, ...]:
+def require_comparable(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], score: str, source: str
+) -> tuple[str, ...]:
     """Caveats, where scores of a reference can be compared with ours; both as `measured_as` tells.
 
     Raises ConfigError with every difference where they can't.
     """
-    asked = [key for key in changed_keys(theirs, ours) if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)]
+    asked = [
+        key
+        for key in changed_keys(theirs, ours)
+        if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)
+    ]
     changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in asked]
     if changed:
         raise ConfigError(
-            "\n".join([f"the reference {source} was measured with something else, and its scores can't be compared with these:", *changed]),
+            "\n".join(
+                [
+                    (
+                        f"the reference {source} was measured with something else, and its scores can't be"
+                        " compared with these:"
+                    ),
+                    *changed,
+                ]
+            ),
             expected="a reference of the same checkpoint, model, loss and numbers",
             cause="the model was trained again, or the config changed, since the reference was measured",
-            next_step="run psgrad analyze on the trusted samples again, or give them as analyze.outliers.reference.data",
+            next_step=(
+                "run psgrad analyze on the trusted samples again, or give them as"
+                " analyze.outliers.reference.data"
+            ),
         )
     if not theirs.get("weights"):
         return (f"the reference {UNIDENTIFIED}",)
-    return tuple(f"the reference was measured with other code: {words}" for words in code_changes(theirs, ours))
+    return tuple(
+        f"the reference was measured with other code: {words}" for words in code_changes(theirs, ours)
+    )
 
 
-UNIDENTIFIED = "was measured by an older psgrad, which kept no hash of weights and imported code: whether they are the same is not known"
+UNIDENTIFIED = (
+    "was measured by an older psgrad, which kept no hash of weights and imported code: whether they are the"
+    " same is not known"
+)
 
 
 def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The keys in which two `measured_as` differ. What an older psgrad did not keep is no difference; nor is a checkpoint that was saved
-    again with the same weights."""
+    """The keys in which two `measured_as` differ. What an older psgrad did not keep is no difference; nor is
+    a checkpoint that was saved again with the same weights.
+    """
     known = bool(theirs.get("weights")) and bool(ours.get("weights"))
-    unasked = {"weights", *_OF_CODE} if not known else {"checkpoint"} if theirs["weights"] == ours["weights"] else set()
+    unasked = (
+        {"weights", *_OF_CODE}
+        if not known
+        else {"checkpoint"}
+        if theirs["weights"] == ours["weights"]
+        else set()
+    )
     return [key for key in ours if key not in unasked and theirs.get(key) != ours[key]]
 
 
@@ -152,13 +273,17 @@ def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 
 def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a baseline holds of a finished run, as plain values: the scores of its samples, all of them but those without one.
+    """What a baseline holds of a finished run, as plain values: the scores of its samples, all of them but
+    those without one.
 
-    Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint is a digest. Samples that
-    were flagged stay, too: a reference from which the large scores are taken out would flag sound samples.
+    Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint
+    is a digest. Samples that were flagged stay, too: a reference from which the large scores are taken out
+    would flag sound samples.
     """
     outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
-    score = scored_by(outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])])
+    score = scored_by(
+        outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])]
+    )
     by = outliers.get("group_by")
     whole = reference_of(samples, score, by, "run", "")
     scored = np.flatnonzero(~np.isnan(whole.scores))
@@ -186,13 +311,19 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
 def read_reference(content: Mapping[str, Any], source: str, score: str, by: str | None) -> Reference:
     """The reference that a baseline holds, for judging by this score within these groups.
 
-    Raises DataError where it is not as `saved_reference` made it, ConfigError where it has another score or other groups.
+    Raises DataError where it is not as `saved_reference` made it, ConfigError where it has another score or
+    other groups.
     """
     try:
         groups = content["groups"]
-        parts = [(str(label), np.asarray(group["scores"], "float64"), group["fingerprints"]) for label, group in groups.items()]
+        parts = [
+            (str(label), np.asarray(group["scores"], "float64"), group["fingerprints"])
+            for label, group in groups.items()
+        ]
         theirs, their_groups, nonfinite = content["score"], content["group_by"], int(content["nonfinite"])
-        if any(scores.ndim != 1 or len(scores) != len(prints) for _, scores, prints in parts) or not isinstance(theirs, str):
+        if any(
+            scores.ndim != 1 or len(scores) != len(prints) for _, scores, prints in parts
+        ) or not isinstance(theirs, str):
             raise ValueError("scores and fingerprints are not in step")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
@@ -203,8 +334,12 @@ def read_reference(content: Mapping[str, Any], source: str, score: str, by: str 
     for what, has, wanted in (("score", theirs, score), ("group_by", their_groups, by)):
         if has != wanted:
             raise ConfigError(
-                f"the baseline {source} holds a reference with {what} {has}, and analyze.outliers.{what} is {wanted}",
-                next_step=f"set analyze.outliers.{what} to {'null' if has is None else has}, or save the baseline of a run with {wanted}",
+                f"the baseline {source} holds a reference with {what} {has}, and analyze.outliers.{what} is"
+                f" {wanted}",
+                next_step=(
+                    f"set analyze.outliers.{what} to {'null' if has is None else has}, or save the baseline"
+                    f" of a run with {wanted}"
+                ),
             )
     caveats = (f"{nonfinite} samples of the reference had no score, and are not in it",) if nonfinite else ()
     return Reference(

@@ -1,21 +1,206 @@
-"""What samples owe to the parts of their inputs, for a page: overlays on pictures, and highlighted tokens."""
+"""What samples owe to the parts of their inputs, for a page: overlays on pictures, and highlighted tokens.
+
+Signed numbers as colours: orange raises, blue lowers. The two stay apart for every kind of colour vision, and
+in grey they are dark.
+
+Ids as people read them: each position's piece of the text, in the colour of what it is attributed.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from psgrad.reports.attribution_colours import overlaid, scale_of
-from psgrad.reports.attribution_text import Passage, spans_of
-from psgrad.reports.page import UNKNOWN_UNIT, data_uri, loss_unit, picture_uri
-from psgrad.reports.pictures import to_png, to_rgb
-from psgrad.reports.words import identifier, number
+from psgrad.reports.drawing import REVIEW
+from psgrad.reports.page import UNKNOWN_UNIT, data_uri, loss_unit, picture_uri, to_png, to_rgb
+from psgrad.reports.words import count, identifier, number, printable
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 
 Array = np.ndarray[Any, Any]
+
+LEVELS = 6  # shades on either side of nothing
+RAISES, LOWERS = REVIEW, "#2b66b0"
+
+# How much of the full colour lies over a picture, and behind dark letters, at the end of the scale.
+_OVER_PICTURE = 0.9
+_BEHIND_TEXT = {1: 0.7, -1: 0.6}
+
+
+def scale_of(values: Array) -> float:
+    """What full colour stands for: the largest magnitude; 0 where there is nothing but zeros."""
+    return float(np.abs(values).max(initial=0.0))
+
+
+def overlaid(grey: Array, values: Array) -> Array:
+    """uint8 [H, W, 3]: a picture's greys [H, W], 0 to 255, under the colours of values [H, W], full at the
+    largest magnitude.
+    """
+    scale = scale_of(values)
+    share = (np.abs(values) / scale if scale else np.zeros(values.shape)) * _OVER_PICTURE
+    colours = np.where((values >= 0)[..., None], _rgb(RAISES), _rgb(LOWERS))
+    paper = np.repeat(
+        (70 + grey * (170 / 255))[..., None], 3, axis=2
+    )  # no black, no white: both colours are seen on all of it
+    mixed = paper * (1 - share[..., None]) + colours * share[..., None]
+    rounded: Array = np.round(mixed).astype(np.uint8)
+    return rounded
+
+
+def level_of(value: float, scale: float) -> int:
+    """Which of the shades, -LEVELS to LEVELS."""
+    return int(np.clip(round(LEVELS * value / scale), -LEVELS, LEVELS)) if scale else 0
+
+
+def shade(level: int) -> str:
+    """The background '#rrggbb' of a level on white paper: so light that INK is read on it."""
+    mixed = 255 * (1 - _share(level)) + _rgb(_side(level)) * _share(level)
+    return "#" + "".join(f"{round(part):02x}" for part in mixed)
+
+
+def style_of(level: int) -> str:
+    """CSS of a level: a background that lets light or dark paper through, so that the page's own ink is read
+    on it; empty for nothing.
+    """
+    red, green, blue = _rgb(_side(level)).astype(int)
+    return f"background:rgba({red},{green},{blue},{_share(level):.3g})" if level else ""
+
+
+def _side(level: int) -> str:
+    return RAISES if level >= 0 else LOWERS
+
+
+def _share(level: int) -> float:
+    return _BEHIND_TEXT[1 if level >= 0 else -1] * abs(level) / LEVELS
+
+
+def _rgb(colour: str) -> Array:
+    return np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)], dtype=np.float64)
+
+
+MAX_POSITIONS = 160
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring pieces of one shade. level: -6 to 6, 0 for nothing. style: CSS, empty for nothing."""
+
+    text: str
+    level: int
+
+    @property
+    def style(self) -> str:
+        return style_of(self.level)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One sample's ids under one measure. title: of the measure. scale: what full colour is. note: what is
+    left out, if anything.
+    """
+
+    measure: str
+    title: str
+    spans: list[Span]
+    scale: str
+    note: str
+
+
+def pieces_of(ids: Array, text: str | None) -> tuple[list[str], list[int]]:
+    """(pieces of text, how many positions each stands for): characters, UTF-8 bytes or words of the text,
+    whichever there are as many of as positions [t]; else the ids themselves, each behind its position.
+    """
+    positions = len(ids)
+    if text is not None:
+        if len(text) == positions:
+            return list(text), [1] * positions
+        sizes = [len(letter.encode("utf-8", "surrogatepass")) for letter in text]
+        if sum(sizes) == positions:
+            return list(text), sizes
+        words = re.findall(r"^\s*\S+\s*|\S+\s*", text)
+        if len(words) == positions:
+            return words, [1] * positions
+    return _numbered(ids), [1] * positions
+
+
+def _numbered(ids: Array) -> list[str]:
+    return [f"{position}:{value} " for position, value in enumerate(ids.tolist())]
+
+
+def _apart(tokens: list[str]) -> list[str]:
+    """Each token with a space behind it, unless it ends in one or the next begins with one: of tokens in a
+    row none tells where it ends.
+    """
+    following = [*tokens[1:], " "]
+    return [
+        token if token[-1:].isspace() or after[:1].isspace() else f"{token} "
+        for token, after in zip(tokens, following, strict=True)
+    ]
+
+
+def unpadded(ids: Array, padding: int | None = None) -> tuple[int, int, int | None]:
+    """(start, stop, padding id) of the positions that are no padding: a run at either end of the id
+    `padding`, where that is known, or else of one id, three times or more.
+    """
+    positions = len(ids)
+    for step in (-1, 1):  # nearly all models pad at the end
+        edge = ids[::step]
+        alike = int((np.cumprod(edge == edge[0]) if positions else np.empty(0)).sum())
+        if positions > alike > 0 and (edge[0] == padding or (padding is None and alike > 2)):
+            return (0, positions - alike, int(edge[0])) if step < 0 else (alike, positions, int(edge[0]))
+    return 0, positions, None
+
+
+def spans_of(
+    ids: Array,
+    weights: Array,
+    text: str | None,
+    vocabulary: Mapping[int, str] | None = None,
+    padding: int | None = None,
+) -> tuple[list[Span], float, str]:
+    """(spans, what full colour stands for, what is left out) of positions [t]; a piece of several positions
+    has their sum.
+
+    Ids that are no characters, bytes or words of the text are shown by their own texts, `vocabulary`, where
+    these are known, and without padding.
+    """
+    pieces, sizes = pieces_of(ids, text)
+    notes = []
+    if pieces == _numbered(ids):
+        start, stop, filler = unpadded(ids, padding)
+        if filler is not None:
+            rest = np.delete(weights, np.s_[start:stop])
+            share = f", which together have {number(float(rest.sum()))}" if np.any(rest) else ""
+            notes.append(f"{count(len(rest), 'position')} of padding (id {filler}) left out{share}")
+        ids, weights = ids[start:stop], weights[start:stop]
+        pieces, sizes = pieces_of(ids, text)
+        if pieces == _numbered(ids):
+            if vocabulary:
+                pieces = _apart([vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()])
+            else:
+                notes.append(
+                    "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
+                )
+    ends = np.cumsum([0, *sizes])
+    totals = np.array([weights[start:end].sum() for start, end in pairwise(ends)], dtype=np.float64)
+    shown = int(np.searchsorted(ends, MAX_POSITIONS, side="right")) - 1
+    scale = scale_of(totals)
+    leveled = [
+        (level_of(value, scale), piece) for value, piece in zip(totals[:shown].tolist(), pieces, strict=False)
+    ]
+    spans = [
+        Span(printable("".join(piece for _, piece in group), "\n\t"), level)
+        for level, group in groupby(leveled, key=lambda each: each[0])
+    ]
+    if shown < len(pieces):
+        notes.append(f"the first {ends[shown]:,} of {len(ids):,} positions")
+    return spans, scale, "; ".join(notes)
+
 
 # In the order of a page; and of those, the ones whose parts add up to a whole.
 MEASURES = ("input_gradient", "gradient_x_input", "integrated_gradients", "smooth_grad")
@@ -27,10 +212,11 @@ PICTURE_SIDE = 96
 _COLOURS = 64
 
 ATTRIBUTION_NOTE = (
-    "Which parts of the input the loss (or the logit that was asked for) depends on. Orange raises it, blue lowers it; the colour is full "
-    "at the largest magnitude in the sample, which stands beside it, so shades compare parts of one sample, not samples. Channels of a "
-    "picture are added up. For tokens, gradients are shown by their size alone, which has no sign. A strong colour says what the model "
-    "looks at, not whether it is right to."
+    "Which parts of the input the loss (or the logit that was asked for) depends on. Orange raises it, blue"
+    " lowers it; the colour is full at the largest magnitude in the sample, which stands beside it, so shades"
+    " compare parts of one sample, not samples. Channels of a picture are added up. For tokens, gradients are"
+    " shown by their size alone, which has no sign. A strong colour says what the model looks at, not whether"
+    " it is right to."
 )
 
 
@@ -47,7 +233,9 @@ class Overlay:
 
 @dataclass(frozen=True)
 class AttributionCard:
-    """One sample under all measures of attribution. rank: of its gradient norm. picture: the plain input, a data URI; None for text."""
+    """One sample under all measures of attribution. rank: of its gradient norm. picture: the plain input, a
+    data URI; None for text.
+    """
 
     id: str
     rank: str
@@ -57,12 +245,16 @@ class AttributionCard:
 
 
 def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
-    """The first samples by gradient norm whose maps were kept; none where inputs are not to be shown, and their maps were not kept."""
+    """The first samples by gradient norm whose maps were kept; none where inputs are not to be shown, and
+    their maps were not kept.
+    """
     measures = attribution_measures(result)
     cards = []
     for row in shown_rows(measures)[:MAX_CARDS]:
         shown = input_of(result, row)
-        overlays = [overlay for measure in measures if (overlay := _overlay(result, measure, row, shown)) is not None]
+        overlays = [
+            overlay for measure in measures if (overlay := _overlay(result, measure, row, shown)) is not None
+        ]
         passages = [passage for measure in measures for passage in passages_of(result, measure, row, shown)]
         if overlays or passages:
             rank = result.samples["rank"].iloc[row]
@@ -73,7 +265,11 @@ def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
 
 def attribution_measures(result: AnalyzeResult) -> list[MeasureResult]:
     """Those of MEASURES that kept maps."""
-    return [result.measures[name] for name in MEASURES if name in result.measures and "rows" in result.measures[name].arrays]
+    return [
+        result.measures[name]
+        for name in MEASURES
+        if name in result.measures and "rows" in result.measures[name].arrays
+    ]
 
 
 def shown_rows(measures: list[MeasureResult]) -> list[int]:
@@ -88,15 +284,23 @@ def input_of(result: AnalyzeResult, row: int) -> TopSample:
 
 
 def maps_of(measure: MeasureResult, row: int) -> dict[int, Array]:
-    """input -> this row's map of it, its own shape; empty where none was kept, without those that are not finite."""
+    """input -> this row's map of it, its own shape; empty where none was kept, without those that are not
+    finite.
+    """
     places = np.flatnonzero(measure.arrays["rows"] == row)
     names = [name for name in measure.arrays if name.startswith("map_")]
-    maps = {int(name.removeprefix("map_")): measure.arrays[name][places[0]] for name in names} if len(places) else {}
+    maps = (
+        {int(name.removeprefix("map_")): measure.arrays[name][places[0]] for name in names}
+        if len(places)
+        else {}
+    )
     return {place: each for place, each in sorted(maps.items()) if np.isfinite(each).all()}
 
 
 def picture_of(measure: MeasureResult, row: int, shown: TopSample) -> tuple[Array, Array] | None:
-    """(uint8 [H, W, 3], the values [H, W] that it shows) of a picture under a measure's colours; None where it is none."""
+    """(uint8 [H, W, 3], the values [H, W] that it shows) of a picture under a measure's colours; None where
+    it is none.
+    """
     image, values = shown.image, maps_of(measure, row).get(0)
     if image is None or values is None or values.shape != image.shape:
         return None
@@ -111,7 +315,9 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
     found = []
     for place in ids:
         at = np.flatnonzero(measure.arrays["rows"] == row)[0]
-        words = result.vocabulary if place == ids[0] else {}  # the dataset knows the words of the first input of ids
+        words = (
+            result.vocabulary if place == ids[0] else {}
+        )  # the dataset knows the words of the first input of ids
         padding = (measure.numbers.get("padding_ids") or {}).get(str(place))
         here = measure.arrays[f"ids_{place}"][at].reshape(-1)
         spans, scale, note = spans_of(here, maps[place].reshape(-1), shown.text, words, padding)
@@ -122,7 +328,9 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
 
 def unit_of(measure: MeasureResult) -> str:
     """What is attributed: the loss, or a logit."""
-    return {"target": "logit of the label's class", "prediction": "logit of the predicted class"}.get(measure.numbers.get("of", ""), "loss")
+    return {"target": "logit of the label's class", "prediction": "logit of the predicted class"}.get(
+        measure.numbers.get("of", ""), "loss"
+    )
 
 
 def unit_words(result: AnalyzeResult, measure: MeasureResult) -> str:
@@ -146,5 +354,10 @@ def _overlay(result: AnalyzeResult, measure: MeasureResult, row: int, shown: Top
     if max(picture.size) > PICTURE_SIDE:
         picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.BOX)
     words = scale_words(result, measure, scale_of(found[1]))
-    alt = f"{measure.title} over the input of sample {identifier(shown.id)}: orange raises, blue lowers; {words}"
-    return Overlay(measure.name, measure.title, data_uri("image/png", to_png(picture.quantize(_COLOURS))), alt, words)
+    alt = (
+        f"{measure.title} over the input of sample {identifier(shown.id)}: orange raises, blue lowers;"
+        f" {words}"
+    )
+    return Overlay(
+        measure.name, measure.title, data_uri("image/png", to_png(picture.quantize(_COLOURS))), alt, words
+    )

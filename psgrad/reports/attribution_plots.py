@@ -10,20 +10,32 @@ from matplotlib.patches import Rectangle
 
 from psgrad.reports.attribution import (
     ADDITIVE,
+    LOWERS,
+    RAISES,
+    Passage,
     attribution_measures,
     input_of,
     maps_of,
     passages_of,
     picture_of,
+    scale_of,
+    shade,
     shown_rows,
     unit_of,
     unit_words,
 )
-from psgrad.reports.attribution_colours import LOWERS, RAISES, scale_of, shade
-from psgrad.reports.attribution_text import Passage
-from psgrad.reports.drawing import GRID, INK, QUIET, WIDTH_IN, Plot
-from psgrad.reports.pictures import to_rgb
-from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
+from psgrad.reports.drawing import (
+    GRID,
+    INK,
+    QUIET,
+    WIDTH_IN,
+    Plot,
+    line_height,
+    place_picture,
+    place_words,
+    sheet,
+)
+from psgrad.reports.page import to_rgb
 from psgrad.reports.words import identifier, number, shorten_middle
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 
@@ -32,8 +44,14 @@ MAX_PASSAGES = 6
 _PER_LINE = 4  # samples, each as it is and under its colours
 _COLUMNS, _LINE_IN, _CELL_IN = 96, 0.17, 0.0815  # letters on a line of text, and their places
 
-_SIGNED = "Orange raises the {of}, blue lowers it; full colour is the largest magnitude in the sample, which is said with it."
-_UNSIGNED = "The darker, the steeper the {of}, up or down; full colour is the largest slope in the sample, which is said with it."
+_SIGNED = (
+    "Orange raises the {of}, blue lowers it; full colour is the largest magnitude in the sample, which is"
+    " said with it."
+)
+_UNSIGNED = (
+    "The darker, the steeper the {of}, up or down; full colour is the largest slope in the sample, which is"
+    " said with it."
+)
 
 
 def attribution_plots(result: AnalyzeResult) -> list[Plot]:
@@ -43,16 +61,30 @@ def attribution_plots(result: AnalyzeResult) -> list[Plot]:
 
 
 def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | None:
-    """The sheet of one measure, largest gradient norm first; None where there is nothing that can be looked at."""
+    """The sheet of one measure, largest gradient norm first; None where there is nothing that can be looked
+    at.
+    """
     rows = shown_rows([measure])
     inputs = {row: input_of(result, row) for row in rows}
-    pictures = [(row, inputs[row]) for row in rows if picture_of(measure, row, inputs[row]) is not None][:MAX_PICTURES]
-    name, title = f"attribution_{measure.name}", f"{measure.title}: which parts of the input the samples depend on"
+    pictures = [(row, inputs[row]) for row in rows if picture_of(measure, row, inputs[row]) is not None][
+        :MAX_PICTURES
+    ]
+    name, title = (
+        f"attribution_{measure.name}",
+        f"{measure.title}: which parts of the input the samples depend on",
+    )
     if pictures:
-        caption = f"The largest gradient norms: each input as it is, and under its colours. {_SIGNED.format(of=unit_of(measure))}"
-        return Plot(name, title, caption, _sheet(measure, pictures, unit_words(result, measure)), vector=False)
+        caption = (
+            "The largest gradient norms: each input as it is, and under its colours."
+            f" {_SIGNED.format(of=unit_of(measure))}"
+        )
+        return Plot(
+            name, title, caption, _sheet(measure, pictures, unit_words(result, measure)), vector=False
+        )
     mapped = [(row, shown) for row, shown in inputs.items() if maps_of(measure, row)]
-    passages = [(shown, passage) for row, shown in mapped for passage in passages_of(result, measure, row, shown)]
+    passages = [
+        (shown, passage) for row, shown in mapped for passage in passages_of(result, measure, row, shown)
+    ]
     if passages:
         words = _SIGNED if measure.name in ADDITIVE else _UNSIGNED
         caption = f"The passages of the largest gradient norms. {words.format(of=unit_of(measure))}"
@@ -60,7 +92,8 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
     return None
 
 
-# -- pictures -------------------------------------------------------------------------------------------------------------------------
+# -- pictures
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]], unit: str) -> Figure:
@@ -74,23 +107,44 @@ def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]], unit: 
         assert found is not None
         assert shown.image is not None
         words = (identifier(shown.id), INK), (f"\u00b1 {number(scale_of(found[1]))}", QUIET)
-        for side, (pixels, (said, colour)) in enumerate(zip((to_rgb(shown.image), found[0]), words, strict=True)):
+        for side, (pixels, (said, colour)) in enumerate(
+            zip((to_rgb(shown.image), found[0]), words, strict=True)
+        ):
             left = (2 * column + side) * cell
             place_picture(axes, pixels, left + 0.03, line * row + 0.03, cell - 0.06, frame=GRID)
-            place_words(axes, [said], left + 0.02, line * row + cell - 0.02, cell - 0.04, size=6.5, color=colour)
+            place_words(
+                axes, [said], left + 0.02, line * row + cell - 0.02, cell - 0.04, size=6.5, color=colour
+            )
     _legend(axes, row * lines + 0.06, unit)
     return figure
 
 
 def _legend(axes: Axes, top: float, unit: str) -> None:
     shades = LinearSegmentedColormap.from_list("attribution", [LOWERS, "#d0d4d9", RAISES])
-    axes.imshow(np.linspace(0, 1, 256)[None], cmap=shades, extent=(0.03, WIDTH_IN - 0.03, top + 0.1, top), aspect="auto")
-    for where, side, words in ((0.03, "left", "lowers"), (WIDTH_IN / 2, "center", "nothing"), (WIDTH_IN - 0.03, "right", "raises")):
+    axes.imshow(
+        np.linspace(0, 1, 256)[None],
+        cmap=shades,
+        extent=(0.03, WIDTH_IN - 0.03, top + 0.1, top),
+        aspect="auto",
+    )
+    for where, side, words in (
+        (0.03, "left", "lowers"),
+        (WIDTH_IN / 2, "center", "nothing"),
+        (WIDTH_IN - 0.03, "right", "raises"),
+    ):
         axes.text(where, top + 0.22, words, ha=side, size=7.5, color=INK)
-    axes.text(WIDTH_IN / 2, top + 0.36, f"full colour: the number below a picture, in {unit}", ha="center", size=7.5, color=QUIET)
+    axes.text(
+        WIDTH_IN / 2,
+        top + 0.36,
+        f"full colour: the number below a picture, in {unit}",
+        ha="center",
+        size=7.5,
+        color=QUIET,
+    )
 
 
-# -- text -----------------------------------------------------------------------------------------------------------------------------
+# -- text
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _text(passages: list[tuple[TopSample, Passage]]) -> Figure:
@@ -109,9 +163,20 @@ def _text(passages: list[tuple[TopSample, Passage]]) -> Figure:
         for below, line in enumerate(lines, start=1):
             for column, (letter, level) in enumerate(line):
                 if level:
-                    axes.add_patch(Rectangle((column, top + below - 0.5), 1, 1, color=shade(level), linewidth=0))
+                    axes.add_patch(
+                        Rectangle((column, top + below - 0.5), 1, 1, color=shade(level), linewidth=0)
+                    )
                 where = column + 0.5, top + below
-                axes.text(*where, letter, fontsize=7.5, family="monospace", color=INK, ha="center", va="center", parse_math=False)
+                axes.text(
+                    *where,
+                    letter,
+                    fontsize=7.5,
+                    family="monospace",
+                    color=INK,
+                    ha="center",
+                    va="center",
+                    parse_math=False,
+                )
         top += len(lines) + 2
     return figure
 

@@ -1,6 +1,9 @@
 """What all figures share: their form as a file, colours, axes.
 
 Matplotlib's objects are used directly: no pyplot, no global state, no window system.
+
+Sheets of pictures with words: places in inches on one pair of axes, as axes for each picture take ten times
+as long to draw.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from psgrad.reports.ticks import plain_ticks
+from psgrad.reports.words import shorten_middle
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +47,9 @@ TITLE_IN, TITLE_LETTERS = 0.2, 96  # a line of a title: its height, and what fit
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its words. `vector`: few enough marks to be small as SVG. `alt`: what it shows, for who can't see it."""
+    """A figure with its words. `vector`: few enough marks to be small as SVG. `alt`: what it shows, for who
+    can't see it.
+    """
 
     name: str
     title: str
@@ -60,7 +67,14 @@ class Plot:
         lines = textwrap.wrap(self.title, TITLE_LETTERS) or [""]
         strip = TITLE_IN * len(lines) + 0.1
         title = self.figure.text(
-            0.012, 1 + strip / 2 / height, "\n".join(lines), va="center", size=11, weight="bold", color=INK, parse_math=False
+            0.012,
+            1 + strip / 2 / height,
+            "\n".join(lines),
+            va="center",
+            size=11,
+            weight="bold",
+            color=INK,
+            parse_math=False,
         )
         try:
             return self._render("png", dpi=dpi, bbox_inches=Bbox.from_bounds(0, 0, width, height + strip))
@@ -79,13 +93,18 @@ class Plot:
         with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
             drawn = self._render("svg", metadata={"Date": None}, transparent=True, dpi=130)
         rules = "".join(
-            f'[style*="{what}: {light}"]{{{what}:{dark}!important}}' for _, light, dark in SHADES for what in ("fill", "stroke")
+            f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+            for _, light, dark in SHADES
+            for what in ("fill", "stroke")
         )
-        # A hundredth of a point is less than a screen shows: half of the bytes are digits beyond it, comments and the metadata.
+        # A hundredth of a point is less than a screen shows: half of the bytes are digits beyond it, comments
+        # and the metadata.
         drawn = re.sub(rb"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", b"", drawn, flags=re.DOTALL)
         drawn = re.sub(rb' (?:d|x|y)="[^"]*"', lambda found: re.sub(rb"(\.\d\d)\d+", rb"\1", found[0]), drawn)
         drawn = re.sub(rb"\n\s*", b"\n", drawn)
-        return drawn.replace(b"<defs>", b"<style>@media (prefers-color-scheme:dark){" + rules.encode() + b"}</style><defs>", 1)
+        return drawn.replace(
+            b"<defs>", b"<style>@media (prefers-color-scheme:dark){" + rules.encode() + b"}</style><defs>", 1
+        )
 
     def _arrange(self) -> None:
         """Lay the figure out once: what is drawn in two formats keeps the first one's places."""
@@ -108,7 +127,9 @@ class Plot:
 
 
 def _fill(figure: Figure, axes: Axes) -> None:
-    """Let the axes fill the figure as far as their labels leave room: measured once, where matplotlib's own layout measures four times."""
+    """Let the axes fill the figure as far as their labels leave room: measured once, where matplotlib's own
+    layout measures four times.
+    """
     axes.set_position((0.1, 0.15, 0.85, 0.75))
     canvas = FigureCanvasAgg(figure)
     inner, outer = axes.get_window_extent(), axes.get_tightbbox(canvas.get_renderer(), for_layout_only=True)  # type: ignore[no-untyped-call]
@@ -126,7 +147,13 @@ def _name_scales(figure: Figure) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             words, label = _SCALES.get(axis.get_scale()), axis.get_label_text()
             if words and "log" not in label:
-                axis.set_label_text(f"{label[:-1]}, {words})" if label.endswith(")") else f"{label} ({words})" if label else words)
+                axis.set_label_text(
+                    f"{label[:-1]}, {words})"
+                    if label.endswith(")")
+                    else f"{label} ({words})"
+                    if label
+                    else words
+                )
 
 
 _SCALES = {"log": "log scale", "symlog": "signed log scale: linear about zero"}
@@ -193,3 +220,63 @@ def log_bins(values: Array, count: int) -> Array:
     if high <= low * 1.001:
         low, high = low / 2, high * 2
     return np.geomspace(low, high * (1 + 1e-9), min(count, 10 + len(values) // 4) + 1)
+
+
+_LETTER = 0.6  # of the font's size: what a letter takes on average, and a little more
+_LINE = 1.3
+
+
+def sheet(height: float) -> tuple[Figure, Axes]:
+    """An empty sheet, WIDTH_IN wide; its axes count inches from the left and from the top."""
+    figure = Figure(figsize=(WIDTH_IN, height))
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set(xlim=(0, WIDTH_IN), ylim=(height, 0))
+    axes.axis("off")
+    axes.autoscale(False)
+    return figure, axes
+
+
+def place_picture(
+    axes: Axes, pixels: Array, left: float, top: float, side: float, frame: str | None = None
+) -> None:
+    """A picture [H, W, 3] in the middle of a square of this side (inches), as large as its form allows."""
+    height, width = pixels.shape[:2]
+    scale = side / max(height, width)
+    x, y = left + (side - width * scale) / 2, top + (side - height * scale) / 2
+    axes.imshow(
+        pixels, extent=(x, x + width * scale, y + height * scale, y), aspect="auto", interpolation="nearest"
+    )
+    if frame:
+        axes.add_patch(
+            Rectangle((x, y), width * scale, height * scale, fill=False, edgecolor=frame, linewidth=0.8)
+        )
+
+
+def place_words(axes: Axes, lines: list[str], left: float, top: float, width: float, **style: Any) -> float:
+    """Lines of text, centred below each other from `top` on, each cut in its middle to the width (inches);
+    returns where they end.
+    """
+    size = style.pop("size", 7.5)
+    for line in lines:
+        top += line_height(size)
+        words = shorten_middle(line, letters_in(width, size, bold=style.get("weight") == "bold"))
+        axes.text(
+            left + width / 2,
+            top - 0.25 * size / 72,
+            words,
+            ha="center",
+            size=size,
+            parse_math=False,
+            **{"color": INK, **style},
+        )
+    return top
+
+
+def line_height(size: float) -> float:
+    """Inches from one line to the next."""
+    return _LINE * size / 72
+
+
+def letters_in(width: float, size: float, bold: bool = False) -> int:
+    """How many letters of a font's size fit into a width in inches."""
+    return max(4, int(width * 72 / (size * _LETTER * (1.12 if bold else 1))))

@@ -18,16 +18,18 @@ from psgrad.reports.drawing import (
     Plot,
     figure_with_axes,
     legend_above,
+    line_height,
     log_bins,
     name_rows,
+    place_picture,
+    place_words,
     rows_height,
     say_empty,
+    sheet,
     style,
 )
-from psgrad.reports.page import at, loss_unit
-from psgrad.reports.pictures import to_rgb
-from psgrad.reports.scatter import LISTED, NORM_AXIS, UNLIKE, drawable, loss_against_norm
-from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
+from psgrad.reports.page import at, loss_unit, to_rgb
+from psgrad.reports.sample_table import LISTED, NORM_AXIS, UNLIKE, drawable, loss_against_norm
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
@@ -56,7 +58,9 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
 
 
 def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
-    """How the norms are distributed (log axis), with those that are listed marked and every row that can't be drawn counted."""
+    """How the norms are distributed (log axis), with those that are listed marked and every row that can't be
+    drawn counted.
+    """
     drawn, not_drawn = drawable(samples, ["grad_norm"])
     norm, review = drawn["grad_norm"].to_numpy(float), drawn["is_outlier_issue"].to_numpy(bool)
     figure, axes = figure_with_axes(3.2)
@@ -97,7 +101,9 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
     if total > MAX_GROUPS:
         spread = spread.loc[spread[0.5].nlargest(MAX_GROUPS).index.sort_values()]
     figure, axes = figure_with_axes(rows_height(len(spread)))
-    caption = f"Tick: median; bar: the middle half of the class; line: the middle 90 %. Orange dots: {listed}. "
+    caption = (
+        f"Tick: median; bar: the middle half of the class; line: the middle 90 %. Orange dots: {listed}. "
+    )
     if total > MAX_GROUPS:
         caption += f"The {MAX_GROUPS} of {total:,} classes with the largest median are shown. "
     if not total:
@@ -109,7 +115,13 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
             caption += f"Of these only the {MAX_MARKS} with the largest norms are drawn. "
             review = review.nlargest(MAX_MARKS, "grad_norm")
         axes.scatter(
-            review["grad_norm"], spread.index.get_indexer(pd.Index(review["target"])), s=14, color=REVIEW, linewidths=0, alpha=0.8, zorder=4
+            review["grad_norm"],
+            spread.index.get_indexer(pd.Index(review["target"])),
+            s=14,
+            color=REVIEW,
+            linewidths=0,
+            alpha=0.8,
+            zorder=4,
         )
         sizes = groups.size()
         name_rows(axes, [f"{label(target, class_names)}  (n = {sizes[target]:,})" for target in spread.index])
@@ -118,7 +130,10 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
     if total:
         medians = spread[0.5].to_numpy()
         for words, place in (("largest", int(medians.argmax())), ("smallest", int(medians.argmin()))):
-            alt += f" The {words} median is that of class {label(spread.index[place], class_names)}: {number(medians[place])}."
+            alt += (
+                f" The {words} median is that of class {label(spread.index[place], class_names)}:"
+                f" {number(medians[place])}."
+            )
     return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure, alt=alt)
 
 
@@ -134,15 +149,18 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     spread = shown[["q05", "median", "q95"]].reset_index(drop=True)
     positive = spread["q95"] > 0
     caption = (
-        "Left: the norm of each parameter's own gradient, per sample; dot: median, line: the middle 90 % of samples. "
-        "Right: its share of the mean squared norm; the shares of all parameters add up to 100 %. Model order, top to bottom. "
+        "Left: the norm of each parameter's own gradient, per sample; dot: median, line: the middle 90 % of"
+        " samples. Right: its share of the mean squared norm; the shares of all parameters add up to 100 %."
+        " Model order, top to bottom. "
     )
     if len(parameters) > MAX_GROUPS:
         caption += f"The {MAX_GROUPS} of {len(parameters):,} parameters with the largest share are shown. "
     if positive.any():
         drawn = spread[positive]
         floor = float(drawn.to_numpy()[drawn.to_numpy() > 0].min())
-        axes.hlines(drawn.index, drawn["q05"].clip(lower=floor), drawn["q95"], color=REST, linewidth=2.5, alpha=0.55)
+        axes.hlines(
+            drawn.index, drawn["q05"].clip(lower=floor), drawn["q95"], color=REST, linewidth=2.5, alpha=0.55
+        )
         axes.scatter(drawn["median"].clip(lower=floor), drawn.index, s=26, color=REST, zorder=3)
         log_axis(axes, "x")
     else:
@@ -158,7 +176,10 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     alt = f"Spread of the gradient norms of {len(parameters):,} parameters, and the share of each."
     if parameters["share"].notna().any():
         most = parameters.nlargest(1, "share").iloc[0]
-        alt += f" The largest share, {percent(most['share'])}, is that of {shorten_middle(str(most['parameter']), 100)}."
+        alt += (
+            f" The largest share, {percent(most['share'])}, is that of"
+            f" {shorten_middle(str(most['parameter']), 100)}."
+        )
     return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
 
 
@@ -180,7 +201,10 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
     return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
 
 
-PICTURE_NOTE = "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are magenta."
+PICTURE_NOTE = (
+    "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are"
+    " magenta."
+)
 
 
 def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
@@ -200,7 +224,15 @@ def _mark_review(axes: Axes, norms: Array, begins: bool) -> None:
     if begins:
         axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=(0, (4, 3)))
     if len(norms) <= MAX_MARKS:
-        axes.plot(norms, np.full(len(norms), -0.02), "|", color=REVIEW, markersize=7, transform=axes.get_xaxis_transform(), clip_on=False)
+        axes.plot(
+            norms,
+            np.full(len(norms), -0.02),
+            "|",
+            color=REVIEW,
+            markersize=7,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+        )
 
 
 def _draw_spread(

@@ -1,4 +1,6 @@
-"""What a private step says for itself: the guarantee as a sentence and as a table, and, apart from it, what is NOT PRIVATE."""
+"""What a private step says for itself: the guarantee as a sentence and as a table, and, apart from it, what
+is NOT PRIVATE.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,31 @@ SHOWN_STEPS = 10
 
 
 def guarantee(step: dict[str, Any]) -> str:
-    """What is promised of all that public/ holds, as one sentence that nothing can be cut from; `step` as in STEP_KEYS."""
+    """What is promised of all that public/ holds, as one sentence that nothing can be cut from; `step` as in
+    STEP_KEYS.
+    """
     spent, accountant = tightest(step)
     if spent is None:
         promise = "no (epsilon, delta) is promised: " + "; ".join(step.get("why_not", {}).values())
     elif math.isinf(spent):
         promise = "no privacy is promised: epsilon is infinite"
     else:
-        promise = f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
-    moved = f"; the run folder was moved {count(step['moved'], 'time')}, and that no copy of it went on is its owner's word"
+        promise = (
+            f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
+        )
+    moved = (
+        f"; the run folder was moved {count(step['moved'], 'time')}, and that no copy of it went on is its"
+        " owner's word"
+    )
+    discrete = step["mechanism"] == "discrete_gaussian"
     return (
-        f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]}; "
-        f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
-        f"{moved if step.get('moved') else ''}; "
-        f"{rounding_words(step)}; not covered: how long steps take and how much memory they need, "
-        f"{'' if step['mechanism'] == 'discrete_gaussian' else 'how kernels round one record beside others, '}"
-        "and what the model's code keeps outside of the model and the loss (global variables, files)"
+        f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]};"
+        f" {sampling_words(step)};"
+        f" {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
+        f"{moved if step.get('moved') else ''};"
+        f" {rounding_words(step)}; not covered: how long steps take and how much memory they need,"
+        f" {'' if discrete else 'how kernels round one record beside others, '}and"
+        " what the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
 
@@ -48,16 +59,28 @@ def rounding_words(step: dict[str, Any]) -> str:
     """What floating point does to the noise."""
     rounding = step["rounding"]
     if rounding["unrounded_steps"]:
-        return f"{count(rounding['unrounded_steps'], 'step')} of an earlier version had noise whose floating-point gaps may tell records"
+        return (
+            f"{count(rounding['unrounded_steps'], 'step')} of an earlier version had noise whose"
+            " floating-point gaps may tell records"
+        )
     if step["mechanism"] != "gaussian":
         return "exact noise on a grid of integers"
     residual = epsilon(rounding["residual_epsilon"])
-    return f"released numbers are rounded to a public grid, and what is left of floating point adds at most {residual} to epsilon"
+    return (
+        "released numbers are rounded to a public grid, and what is left of floating point adds at most"
+        f" {residual} to epsilon"
+    )
 
 
 def tightest(step: dict[str, Any]) -> tuple[float | None, str]:
-    """The smaller of the epsilons of a step, both of which are upper bounds, and who computed it; None where there is none."""
-    known = [(step[key], name) for key, name in (("epsilon_pld", "PLD"), ("epsilon_rdp", "RDP")) if step.get(key) is not None]
+    """The smaller of the epsilons of a step, both of which are upper bounds, and who computed it; None where
+    there is none.
+    """
+    known = [
+        (step[key], name)
+        for key, name in (("epsilon_pld", "PLD"), ("epsilon_rdp", "RDP"))
+        if step.get(key) is not None
+    ]
     return min(known) if known else (None, "")
 
 
@@ -66,7 +89,9 @@ def seeded(step: dict[str, Any]) -> bool:
 
 
 def write_step(result: DPStepResult, style: str, stream: TextIO) -> None:
-    """style: 'terminal', a line a question and the folder last, or 'json', the content of public/step.json. Public quantities only."""
+    """style: 'terminal', a line a question and the folder last, or 'json', the content of public/step.json.
+    Public quantities only.
+    """
     if style == "json":
         write_json(result.step, stream)
         return
@@ -81,7 +106,9 @@ def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
     for heading in shown.columns:
         table.add_column(str(heading).replace("_", " "), justify="right", no_wrap=True)
     for row in shown.to_dict("records"):
-        table.add_row(*(Text(f"{value:,}" if isinstance(value, int) else number(value)) for value in row.values()))
+        table.add_row(
+            *(Text(f"{value:,}" if isinstance(value, int) else number(value)) for value in row.values())
+        )
     print_table(table, stream)
 
 
@@ -98,7 +125,10 @@ def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> Non
             }
             for row in result.rows
         ]
-        write_json({**result.setting, "plans": plans, "plot": None if result.plot is None else str(result.plot)}, stream)
+        write_json(
+            {**result.setting, "plans": plans, "plot": None if result.plot is None else str(result.plot)},
+            stream,
+        )
         return
     stream.write(facts_lines(plan_facts(result)) + "\n")
     print_table(plan_table(result), stream)
@@ -107,33 +137,57 @@ def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> Non
 
 
 def step_facts(result: DPStepResult) -> list[tuple[str, str]]:
-    """The guarantee and what it rests on: (question, answer). Nothing here follows from the data but by the noisy sums."""
+    """The guarantee and what it rests on: (question, answer). Nothing here follows from the data but by the
+    noisy sums.
+    """
     step = result.step
     facts = [
         ("privacy spent", spent_words(step)),
-        ("after", f"{step['steps']:,} of {count(step['planned_steps'], 'planned step')}{_planned_words(step)}"),
+        (
+            "after",
+            f"{step['steps']:,} of {count(step['planned_steps'], 'planned step')}{_planned_words(step)}",
+        ),
         *_setting_facts(step),
         ("generator", str(step["generator"])),
-        ("update", f"{step['optimizer']['name']} of the noisy sum / {compact(step['expected_batch_size'])}{_trainable_words(step)}"),
+        (
+            "update",
+            (
+                f"{step['optimizer']['name']} of the noisy sum /"
+                f" {compact(step['expected_batch_size'])}{_trainable_words(step)}"
+            ),
+        ),
         ("public", f"{result.folder / 'public'}: what the guarantee covers"),
         ("private", f"{result.folder / 'private'}: NOT PRIVATE, for your eyes alone"),
     ]
     if seeded(step):
-        facts.insert(1, ("warning", "--insecure-deterministic: who knows the seed can draw the noise again, and take it off"))
+        facts.insert(
+            1,
+            (
+                "warning",
+                "--insecure-deterministic: who knows the seed can draw the noise again, and take it off",
+            ),
+        )
     return facts
 
 
 def plan_facts(result: DPPlanResult) -> list[tuple[str, str]]:
     """What the plan is made for: (question, answer)."""
     setting = result.setting
-    facts = [("plan", f"{count(setting['planned_steps'], 'step')}, delta {compact(setting['delta'])}"), *_setting_facts(setting)]
+    facts = [
+        ("plan", f"{count(setting['planned_steps'], 'step')}, delta {compact(setting['delta'])}"),
+        *_setting_facts(setting),
+    ]
     if setting.get("target_epsilon") is not None:
-        facts.insert(1, ("target", f"epsilon {compact(setting['target_epsilon'])}, which the row marked * meets"))
+        facts.insert(
+            1, ("target", f"epsilon {compact(setting['target_epsilon'])}, which the row marked * meets")
+        )
     return facts
 
 
 def plan_table(result: DPPlanResult) -> Table:
-    """A row a noise multiplier: the standard deviation on the sum and what all planned steps cost by each accountant."""
+    """A row a noise multiplier: the standard deviation on the sum and what all planned steps cost by each
+    accountant.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("noise multiplier", "noise std on the sum", "epsilon (RDP)", "epsilon (PLD)", "steps"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -164,7 +218,11 @@ def spent_words(step: dict[str, Any]) -> str:
             parts.append(f"{epsilon(step[key])} ({name})")
         elif reason := step.get("why_not", {}).get(key):
             reasons.append(f"no {name}: {reason}")
-    words = f"epsilon {', '.join(parts)} at delta {compact(step['delta'])}" if parts else f"no epsilon at delta {compact(step['delta'])}"
+    words = (
+        f"epsilon {', '.join(parts)} at delta {compact(step['delta'])}"
+        if parts
+        else f"no epsilon at delta {compact(step['delta'])}"
+    )
     return "; ".join([words, *reasons])
 
 
@@ -181,7 +239,9 @@ def sampling_words(step: dict[str, Any]) -> str:
 
 
 def live_words(spent: float | None, delta: float, accountant: str = "RDP") -> str:
-    """What is shown beside the count of steps while they are taken; an accountant that knows nothing of them leaves it to the end."""
+    """What is shown beside the count of steps while they are taken; an accountant that knows nothing of them
+    leaves it to the end.
+    """
     if spent is None:
         return "epsilon at the end"
     return f"epsilon {epsilon(spent)} ({accountant}, delta {compact(delta)})"
@@ -218,7 +278,13 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
     if step.get("noise_multiplier") is not None:
         facts.append(("noise", _noise_words(step)))
     elif step.get("sensitivity") is not None:
-        facts.append(("noise", f"{step['mechanism']}, a multiple of the sensitivity {number(step['sensitivity'])} on the sum"))
+        facts.append(
+            (
+                "noise",
+                f"{step['mechanism']}, a multiple of the sensitivity"
+                f" {number(step['sensitivity'])} on the sum",
+            )
+        )
     if step.get("schedule", {}).get("kind", "constant") != "constant":
         facts.append(("schedule", _schedule_words(step["schedule"])))
     return facts
@@ -226,10 +292,14 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _noise_words(step: dict[str, Any]) -> str:
     accounted, deviation, sensitivity = step["noise_multiplier"], step["noise_std"], step["sensitivity"]
-    words = f"{step['mechanism']}, standard deviation {number(deviation)} on the sum = {number(deviation / sensitivity)} x sensitivity "
+    words = (
+        f"{step['mechanism']}, standard deviation {number(deviation)} on the sum ="
+        f" {number(deviation / sensitivity)} x sensitivity "
+    )
     if math.isclose(deviation, accounted * sensitivity, rel_tol=1e-6):
         return words + number(sensitivity)
-    # Where the bound adapts, the count that it follows has noise of its own, and the two together cost less noise than the sum has.
+    # Where the bound adapts, the count that it follows has noise of its own, and the two together cost less
+    # noise than the sum has.
     return f"{words}{number(sensitivity)}; with the bound's count it is accounted as {number(accounted)}"
 
 
@@ -244,7 +314,11 @@ def _clipping_words(clipping: dict[str, Any], adaptive: dict[str, Any] | None = 
     groups = clipping["groups"]
     bounds = sorted({group["bound"] for group in groups})
     rule = "normalised to below" if clipping.get("rule") == "automatic" else "clipped to"
-    norms = f"norm {number(bounds[0])}" if len(bounds) == 1 else f"norms {number(bounds[0])} to {number(bounds[-1])}"
+    norms = (
+        f"norm {number(bounds[0])}"
+        if len(bounds) == 1
+        else f"norms {number(bounds[0])} to {number(bounds[-1])}"
+    )
     if adaptive is not None:
         follows = f"follows the {adaptive['quantile']:.0%} quantile of all, {number(bounds[0])} at first"
         return f"each record's gradient clipped to a norm that {follows}"
@@ -254,7 +328,9 @@ def _clipping_words(clipping: dict[str, Any], adaptive: dict[str, Any] | None = 
 
 
 def _planned_words(step: dict[str, Any]) -> str:
-    planned, accountant = tightest({"epsilon_pld": step.get("planned_epsilon_pld"), "epsilon_rdp": step.get("planned_epsilon_rdp")})
+    planned, accountant = tightest(
+        {"epsilon_pld": step.get("planned_epsilon_pld"), "epsilon_rdp": step.get("planned_epsilon_rdp")}
+    )
     if planned is None or step["steps"] == step["planned_steps"]:
         return ""
     return f", which together cost epsilon {epsilon(planned)} ({accountant})"

@@ -1,4 +1,6 @@
-"""The figures of a private run: epsilon against steps, for everybody; norms, clipping and losses, which are NOT PRIVATE."""
+"""The figures of a private run: epsilon against steps, for everybody; norms, clipping and losses, which are
+NOT PRIVATE.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,27 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, legend_above, log_bins, say_empty
+from psgrad.reports.drawing import (
+    DARK,
+    INK,
+    QUIET,
+    REST,
+    REVIEW,
+    Array,
+    Plot,
+    figure_with_axes,
+    legend_above,
+    log_bins,
+    say_empty,
+)
 from psgrad.reports.privacy import compact, epsilon, sampling_words
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, number, percent
 from psgrad.results import DPPlanResult, DPStepResult, NoisePlan
 
 STEPS_AXIS = "steps"
-# Dark to light for the multipliers around the configured one: an order that greys and every kind of colour vision keep.
+# Dark to light for the multipliers around the configured one: an order that greys and every kind of colour
+# vision keep.
 SHADES = ("#12263d", "#2a4f7a", "#5b7fa6", "#8aa6c4", "#b3c5d8")
 
 FAINT = "#b9c3ce"  # the looser bound
@@ -25,7 +40,11 @@ _FAINTLY: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4,
 _PLACES = 120  # along a curve that is known at a few points
 _ABOVE_LEGEND = 44  # points between axes and title, for up to three lines of a legend
 
-_SHORT_RELATIONS = {"add_or_remove_one": "add or remove one", "replace_one": "replace one", "zero_out": "zero out one"}
+_SHORT_RELATIONS = {
+    "add_or_remove_one": "add or remove one",
+    "replace_one": "replace one",
+    "zero_out": "zero out one",
+}
 
 
 def public_plots(result: DPStepResult) -> list[Plot]:
@@ -34,24 +53,35 @@ def public_plots(result: DPStepResult) -> list[Plot]:
 
 
 def private_plots(result: DPStepResult, unit: str = "") -> list[Plot]:
-    """The figures that say something of single records, each with NOT PRIVATE in the picture itself. unit: of a loss, where it is known."""
+    """The figures that say something of single records, each with NOT PRIVATE in the picture itself. unit: of
+    a loss, where it is known.
+    """
     return [norms_before_clipping(result), clipping_by_step(result), losses_by_step(result, unit)]
 
 
-def write_plots(result: DPStepResult, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None], unit: str = "") -> None:
-    """Draw all figures of a run; `public(name, data)` and `private(name, data)` put each, as <name>.png, where it belongs. unit: of a
-    loss, where it is known."""
+def write_plots(
+    result: DPStepResult,
+    public: Callable[[str, bytes], None],
+    private: Callable[[str, bytes], None],
+    unit: str = "",
+) -> None:
+    """Draw all figures of a run; `public(name, data)` and `private(name, data)` put each, as <name>.png,
+    where it belongs. unit: of a loss, where it is known.
+    """
     for plot in public_plots(result):
         public(f"{plot.name}.png", plot.png())
     for plot in private_plots(result, unit):
         private(f"{plot.name}.png", plot.png())
 
 
-# -- public ----------------------------------------------------------------------------------------------------------------------------
+# -- public
+# ------------------------------------------------------------------------------------------------------------
 
 
 def epsilon_against_steps(result: DPStepResult) -> Plot:
-    """What all planned steps cost, and how far the run has come: strong by the accountant that counts, faint by the looser one."""
+    """What all planned steps cost, and how far the run has come: strong by the accountant that counts, faint
+    by the looser one.
+    """
     step = result.step
     figure, axes = figure_with_axes(3.6)
     curves = _curves(result.curve, result.curve_pld, result.curve_accountant)
@@ -63,7 +93,12 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
         for name, (steps, spent) in curves.items():
             strong, unfinished = name == counts, step["steps"] < step["planned_steps"]
             if unfinished or not strong:
-                axes.plot(steps, spent, **_line(strong, planned=unfinished), label=f"{'planned' if unfinished else 'all steps'} ({name})")
+                axes.plot(
+                    steps,
+                    spent,
+                    **_line(strong, planned=unfinished),
+                    label=f"{'planned' if unfinished else 'all steps'} ({name})",
+                )
         steps, spent = curves[counts]
         now = step.get(f"epsilon_{counts.lower()}")
         before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
@@ -73,7 +108,11 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
         for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
             if _is_number(step.get(key)):
                 words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
-                look: dict[str, Any] = {"color": REVIEW, "markersize": 7} if name == counts else {"color": FAINT, "markersize": 5}
+                look: dict[str, Any] = (
+                    {"color": REVIEW, "markersize": 7}
+                    if name == counts
+                    else {"color": FAINT, "markersize": 5}
+                )
                 axes.plot([step["steps"]], [step[key]], marker, label=words, zorder=4, **look)
         _draw_target(axes, step.get("target_epsilon"))
         _finish(axes, step)
@@ -94,14 +133,24 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
         for place, (name, (steps, spent)) in enumerate(curves.items()):
             width = 2.6 if row.configured else 1.8
             look = (
-                {"linewidth": width, "zorder": 3} if not place else {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
+                {"linewidth": width, "zorder": 3}
+                if not place
+                else {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
             )
             axes.plot(steps, spent, color=colour, **look)
             names = names if name in names else [*names, name]
         if curves:
             drawn.append((row, colour))
             if _is_number(row.epsilon_pld):
-                axes.plot([setting["planned_steps"]], [row.epsilon_pld], "D", color=colour, markersize=6, clip_on=False, zorder=4)
+                axes.plot(
+                    [setting["planned_steps"]],
+                    [row.epsilon_pld],
+                    "D",
+                    color=colour,
+                    markersize=6,
+                    clip_on=False,
+                    zorder=4,
+                )
     if not drawn:
         say_empty(axes, "no finite epsilon to draw")
     else:
@@ -117,13 +166,15 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
         _plain_log_ticks(axes)
     axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
     caption = (
-        f"Epsilon after so many steps, one line a noise multiplier; orange: the configured one. {_accountants_words(names)}"
-        "Beside each its multiplier and the smaller bound on the epsilon of all steps. "
+        "Epsilon after so many steps, one line a noise multiplier; orange: the configured one."
+        f" {_accountants_words(names)}Beside each its multiplier and the smaller bound on the epsilon of all"
+        " steps. "
     )
     return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
 
 
-# -- NOT PRIVATE -----------------------------------------------------------------------------------------------------------------------
+# -- NOT PRIVATE
+# ------------------------------------------------------------------------------------------------------------
 
 
 def norms_before_clipping(result: DPStepResult) -> Plot:
@@ -138,14 +189,18 @@ def norms_before_clipping(result: DPStepResult) -> Plot:
         axes.hist(drawn, bins=list(bins), color=REST)
         log_axis(axes, "x")
         count_axis(axes)
-        axes.set(xlabel="norm of a record's gradient before clipping (L2, log scale)", ylabel="records per bin")
+        axes.set(
+            xlabel="norm of a record's gradient before clipping (L2, log scale)", ylabel="records per bin"
+        )
         if result.bound is not None:
             above = float((drawn > result.bound).mean())
             words = f"bound {number(result.bound)}; {percent(above, 0)} above"
             axes.axvline(result.bound, color=REVIEW, linewidth=1.6, linestyle=(0, (4, 3)), label=words)
             legend_above(axes)
     missing = len(norms) - len(drawn)
-    caption = f"The norms of {count(len(drawn), 'record')} of the latest steps. " + (f"{missing:,} zero or not finite. " if missing else "")
+    caption = f"The norms of {count(len(drawn), 'record')} of the latest steps. " + (
+        f"{missing:,} zero or not finite. " if missing else ""
+    )
     return _marked(Plot("norms", "Gradient norms before clipping", caption, figure))
 
 
@@ -154,7 +209,10 @@ def clipping_by_step(result: DPStepResult) -> Plot:
     figure, axes = figure_with_axes(3.0)
     if _draw_by_step(axes, result, "clip_fraction", 100.0):
         axes.set(ylabel="records above their bound (%)", ylim=(-3, 103))
-    caption = "Near 100 % the bound sets the size of the update and the noise nothing; near 0 % the noise could be smaller. "
+    caption = (
+        "Near 100 % the bound sets the size of the update and the noise nothing; near 0 % the noise could be"
+        " smaller. "
+    )
     return _marked(Plot("clip_fraction", "Share of clipped records", caption, figure))
 
 
@@ -164,10 +222,18 @@ def losses_by_step(result: DPStepResult, unit: str = "") -> Plot:
     if _draw_by_step(axes, result, "mean_loss"):
         axes.set(ylabel=f"mean loss of the batch ({unit})" if unit else "mean loss of the batch")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    return _marked(Plot("losses", "Loss", "Mean loss of each batch, before its step; batches are drawn at random. ", figure))
+    return _marked(
+        Plot(
+            "losses",
+            "Loss",
+            "Mean loss of each batch, before its step; batches are drawn at random. ",
+            figure,
+        )
+    )
 
 
-# -- what they share -------------------------------------------------------------------------------------------------------------------
+# -- what they share
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
@@ -176,15 +242,23 @@ def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
-def _curves(curve: Sequence[tuple[int, float]], pld: Sequence[tuple[int, float]], accountant: str) -> dict[str, tuple[Array, Array]]:
-    """Accountant -> its curve, as far as it is finite. The first one counts: PLD, the smaller bound, where it has an answer."""
-    found = {"PLD": _between(*_curve(pld)), **({} if accountant == "PLD" and pld else {accountant: _curve(curve)})}
+def _curves(
+    curve: Sequence[tuple[int, float]], pld: Sequence[tuple[int, float]], accountant: str
+) -> dict[str, tuple[Array, Array]]:
+    """Accountant -> its curve, as far as it is finite. The first one counts: PLD, the smaller bound, where it
+    has an answer.
+    """
+    found = {
+        "PLD": _between(*_curve(pld)),
+        **({} if accountant == "PLD" and pld else {accountant: _curve(curve)}),
+    }
     return {name: points for name, points in found.items() if len(points[0])}
 
 
 def _between(steps: Array, spent: Array) -> tuple[Array, Array]:
-    """The curve through points that are far apart, as even in the square root of the steps as epsilon nearly is: straight lines between
-    them would lie below it."""
+    """The curve through points that are far apart, as even in the square root of the steps as epsilon nearly
+    is: straight lines between them would lie below it.
+    """
     if len(steps) < 2:
         return steps, spent
     places = np.union1d(steps, np.linspace(np.sqrt(steps[0]), np.sqrt(steps[-1]), _PLACES) ** 2)
@@ -196,15 +270,27 @@ def _accountants_words(names: Iterable[str]) -> str:
     counts, *others = [*names, ""]
     if not counts:
         return ""
-    loose = f", the smaller bound, which counts. Faint: by {others[0]}, which is always larger" if others and others[0] else ""
-    few = ", at a few numbers of steps, and between them as even as their square root" if counts == "PLD" else ""
+    loose = (
+        f", the smaller bound, which counts. Faint: by {others[0]}, which is always larger"
+        if others and others[0]
+        else ""
+    )
+    few = (
+        ", at a few numbers of steps, and between them as even as their square root"
+        if counts == "PLD"
+        else ""
+    )
     return f"Strong: by {counts}{few}{loose}. "
 
 
 def _line(strong: bool, planned: bool) -> dict[str, Any]:
     """How a curve is drawn."""
     dashes = {"linestyle": (0, (4, 2))} if planned else {}
-    return {"color": REST, "linewidth": 1.8, **dashes} if strong else {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (4, 2))}
+    return (
+        {"color": REST, "linewidth": 1.8, **dashes}
+        if strong
+        else {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (4, 2))}
+    )
 
 
 def _setting_words(step: dict[str, Any]) -> str:
@@ -214,7 +300,9 @@ def _setting_words(step: dict[str, Any]) -> str:
 
 def _draw_target(axes: Axes, target: float | None) -> None:
     if target is not None:
-        axes.axhline(target, color=QUIET, linewidth=1, linestyle=(0, (1, 2)), label=f"target {compact(target)}")
+        axes.axhline(
+            target, color=QUIET, linewidth=1, linestyle=(0, (1, 2)), label=f"target {compact(target)}"
+        )
 
 
 def _finish(axes: Axes, step: dict[str, Any]) -> None:
@@ -229,8 +317,13 @@ def _is_number(value: float | None) -> TypeGuard[float]:
 
 
 def _name_ends(axes: Axes, drawn: list[tuple[NoisePlan, str]]) -> None:
-    """Beside each line's end its multiplier and the smaller of its bounds, pushed apart where they would overlap; on a log axis."""
-    ends = [(min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1]))), row, colour) for row, colour in drawn]
+    """Beside each line's end its multiplier and the smaller of its bounds, pushed apart where they would
+    overlap; on a log axis.
+    """
+    ends = [
+        (min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1]))), row, colour)
+        for row, colour in drawn
+    ]
     ends.sort(key=lambda end: end[0])
     heights = [math.log(spent) for spent, _, _ in ends]
     low, high = (math.log(limit) for limit in axes.get_ylim())
@@ -242,7 +335,15 @@ def _name_ends(axes: Axes, drawn: list[tuple[NoisePlan, str]]) -> None:
     for (spent, row, colour), height in zip(ends, heights, strict=True):
         words = f"  multiplier {number(row.noise_multiplier)}: {epsilon(spent)}"
         weight = "bold" if row.configured else "normal"
-        axes.annotate(words, (last, math.exp(height)), color=colour, fontsize=9, va="center", fontweight=weight, annotation_clip=False)
+        axes.annotate(
+            words,
+            (last, math.exp(height)),
+            color=colour,
+            fontsize=9,
+            va="center",
+            fontweight=weight,
+            annotation_clip=False,
+        )
     axes.margins(x=0)
 
 
@@ -256,14 +357,18 @@ def _plain_log_ticks(axes: Axes) -> None:
 
 
 def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 1.0) -> bool:
-    """A dot a step and, where they are many, their running median; False, with words in the figure, where there is nothing to draw."""
+    """A dot a step and, where they are many, their running median; False, with words in the figure, where
+    there is nothing to draw.
+    """
     rows = result.steps[np.isfinite(result.steps[column].astype(float))]
     if not len(rows):
         say_empty(axes, "no step with a record")
         return False
     values = scale * rows[column].astype(float)
     many = len(rows) > 40
-    axes.scatter(rows["step"], values, s=10 if many else 22, color=REST, alpha=0.6 if many else 1.0, linewidths=0)
+    axes.scatter(
+        rows["step"], values, s=10 if many else 22, color=REST, alpha=0.6 if many else 1.0, linewidths=0
+    )
     if many:
         middle = values.rolling(max(5, len(rows) // 20), center=True, min_periods=3).median()
         axes.plot(rows["step"], middle, color=DARK, linewidth=1.8, label="running median")

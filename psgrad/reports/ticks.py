@@ -18,8 +18,10 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 
 class TickWords(Formatter):
-    """Numbers as `power_words` has them, with as many digits as tell all ticks of the axis apart: formulas take ten times as long to draw,
-    and what matplotlib would set off in a corner (1e-5+9.999e-1) is in each number."""
+    """Numbers as `power_words` has them, with as many digits as tell all ticks of the axis apart: formulas
+    take ten times as long to draw, and what matplotlib would set off in a corner (1e-5+9.999e-1) is in each
+    number.
+    """
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return power_words(x)
@@ -58,7 +60,9 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class LogTicks(Locator):
-    """Powers of ten where the axis has three, else their multiples by 1, 2 and 5, else even steps. whole: whole numbers alone."""
+    """Powers of ten where the axis has three, else their multiples by 1, 2 and 5, else even steps. whole:
+    whole numbers alone.
+    """
 
     def __init__(self, whole: bool = False) -> None:
         self.whole = whole
@@ -78,7 +82,9 @@ class LogTicks(Locator):
         multiples = _inside([base * 10.0**power for power in powers for base in (1, 2, 5)], low, high)
         if len(multiples) > 2:
             return self._wanted(multiples)
-        return self._wanted(_inside(list(MaxNLocator(_LINEAR, steps=_STEPS).tick_values(low, high)), low, high))
+        return self._wanted(
+            _inside(list(MaxNLocator(_LINEAR, steps=_STEPS).tick_values(low, high)), low, high)
+        )
 
     def _wanted(self, places: list[float]) -> list[float]:
         return [place for place in places if place == round(place)] if self.whole else places
@@ -107,13 +113,17 @@ def count_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def plain_ticks(figure: Figure) -> None:
-    """Put plain numbers on all linear axes that have no ticks of their own, and no more of them along x than have room."""
+    """Put plain numbers on all linear axes that have no ticks of their own, and no more of them along x than
+    have room.
+    """
     for axes in figure.axes:
         wide = axes.get_position().width * figure.get_size_inches()[0]
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() != "linear":
                 continue
             if axis.isDefault_majloc and axis is axes.xaxis:
-                axis.set_major_locator(MaxNLocator(max(2, min(9, int(wide / _INCHES))), steps=_STEPS, min_n_ticks=3))
+                axis.set_major_locator(
+                    MaxNLocator(max(2, min(9, int(wide / _INCHES))), steps=_STEPS, min_n_ticks=3)
+                )
             if axis.isDefault_majfmt:
                 axis.set_major_formatter(TickWords())

@@ -17,7 +17,9 @@ VALUE_LIMIT = 120
 
 
 def number(value: Any) -> str:
-    """Four significant digits: 0.01234, 12.34, 1.2e-07; more where four would round it up to 1; a dash where there is none."""
+    """Four significant digits: 0.01234, 12.34, 1.2e-07; more where four would round it up to 1; a dash where
+    there is none.
+    """
     if value is None or _is_missing(value):
         return MISSING
     text = f"{value:.4g}"
@@ -54,7 +56,11 @@ def label(value: Any, class_names: Sequence[str] | None = None) -> str:
         if class_names and 0 <= index < len(class_names):
             return brief(class_names[index], LABEL_LIMIT)
         return str(index) if isinstance(value, Integral) else number(value)
-    return number(value) if isinstance(value, Real) and not isinstance(value, bool) else brief(str(value), LABEL_LIMIT)
+    return (
+        number(value)
+        if isinstance(value, Real) and not isinstance(value, bool)
+        else brief(str(value), LABEL_LIMIT)
+    )
 
 
 def values_line(values: Sequence[tuple[str, Any]]) -> str | None:
@@ -63,7 +69,9 @@ def values_line(values: Sequence[tuple[str, Any]]) -> str | None:
 
 
 def value_words(value: Any) -> str:
-    """A value of the data as it stands there, with the seven digits that float32 keeps: a postcode is 94105, and no 9.41e+04 or 94,105."""
+    """A value of the data as it stands there, with the seven digits that float32 keeps: a postcode is 94105,
+    and no 9.41e+04 or 94,105.
+    """
     if value is None or _is_missing(value):
         return MISSING
     if isinstance(value, str):
@@ -73,7 +81,9 @@ def value_words(value: Any) -> str:
 
 
 def group_words(group: Any, by: Any, class_names: Sequence[str] | None) -> str:
-    """A group of samples: the class's name where samples were grouped by class and it is known, else what the group is called."""
+    """A group of samples: the class's name where samples were grouped by class and it is known, else what the
+    group is called.
+    """
     known = by in ("class", "target", "prediction") and isinstance(group, str) and group.isdecimal()
     return label(int(group) if known else group, class_names if known else None)
 
@@ -81,7 +91,9 @@ def group_words(group: Any, by: Any, class_names: Sequence[str] | None) -> str:
 def identifier(value: Any) -> str:
     """A sample's id, on one line and of bounded length: a long one is cut in its middle."""
     text = str(value)
-    return shorten_middle(printable(text if len(text) <= 2 * ID_LIMIT else f"{text[:ID_LIMIT]}…{text[-ID_LIMIT:]}"), ID_LIMIT)
+    return shorten_middle(
+        printable(text if len(text) <= 2 * ID_LIMIT else f"{text[:ID_LIMIT]}…{text[-ID_LIMIT:]}"), ID_LIMIT
+    )
 
 
 def shorten(text: str, limit: int) -> str:

@@ -1,7 +1,16 @@
-"""What `psgrad analyze` yields, and what its tables say: one meaning per column."""
+"""What `psgrad analyze` yields, and what its tables say: one meaning per column.
+
+What measures gathered over a whole dataset, beside the columns of the table of samples.
+
+How far a run has come.
+
+A verdict and its findings as plain values: what findings.jsonl and check.json hold, and every CI format is
+made of.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +19,30 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results.findings import CheckResult
-from psgrad.results.measures import MeasureResult
-from psgrad.results.short_repr import ShortRepr
+from psgrad.results.findings import CheckResult, Finding
+from psgrad.wording import ShortRepr
+
+
+@dataclass(frozen=True, repr=False)
+class MeasureResult(ShortRepr):
+    """One measure's answer.
+
+    Attributes:
+        name, title, formula, unit: for headings; source: paper and page.
+        meanings: column of the table of samples -> what it says, with its unit.
+        numbers: of the dataset, by name (plain JSON values). tables: by name. arrays: by name.
+    """
+
+    name: str
+    title: str
+    formula: str
+    unit: str
+    source: str = ""
+    meanings: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+
 
 SAMPLE_COLUMNS = (
     "id",
@@ -57,7 +87,8 @@ PARAMETER_COLUMNS = (
 class TopSample(ShortRepr):
     """The input of one of the top samples, as far as a person can look at it.
 
-    `image` has shape [H, W] or [C, H, W] and any value range. `values` are those of a row of a table, (column, value).
+    `image` has shape [H, W] or [C, H, W] and any value range. `values` are those of a row of a table,
+    (column, value).
     """
 
     id: str | int
@@ -70,17 +101,19 @@ class TopSample(ShortRepr):
 class AnalyzeResult(ShortRepr):
     """What `psgrad analyze` found.
 
-    `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `grad_norm` is the L2 norm of the gradient of that sample's
-    loss in all trainable parameters, `log_norm` its base-10 logarithm. `parameters` has one row per parameter with PARAMETER_COLUMNS:
-    the distribution of the per-sample norm of that parameter's gradient, and its `share` of the mean squared norm.
-    `top_inputs` are the inputs of the first ranks, largest norm first; empty where the config leaves inputs out. `measures` are those that
-    were asked for, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in maps of attribution,
-    where the dataset knows it.
+    `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `grad_norm` is the L2 norm of the
+    gradient of that sample's loss in all trainable parameters, `log_norm` its base-10 logarithm. `parameters`
+    has one row per parameter with PARAMETER_COLUMNS: the distribution of the per-sample norm of that
+    parameter's gradient, and its `share` of the mean squared norm. `top_inputs` are the inputs of the first
+    ranks, largest norm first; empty where the config leaves inputs out. `measures` are those that were asked
+    for, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in
+    maps of attribution, where the dataset knows it.
 
-    `manifest` is what manifest.json holds. The reports read these keys, and do without the ones that are missing:
-    `config` (the resolved config), `versions` {name: version}, `model` {factory, parameters, trainable, checkpoint, sha256, notes,
-    modules_imported}, `data` {source, fingerprint}, `engine` {device, dtype, chunk_size}, `self_check` {samples,
-    worst_relative_error}, `timings` {phase: seconds}, `created`, `command_line`, `revision`.
+    `manifest` is what manifest.json holds. The reports read these keys, and do without the ones that are
+    missing: `config` (the resolved config), `versions` {name: version}, `model` {factory, parameters,
+    trainable, checkpoint, sha256, notes, modules_imported}, `data` {source, fingerprint}, `engine` {device,
+    dtype, chunk_size}, `self_check` {samples, worst_relative_error}, `timings` {phase: seconds}, `created`,
+    `command_line`, `revision`.
     """
 
     samples: pd.DataFrame
@@ -95,7 +128,9 @@ class AnalyzeResult(ShortRepr):
 
 
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:
-    """The n rows of a ranked frame that are to be looked at first, in this order; unranked rows never appear."""
+    """The n rows of a ranked frame that are to be looked at first, in this order; unranked rows never
+    appear.
+    """
     return frame[frame["rank"] <= n].sort_values("rank")
 
 
@@ -103,13 +138,55 @@ def has_classes(frame: pd.DataFrame) -> bool:
     """Whether the targets are classes: a confidence goes with them, and they are integers or text."""
     if "confidence" not in frame or "target" not in frame or not frame["target"].notna().any():
         return False
-    return not pd.api.types.is_float_dtype(frame["target"]) and all(np.ndim(target) == 0 for target in frame["target"].head(100))
+    return not pd.api.types.is_float_dtype(frame["target"]) and all(
+        np.ndim(target) == 0 for target in frame["target"].head(100)
+    )
 
 
 def disagrees(frame: pd.DataFrame) -> pd.Series[bool]:
-    """For each row whether the predicted class is another than the label; False where either is missing, or where there are no classes."""
+    """For each row whether the predicted class is another than the label; False where either is missing, or
+    where there are no classes.
+    """
     differs = pd.Series(False, index=frame.index)
     if has_classes(frame) and "prediction" in frame:
-        both = frame.loc[frame["target"].notna() & frame["prediction"].notna(), ["target", "prediction"]].astype(object)
+        both = frame.loc[
+            frame["target"].notna() & frame["prediction"].notna(), ["target", "prediction"]
+        ].astype(object)
         differs[both.index] = both["target"] != both["prediction"]
     return differs
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one phase of a run has come: `done` of `total` units (total 0: not known).
+
+    `message` is a line for people; with a total of 0 it is that alone, and the phase that is shown goes on.
+    `unit` is what is counted, `detail` what is shown beside the count: a number that goes with it.
+    """
+
+    done: int
+    total: int
+    phase: str
+    message: str | None = None
+    unit: str = "sample"
+    detail: str = ""
+
+
+def check_record(result: CheckResult) -> dict[str, Any]:
+    """A verdict without its findings, as plain values."""
+    return {
+        "version": 1,
+        "run": result.run,
+        "samples": result.samples,
+        "exit_code": result.exit_code,
+        "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
+        "warnings": list(result.warnings),
+        "facts": dict(result.facts),
+    }
+
+
+def finding_record(finding: Finding) -> dict[str, Any]:
+    """A finding as a line of findings.jsonl, as plain values."""
+    found = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
+    location = {"path": finding.location.path, "line": finding.location.line}
+    return {**found, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}

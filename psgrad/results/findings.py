@@ -1,4 +1,10 @@
-"""What a run found against single samples, and what its gates said: the records behind every CI format."""
+"""What a run found against single samples, and what its gates said: the records behind every CI format.
+
+What was known of a run at some time: the findings that are accepted, and the scores that later samples may be
+judged by.
+
+How two runs differ: which samples came, went, rose and fell.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pandas as pd
+
 from psgrad.errors import EXIT_GATE_FAILED, EXIT_GATE_NOT_EVALUABLE, EXIT_OK
-from psgrad.results.short_repr import ShortRepr
+from psgrad.wording import ShortRepr
 
 RULES: Mapping[str, str] = {
     "nonfinite": "the loss or the gradient of the sample is NaN or infinite",
@@ -20,14 +28,18 @@ RULES: Mapping[str, str] = {
 Level = Literal["error", "warning", "note"]
 
 FINDINGS_OF_A_RULE = 25_000
-"""How many findings of one rule are kept, the gravest: a model that is broken would name each sample of a dataset."""
+"""How many findings of one rule are kept, the gravest: a model that is broken would name each sample of a
+dataset.
+"""
 
 FINDINGS_OF_A_GATE = 100
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a sample stands: the data file as the config names it, and its line there, from 1, where the file has lines."""
+    """Where a sample stands: the data file as the config names it, and its line there, from 1, where the file
+    has lines.
+    """
 
     path: str
     line: int | None = None
@@ -38,15 +50,16 @@ class Finding:
     """One rule that names one sample: a line of findings.jsonl.
 
     Attributes:
-        rule: a key of RULES. level: how grave.
-        id, index: of the sample; index is its row, from 0.
-        fingerprint: 32 hexadecimal digits of the rule and the sample's id or content, not of its row or its values: the same finding has
+        rule: a key of RULES. level: how grave. id, index: of the sample; index is its row, from 0.
+        fingerprint: 32 hexadecimal digits of the rule and the sample's id or content, not of its row or its
+        values: the same finding has
             the same one in every run.
-        message: a sentence for people.
-        reasons: short texts, from the table. group: of the sample, where samples are grouped.
-        values: column -> number, those that bear on it (the score that samples are judged by, grad_norm, loss, p_value, q_value,
+        message: a sentence for people. reasons: short texts, from the table. group: of the sample, where
+        samples are grouped. values: column -> number, those that bear on it (the score that samples are
+        judged by, grad_norm, loss, p_value, q_value,
             outlier_score); None where it is no finite number.
-        state: 'new'; 'known', in the baseline; 'ignored', by an entry of the ignore list, whose reason is `ignored_because`.
+        state: 'new'; 'known', in the baseline; 'ignored', by an entry of the ignore list, whose reason is
+        `ignored_because`.
     """
 
     rule: str
@@ -88,13 +101,13 @@ class CheckResult(ShortRepr):
     """The gate's verdict on a run.
 
     Attributes:
-        outcomes: one for each rule that the config sets.
-        findings: the gravest rule first; of a rule those that are new first, then by rank, then by row; at most FINDINGS_OF_A_RULE of each.
-        warnings: sentences (baseline entries that are gone, ignore entries that expired).
-        run: the run folder's path, as given. samples: how many the run has.
-        facts: 'counts', rule -> state -> how many, those beyond `findings` included; 'partial', a sentence where the run looked at
-            a part of the dataset, else None; 'baseline' and 'ignore', the files, or None; 'score', the column that samples are judged by;
-            'exit_code'.
+        outcomes: one for each rule that the config sets. findings: the gravest rule first; of a rule those
+        that are new first, then by rank, then by row; at most FINDINGS_OF_A_RULE of each. warnings: sentences
+        (baseline entries that are gone, ignore entries that expired). run: the run folder's path, as given.
+        samples: how many the run has. facts: 'counts', rule -> state -> how many, those beyond `findings`
+        included; 'partial', a sentence where the run looked at
+            a part of the dataset, else None; 'baseline' and 'ignore', the files, or None; 'score', the column
+            that samples are judged by; 'exit_code'.
     """
 
     outcomes: tuple[GateOutcome, ...]
@@ -105,9 +118,17 @@ class CheckResult(ShortRepr):
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, rule: str | None = None, state: str | None = None) -> int:
-        """How many findings there are, of a rule and in a state where these are given, those that are not kept included."""
+        """How many findings there are, of a rule and in a state where these are given, those that are not
+        kept included.
+        """
         counts: Mapping[str, Mapping[str, int]] = self.facts.get("counts", {})
-        return sum(n for a, states in counts.items() if rule in (None, a) for b, n in states.items() if state in (None, b))
+        return sum(
+            n
+            for a, states in counts.items()
+            if rule in (None, a)
+            for b, n in states.items()
+            if state in (None, b)
+        )
 
     @property
     def exit_code(self) -> int:
@@ -116,3 +137,94 @@ class CheckResult(ShortRepr):
         if "failed" in outcomes:
             return EXIT_GATE_FAILED
         return EXIT_GATE_NOT_EVALUABLE if "not evaluable" in outcomes else EXIT_OK
+
+
+@dataclass(frozen=True)
+class Known:
+    """A finding that a baseline holds: as `Finding` has them."""
+
+    fingerprint: str
+    rule: str
+    id: str
+
+
+@dataclass(frozen=True, repr=False)
+class Baseline(ShortRepr):
+    """Attributes:
+
+    findings: those that were accepted. run: of which run: psgrad's version, the data's fingerprint, how many
+    samples. reference: the scores of that run's samples, as psgrad/quality/references.py has them; None where
+    there are none.
+    """
+
+    findings: tuple[Known, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
+    reference: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class BaselineChange(ShortRepr):
+    """What saving did to a baseline.
+
+    Attributes:
+        baseline: as it is now. path: of its file.
+        dropped: entries that the run no longer finds. taken: findings that were taken in.
+        refused: findings that were not, as a baseline only shrinks unless it is told to grow.
+        first: whether there was none before. reference_kept: whether the scores are those of an earlier run.
+    """
+
+    baseline: Baseline
+    path: str
+    dropped: int
+    taken: int
+    refused: int
+    first: bool
+    reference_kept: bool
+
+
+CHANGE_COLUMNS = (
+    "change",
+    "id",
+    "row_a",
+    "row_b",
+    "score_a",
+    "score_b",
+    "percentile_a",
+    "percentile_b",
+    "moved",
+    "list",
+    "fingerprint",
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(ShortRepr):
+    """Two runs of `psgrad analyze`, A and B.
+
+    Attributes:
+        a, b: the run folders. score: the column that is compared; `tail`, its suspect end. counts:
+        'samples_a', 'samples_b'; 'common', in both; 'came', in B alone; 'went', in A alone; of the common
+        'rose' and 'fell', whose
+            percentile is higher or lower in B; 'entered' and 'left', that B lists and A does not, and the
+            other way round.
+        spearman: rank correlation of the score over the common samples that have one in both; None for fewer
+        than two, or equal scores. changes: a row a sample with CHANGE_COLUMNS, of each `change` (came, went,
+        rose, fell) the first few: those that moved furthest,
+            and those that rank first in their run. Percentiles are among the common samples, 100 the most
+            suspect; `moved` is their difference, in percentage points; `list` says whether the sample entered
+            or left the review list, or the outliers.
+        groups: a row a group of the common samples: group, samples, spearman, median_a, median_b, entered,
+        left; empty without groups. common: score_a and score_b of the common samples, for the plot. warnings:
+        what makes the two hard to compare.
+    """
+
+    a: str
+    b: str
+    score: str
+    tail: str
+    counts: Mapping[str, int]
+    spearman: float | None
+    changes: pd.DataFrame
+    groups: pd.DataFrame
+    common: pd.DataFrame
+    warnings: tuple[str, ...] = ()

@@ -1,4 +1,8 @@
-"""What `psgrad influence` yields: which training examples help and hurt each query, and what its tables say."""
+"""What `psgrad influence` yields: which training examples help and hurt each query, and what its tables say.
+
+What `psgrad influence --evaluate` yields: how well scores foretell what retraining does, beside those of
+controls.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results.analyze import TopSample, disagrees
-from psgrad.results.short_repr import ShortRepr
+from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]
 
@@ -35,12 +39,24 @@ SCORE_COLUMNS = (
     "beyond_loss",
 )
 QUERY_COLUMNS = ("id", "index", "target", "prediction", "confidence", "measurement", "status")
-TRAINING_COLUMNS = ("id", "index", "target", "prediction", "confidence", "loss", "grad_norm", "self_influence", "overall", "status")
+TRAINING_COLUMNS = (
+    "id",
+    "index",
+    "target",
+    "prediction",
+    "confidence",
+    "loss",
+    "grad_norm",
+    "self_influence",
+    "overall",
+    "status",
+)
 
 
 @dataclass(frozen=True)
 class CheckedRemoval:
-    """A predicted change, and the one that was found: the query's measurement, for the worse, without the training example.
+    """A predicted change, and the one that was found: the query's measurement, for the worse, without the
+    training example.
 
     query_index: of the queries; None where the change is that of the training example's own loss.
     """
@@ -61,8 +77,9 @@ _SHORT = 0.1
 class RemovalCheck:
     """Some of the largest predicted changes, beside what training on from the given weights found.
 
-    steps: how many were taken. converged: whether that reached the minima of the training objectives, which is retraining. length: of the
-    steps, as a mean share of full ones, which raise the training loss of some models.
+    steps: how many were taken. converged: whether that reached the minima of the training objectives, which
+    is retraining. length: of the steps, as a mean share of full ones, which raise the training loss of some
+    models.
     """
 
     steps: int
@@ -73,16 +90,20 @@ class RemovalCheck:
     @property
     def words(self) -> str:
         """What was found, and how."""
-        how = "to the minimum" if self.converged else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
+        how = (
+            "to the minimum"
+            if self.converged
+            else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
+        )
         said = (
-            f"Found: training went on from these weights {how}, with all rows and without the one, by the scores' own inverse curvature; "
-            "the difference between the two."
+            f"Found: training went on from these weights {how}, with all rows and without the one, by the"
+            " scores' own inverse curvature; the difference between the two."
         )
         if self.converged or self.length >= _SHORT:
             return said
         return (
-            f"{said} Full steps raise the training loss, and those taken had {self.length:.1g} of their length: what was found is a small "
-            "part of what training to the end would find."
+            f"{said} Full steps raise the training loss, and those taken had {self.length:.1g} of their"
+            " length: what was found is a small part of what training to the end would find."
         )
 
 
@@ -90,23 +111,25 @@ class RemovalCheck:
 class InfluenceResult(ShortRepr):
     """What `psgrad influence` found.
 
-    `scores` has one row a ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers were asked for; "" is all of them)
-    rank 1 is the strongest proponent, -1 the strongest opponent. Rows of `query_index` -1 rank for the queries as a whole, by the mean of
-    their scores. Where scores predict a change of a loss that is never negative, `beyond_loss` says which predict a fall by more than that
-    loss is. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability` the share of
-    them in which the example is among that query's strongest of its sign by itself.
+    `scores` has one row a ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers were
+    asked for; "" is all of them) rank 1 is the strongest proponent, -1 the strongest opponent. Rows of
+    `query_index` -1 rank for the queries as a whole, by the mean of their scores. Where scores predict a
+    change of a loss that is never negative, `beyond_loss` says which predict a fall by more than that loss
+    is. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability`
+    the share of them in which the example is among that query's strongest of its sign by itself.
 
-    `queries` has one row a query with QUERY_COLUMNS (`measurement`: its value), `training` one a training example with TRAINING_COLUMNS
-    (`overall`: the mean of its scores over the queries); columns that a run has not are left out. `status` is "ok", or "nonfinite" for
-    rows that are excluded.
+    `queries` has one row a query with QUERY_COLUMNS (`measurement`: its value), `training` one a training
+    example with TRAINING_COLUMNS (`overall`: the mean of its scores over the queries); columns that a run has
+    not are left out. `status` is "ok", or "nonfinite" for rows that are excluded.
 
-    `shown` holds all n scores of the first few queries, query index -> [n] (NaN: excluded), `query_inputs` and `training_inputs` the
-    inputs of what is shown, index -> input: see `shown_rows`.
+    `shown` holds all n scores of the first few queries, query index -> [n] (NaN: excluded), `query_inputs`
+    and `training_inputs` the inputs of what is shown, index -> input: see `shown_rows`.
 
-    `unit` says what a score is. `predicts_removal`: whether it is the change on removal of the example, and `check` what a few such
-    changes are where training goes on; None where that was not tried. `measurement` is what of a query is explained, and
-    `larger_is_worse` its sense. `facts` are what the method says of its fit (damping, residual, iterations, spectrum), for each
-    checkpoint; `warnings` are for people. `manifest` is what manifest.json holds; the reports read the keys that `AnalyzeResult` names.
+    `unit` says what a score is. `predicts_removal`: whether it is the change on removal of the example, and
+    `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
+    is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
+    fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `manifest`
+    is what manifest.json holds; the reports read the keys that `AnalyzeResult` names.
     """
 
     scores: pd.DataFrame
@@ -137,11 +160,12 @@ def ranked_pairs(
     extras: Mapping[str, Array] | None = None,
     layer: str | None = None,
 ) -> pd.DataFrame:
-    """The strongest pairs of m queries as rows of `InfluenceResult.scores`, query by query: ranks 1, 2, ..., then -1, -2, ...
+    """The strongest pairs of m queries as rows of `InfluenceResult.scores`, query by query: ranks 1, 2, ...,
+    then -1, -2, ...
 
-    query_ids, query_rows: [m]. train_ids: [n]. values: [2, k, m], the scores of proponents and opponents, strongest first. rows: [2, k, m],
-    the examples' places in the training set, -1 where there are fewer than k. extras: further columns of the same pairs, name -> [2, k, m].
-    `query_id` is text, as ALL_QUERIES is.
+    query_ids, query_rows: [m]. train_ids: [n]. values: [2, k, m], the scores of proponents and opponents,
+    strongest first. rows: [2, k, m], the examples' places in the training set, -1 where there are fewer than
+    k. extras: further columns of the same pairs, name -> [2, k, m]. `query_id` is text, as ALL_QUERIES is.
     """
     k, m = values.shape[1:]
     rank = np.broadcast_to(np.stack([np.arange(1, k + 1), -np.arange(1, k + 1)])[..., None], (2, k, m))
@@ -149,14 +173,22 @@ def ranked_pairs(
     # Queries go slowest, then the two sides, then the places.
     by_query = {
         name: array.transpose(2, 0, 1).ravel()
-        for name, array in {"query": query, "rank": rank, "train_index": rows, "score": values, **(extras or {})}.items()
+        for name, array in {
+            "query": query,
+            "rank": rank,
+            "train_index": rows,
+            "score": values,
+            **(extras or {}),
+        }.items()
     }
     there = by_query["train_index"] >= 0
     found = {name: array[there] for name, array in by_query.items()}
     place = found.pop("query")
     names = np.asarray([str(each) for each in query_ids], dtype=object)
     pairs = pd.DataFrame(found).assign(
-        query_id=names[place], query_index=np.asarray(query_rows, dtype=np.int64)[place], train_id=train_ids[found["train_index"]]
+        query_id=names[place],
+        query_index=np.asarray(query_rows, dtype=np.int64)[place],
+        train_id=train_ids[found["train_index"]],
     )
     if layer is not None:
         pairs["layer"] = layer
@@ -168,34 +200,42 @@ def pairs_of(scores: pd.DataFrame, query_index: int, k: int) -> tuple[pd.DataFra
     rows = scores[scores["query_index"] == query_index]
     if "layer" in rows:
         rows = rows[rows["layer"] == ""]
-    proponents, opponents = rows[rows["rank"] > 0].nsmallest(k, "rank"), rows[rows["rank"] < 0].nlargest(k, "rank")
+    proponents, opponents = (
+        rows[rows["rank"] > 0].nsmallest(k, "rank"),
+        rows[rows["rank"] < 0].nlargest(k, "rank"),
+    )
     return proponents, opponents
 
 
 def shown_queries(queries: pd.DataFrame, count: int, larger_is_worse: bool = True) -> list[int]:
-    """The rows of the queries that are reported by themselves: those that the model gets wrong before the others, and of both the worst
-    by their measurement first. Queries without scores are not among them.
+    """The rows of the queries that are reported by themselves: those that the model gets wrong before the
+    others, and of both the worst by their measurement first. Queries without scores are not among them.
 
     larger_is_worse: of the measurement.
     """
     scored = queries[queries["status"] == "ok"]
     worst = scored["measurement"] * (-1 if larger_is_worse else 1) if "measurement" in scored else 0
-    order = scored.assign(right=~disagrees(scored), worst=worst).sort_values(["right", "worst"], kind="stable")
+    order = scored.assign(right=~disagrees(scored), worst=worst).sort_values(
+        ["right", "worst"], kind="stable"
+    )
     return [int(index) for index in order["index"].head(count)]
 
 
 def shown_rows(
     scores: pd.DataFrame, queries: pd.DataFrame, query_count: int, k: int, larger_is_worse: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Which queries and which training examples a report shows the inputs of: those of `shown_queries`, the k strongest of each and of
-    all."""
+    """Which queries and which training examples a report shows the inputs of: those of `shown_queries`, the k
+    strongest of each and of all.
+    """
     first = shown_queries(queries, query_count, larger_is_worse)
     pairs = [side for query in (ALL_INDEX, *first) for side in pairs_of(scores, query, k)]
     return first, sorted({int(row) for side in pairs for row in side["train_index"]})
 
 
 def cumulative_influence(scores: Array) -> Array:
-    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty where no score is positive."""
+    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty where no score is
+    positive.
+    """
     positive = np.sort(scores[scores > 0])[::-1]
     sums = np.cumsum(positive, dtype=np.float64)
     return sums / sums[-1] if len(sums) else sums
@@ -209,7 +249,8 @@ def carriers(scores: Array, share: float) -> int:
 
 @dataclass(frozen=True)
 class IndexResult:
-    """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes in `folder`.
+    """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes
+    in `folder`.
 
     timings: seconds of each phase.
     """
@@ -220,3 +261,101 @@ class IndexResult:
     checkpoints: int
     size: int
     timings: dict[str, float]
+
+
+EVALUATION_FILE = "evaluation.json"
+
+# The columns of the table of each kind, after `method` and `control`. Intervals are 95 % bootstrap intervals.
+EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined", "damping"),
+    "loo": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
+    "mislabel": (
+        *("auc", "auc_deviation", "average_precision", "average_precision_deviation"),
+        *("recall", "recall_deviation", "undefined"),
+    ),
+    "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
+}
+# What a kind is first judged by.
+HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "mislabel": "auc", "removal": "rise"}
+# Columns that stand in evaluation.json as one list.
+_INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}
+
+
+@dataclass(frozen=True, repr=False)
+class EvaluationResult(ShortRepr):
+    """How the methods did.
+
+    Attributes:
+        kind: 'lds', 'loo', 'mislabel' or 'removal'. method: the config's, with which the others are compared.
+        table: one row a method or control (for removal, one a number of removed examples, too), with
+        `method`, `control` (bool) and
+            EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
+        facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
+        names of evaluation.json. details: one row a method and query (lds, loo, removal) or set of flips
+        (mislabel): what the means are made of. points: of loo, one row a removal and query: predicted and
+        actual rise, by the config's method. curves: of lds with tuning, method -> damping -> the score on the
+        tuning subsets and queries. notes: sentences for people. unit: what a rise is a rise of, in words.
+        folder: of the run. manifest: what manifest.json holds.
+    """
+
+    kind: str
+    method: str
+    table: pd.DataFrame
+    facts: dict[str, Any]
+    details: pd.DataFrame
+    unit: str
+    folder: Path
+    points: pd.DataFrame = field(default_factory=pd.DataFrame)
+    curves: dict[str, dict[float, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+
+def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
+    """What evaluation.json holds: `lds.mean`, `lds.interval`, `lds.ceiling`, `loo.pearson`, `loo.slope`,
+    `mislabel.auc` and so on are of the config's method, and `lds.methods` has the same for every method and
+    control.
+    """
+    methods: dict[str, Any] = {}
+    for row in result.table.to_dict("records"):
+        values = _values(result.kind, {str(key): value for key, value in row.items()})
+        name = str(row["method"])
+        if result.kind == "removal":
+            entry = methods.setdefault(name, {"control": bool(row["control"]), "curve": []})
+            entry["curve"].append(values)
+        else:
+            methods[name] = {"control": bool(row["control"]), **values}
+    main = {key: value for key, value in methods[result.method].items() if key != "control"}
+    content: dict[str, Any] = {**main, **result.facts, "methods": methods}
+    if result.curves:
+        content["tuning"] = {
+            name: [{"damping": damping, "mean": mean} for damping, mean in curve.items()]
+            for name, curve in result.curves.items()
+        }
+    return {
+        "kind": result.kind,
+        "method": result.method,
+        "unit": result.unit,
+        result.kind: content,
+        "notes": result.notes,
+    }
+
+
+def _values(kind: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table by the names of evaluation.json: intervals as lists, numbers that are missing as
+    null.
+    """
+    values: dict[str, Any] = {}
+    for column in EVALUATION_COLUMNS[kind]:
+        if column in _INTERVALS:
+            name, high = _INTERVALS[column]
+            values[name] = None if pd.isna(row[column]) else [float(row[column]), float(row[high])]
+        elif not column.endswith("high"):
+            values[column] = _plain(row[column])
+    return values
+
+
+def _plain(value: Any) -> int | float | None:
+    if pd.isna(value):
+        return None
+    return value if isinstance(value, int) else float(value)

@@ -1,4 +1,10 @@
-"""What `psgrad dp-step` and its `--plan` yield: what may be published apart from what may not."""
+"""What `psgrad dp-step` and its `--plan` yield: what may be published apart from what may not.
+
+What `psgrad dp-audit` yields: a lower bound on epsilon beside the accounted one, and what was found about the
+noise and the bound.
+
+What `psgrad plan` foretells.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results.short_repr import ShortRepr
+from psgrad.wording import ShortRepr
 
 STEP_COLUMNS = (
     "step",
@@ -60,28 +66,34 @@ STEP_KEYS = (
     "ledger",
     "model_sha256",
 )
-"""What public/step.json holds, in this order. Each follows from the config, the model's shapes, the ledger or the noisy sums alone."""
+"""What public/step.json holds, in this order. Each follows from the config, the model's shapes, the ledger or
+the noisy sums alone.
+"""
 
 
 @dataclass(frozen=True, repr=False)
 class DPStepResult(ShortRepr):
     """What `psgrad dp-step` did.
 
-    Public: `step`, the content of public/step.json (STEP_KEYS); `curve`, epsilon after so many steps, as (steps, epsilon), for all
-    planned steps, by the accountant `curve_accountant` ("RDP" or "PLD"); `curve_pld`, the same by PLD at a few places, empty where it
-    has no answer; `notes`, lines for people that tell nothing of the data.
+    Public: `step`, the content of public/step.json (STEP_KEYS); `curve`, epsilon after so many steps, as
+    (steps, epsilon), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
+    `curve_pld`, the same by PLD at a few places, empty where it has no answer; `notes`, lines for people that
+    tell nothing of the data.
 
-    NOT PRIVATE: `steps`, one row a step of this run (STEP_COLUMNS: `batch_size` the records drawn, `clip_fraction` the share of them
-    whose norm was above its bound, `nonfinite` the records left out); `norms` [n], the gradient norms of the records of the latest
-    steps, before clipping, and `bound`, what they were clipped to (of one group; None where there are several).
+    NOT PRIVATE: `steps`, one row a step of this run (STEP_COLUMNS: `batch_size` the records drawn,
+    `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
+    `norms` [n], the gradient norms of the records of the latest steps, before clipping, and `bound`, what
+    they were clipped to (of one group; None where there are several).
 
-    In `step`, `guarantee` says in a sentence what is promised. Epsilons are floats, or None where there is none to state; `why_not` then
-    has the reason under the same key, and `accounting_notes` what makes one larger than it need be. `noise_multiplier` is what the latest
-    step is accounted with; `noise_std`, its noise's standard deviation on the sum, is this times `sensitivity`, and more where the bound
-    adapts. `rounding` has the `grid` that the latest step's released numbers are multiples of (None without noise), the `formula` that it
-    follows from, `residual_epsilon`, what floating point may add to epsilon, and `unrounded_steps`, how many noisy steps psgrad 0.1 took
-    without a grid. `unit` is a part of a sentence: "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}. `moved` counts
-    how often the run folder was moved, by its owner's word.
+    In `step`, `guarantee` says in a sentence what is promised. Epsilons are floats, or None where there is
+    none to state; `why_not` then has the reason under the same key, and `accounting_notes` what makes one
+    larger than it need be. `noise_multiplier` is what the latest step is accounted with; `noise_std`, its
+    noise's standard deviation on the sum, is this times `sensitivity`, and more where the bound adapts.
+    `rounding` has the `grid` that the latest step's released numbers are multiples of (None without noise),
+    the `formula` that it follows from, `residual_epsilon`, what floating point may add to epsilon, and
+    `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. `unit` is a part of a sentence:
+    "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}. `moved` counts how often the run
+    folder was moved, by its owner's word.
     """
 
     step: dict[str, Any]
@@ -114,10 +126,12 @@ class NoisePlan(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class DPPlanResult(ShortRepr):
-    """What `psgrad dp-step --plan` foretells, without the data: one NoisePlan a multiplier, smallest multiplier first.
+    """What `psgrad dp-step --plan` foretells, without the data: one NoisePlan a multiplier, smallest
+    multiplier first.
 
-    `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit, scheme, sampling,
-    sample_rate, sensitivity, expected_batch_size, mechanism, schedule, target_epsilon, why_not. `plot` is where the figure was written.
+    `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit,
+    scheme, sampling, sample_rate, sensitivity, expected_batch_size, mechanism, schedule, target_epsilon,
+    why_not. `plot` is where the figure was written.
     """
 
     rows: list[NoisePlan]
@@ -125,3 +139,175 @@ class DPPlanResult(ShortRepr):
     curve_accountant: str = "RDP"
     plot: Path | None = None
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AuditBound:
+    """What one method says of epsilon.
+
+    Attributes:
+        method: which one, in words. epsilon: the largest that it refutes, at the audit's delta. noise: the
+        noise that there is at most, as a share of what is declared; None for a method that knows no
+        mechanism, infinite
+            where it refutes nothing.
+        evidence: what was counted, in words.
+    """
+
+    method: str
+    epsilon: float
+    noise: float | None
+    evidence: str
+
+
+@dataclass(frozen=True)
+class NoiseAudit:
+    """What the noise looked like: how many numbers, their standard deviation over the declared one, question
+    -> p-value, and alarms.
+    """
+
+    numbers: int
+    spread: float
+    p_values: dict[str, float]
+    alarms: list[str]
+
+
+@dataclass(frozen=True)
+class NeighbourPair:
+    """A batch and its neighbour, with the same random numbers.
+
+    Attributes:
+        pair: how they differ, in words.
+        distance: between their clipped sums. sensitivity: what it may be. ratio: the one over the other.
+        differing: what is published besides the noisy sums and is not the same for both.
+        finite: whether all released numbers are.
+        holds: whether all is as declared, up to the rounding of the sums.
+    """
+
+    pair: str
+    distance: float
+    sensitivity: float
+    ratio: float
+    differing: list[str]
+    finite: bool
+    holds: bool
+
+
+@dataclass(frozen=True, repr=False)
+class DPAuditResult(ShortRepr):
+    """What an audit found.
+
+    Attributes:
+        epsilon: the lower bound, wrong with a probability of at most 1 - `confidence` if the mechanism does
+        what it declares. accounted: the epsilon that is accounted for these steps, None where there is none
+        to state; by which accountant: `accountant`. delta, confidence, steps, canaries: what the audit was
+        asked for. guesses, right: of the attack that needs no assumption: how many coins it guessed, how many
+        rightly. declared: whether the guesses leave what is declared standing. reach: the norm of a clipped
+        canary, as a share of the most that a record can have. bounds: epsilon by each method. noise: what it
+        looked like. pairs: neighbours; none where only canaries took part. records: records of the dataset
+        that went along, 0 for canaries alone. Where there are any, this result is NOT PRIVATE. relation,
+        scheme, unit, mechanism: what the guarantee is about. file: where this was written.
+    """
+
+    epsilon: float
+    accounted: float | None
+    accountant: str
+    delta: float
+    confidence: float
+    steps: int
+    canaries: int
+    guesses: int
+    right: int
+    declared: bool
+    reach: float
+    bounds: list[AuditBound]
+    noise: NoiseAudit
+    pairs: list[NeighbourPair]
+    records: int
+    relation: str
+    scheme: str
+    unit: str
+    mechanism: str
+    file: Path
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[str]:
+        """What contradicts the declared guarantee, a sentence each."""
+        found = []
+        if not self.declared:
+            found.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
+        found += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
+        for pair in self.pairs:
+            if not pair.holds:
+                found.append(f"{pair.pair}: {_broken(pair)}")
+        return found
+
+    def _excess(self) -> str:
+        accounted = "none" if self.accounted is None else f"{self.accounted:.4g}"
+        least = min((bound.noise for bound in self.bounds if bound.noise is not None), default=1.0)
+        noise = f", at most {least:.0%} of the declared noise" if least < 1 else ""
+        return f"epsilon is at least {self.epsilon:.4g}, accounted {accounted}{noise}"
+
+    @property
+    def verdict(self) -> str:
+        """'consistent' where nothing contradicts the declared guarantee, else 'VIOLATION'."""
+        return "VIOLATION" if self.violations else "consistent"
+
+
+def _broken(pair: NeighbourPair) -> str:
+    if not pair.finite:
+        return "what is released is not finite"
+    if pair.differing:
+        return f"what is published differs in {', '.join(pair.differing)}"
+    if pair.ratio <= 1:
+        return f"its contribution moves by {pair.ratio:.4g} of the declared sensitivity"
+    return f"the sums are {pair.ratio:.4g} times the declared sensitivity apart"
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How the norms of one parameter's gradients will be computed.
+
+    `terms` are the kinds of terms that the gradient is a sum of, `way` the order in which they are
+    contracted. `microseconds` and `bytes` are a sample's, the factors that are kept and the largest
+    intermediate. `factored` is False where an operator needs the value, which is then written out for each
+    sample.
+    """
+
+    parameter: str
+    shape: str
+    terms: str
+    way: str
+    microseconds: float
+    bytes: int
+    factored: bool
+
+
+@dataclass(frozen=True, repr=False)
+class PlanResult(ShortRepr):
+    """What `psgrad plan` foretells of a run.
+
+    `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows.
+    Bytes: `peak_bytes` is what the pass over a chunk has at its highest beyond the parameters
+    (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed` says whether chunks will be
+    replayed from a record, `replay_reason` why. `obstacle` is why the pass had to run to be followed, None
+    where it was not run. `machine` is where prices come from: the device, and who measured it.
+    """
+
+    parameters: list[ParameterPlan]
+    rows: int
+    chunk_size: int
+    seconds: float
+    chunk_seconds: float
+    peak_bytes: int
+    input_bytes: int
+    parameter_bytes: int
+    replayed: bool
+    replay_reason: str
+    obstacle: str | None
+    machine: str
+
+    @property
+    def total_bytes(self) -> int:
+        """All that the run has on its device at its highest."""
+        return self.peak_bytes + self.input_bytes + self.parameter_bytes

@@ -1,35 +1,89 @@
 """Durable files: whole or not at all, and still there after the power is cut.
 
-A file that was written is not on the disk until fsync, and its name is not until the folder's fsync. All that psgrad keeps goes through
-the few functions here, so that one place decides the order.
+A file that was written is not on the disk until fsync, and its name is not until the folder's fsync. All that
+psgrad keeps goes through the few functions here, so that one place decides the order.
+
+A hook for tests: the process kills itself at one chosen durable operation, as a power switch or `kill -9`
+would.
+
+Every place of psgrad.storage that touches the disk stands behind a `point`: opening a temporary file, writing
+it, syncing it, renaming it, syncing the folder, and each line of a ledger. With PSGRAD_CRASH_AT=N in the
+environment when psgrad is imported, the process sends itself SIGKILL at point number N, from 1. Without it a
+point does nothing.
+
+In which line of a csv file a row begins: quoted cells may hold line ends, and blank lines are no rows.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from psgrad.storage import crash
+import numpy as np
+
+VARIABLE = "PSGRAD_CRASH_AT"
+
+
+class _Hook:
+    at: int | None = None
+    passed = 0
+
+
+_hook = _Hook()
+
+
+def arm(at: int) -> None:
+    """Count points from here on, and die at point number `at`; at 0, or one that never comes, they are only
+    counted.
+    """
+    _hook.at, _hook.passed = at, 0
+
+
+def passed() -> int:
+    """How many points there were since `arm`."""
+    return _hook.passed
+
+
+def point(half: Callable[[], object] = lambda: None) -> None:
+    """One place where the process may be killed; there, `half` does half of what was to follow, such as a
+    torn write.
+    """
+    if _hook.at is None:
+        return
+    _hook.passed += 1
+    if _hook.passed == _hook.at:
+        half()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if VARIABLE in os.environ:
+    arm(int(os.environ[VARIABLE]))
+
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def write_atomically(target: Path, data: bytes | memoryview) -> None:
-    """Write a file so that at every moment, a crash included, it is as before or whole: temporary file, fsync, rename, fsync of the folder.
+    """Write a file so that at every moment, a crash included, it is as before or whole: temporary file,
+    fsync, rename, fsync of the folder.
 
     Raises OSError; the file is then as it was, and no temporary file is left.
     """
     temporary = temporary_for(target)
     try:
-        crash.point()
+        point()
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             write_all(descriptor, data)
             sync(descriptor)
         finally:
             os.close(descriptor)
-        crash.point()
+        point()
         os.replace(temporary, target)  # noqa: PTH105 (one module, one way: everything here is a call of os)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -48,23 +102,29 @@ def leftovers_of(target: Path) -> list[Path]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte at the descriptor's place, in one call where the system takes them so. Raises OSError."""
-    crash.point()
-    crash.point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
+    """Write every byte at the descriptor's place, in one call where the system takes them so. Raises
+    OSError.
+    """
+    point()
+    point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
     written = os.write(descriptor, data)
-    while written < len(data):  # some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest
+    while written < len(
+        data
+    ):  # some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest
         written += os.write(descriptor, memoryview(data)[written:])
 
 
 def sync(descriptor: int) -> None:
     """Wait until what was written is on the disk. Raises OSError."""
-    crash.point()
+    point()
     os.fsync(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises OSError."""
-    crash.point()
+    """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises
+    OSError.
+    """
+    point()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,11 +133,80 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, durably; nothing where it exists. `mode` is that of the folder itself. Raises OSError."""
+    """Make a folder, and those above it, durably; nothing where it exists. `mode` is that of the folder
+    itself. Raises OSError.
+    """
     if folder.is_dir():
         return
     if folder.parent != folder:
         make_folder(folder.parent)
-    crash.point()
+    point()
     folder.mkdir(mode=mode, exist_ok=True)
     sync_folder(folder.parent)
+
+
+_BLOCK = 8 << 20
+
+
+def csv_lines(path: Path, rows: Iterable[int]) -> dict[int, int]:
+    """row -> the line in which it begins, for rows from 0 below the header and lines from 1. Rows beyond the
+    end are left out.
+
+    Raises OSError.
+    """
+    wanted = sorted(set(rows))
+    if not wanted:
+        return {}
+    return _by_line_ends(path, wanted) if _is_plain(path) else _by_cells(path, wanted)
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether every line end ends a row: no quotes, and no carriage return by itself."""
+    with path.open("rb") as file:
+        last = b""
+        while block := file.read(_BLOCK):
+            text = last + block
+            if b'"' in block or text.count(b"\r", 0, len(text) - 1) != text.count(b"\r\n"):
+                return False
+            last = b"\r" if block.endswith(b"\r") else b""
+    return last == b""
+
+
+def _by_line_ends(path: Path, wanted: list[int]) -> dict[int, int]:
+    starts = []  # of each block: the numbers of its lines that are not blank
+    line, length = 1, 0  # of the line that goes on from the block before
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            ends = np.flatnonzero(np.frombuffer(block.replace(b"\r", b""), np.uint8) == ord("\n"))
+            lengths = np.diff(ends, prepend=-1 - length) - 1
+            starts.append(line + np.flatnonzero(lengths > 0))
+            line += len(ends)
+            size = len(block) - block.count(b"\r")
+            length = size - 1 - int(ends[-1]) if len(ends) else length + size
+    starts.append(np.array([line] if length else [], dtype=int))
+    lines = np.concatenate(starts)[1:]  # without the header
+    return {row: int(lines[row]) for row in wanted if row < len(lines)}
+
+
+def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            reader = csv.reader(file)
+            row, begin, remaining = -1, 1, iter(wanted)
+            next_row = next(remaining, None)
+            for cells in reader:
+                if cells:  # a blank line is no row
+                    if row == next_row:
+                        found[row] = begin
+                        next_row = next(remaining, None)
+                        if next_row is None:
+                            break
+                    row += 1
+                begin = reader.line_num + 1
+    except csv.Error:
+        pass  # what was found until then is right
+    finally:
+        csv.field_size_limit(limit)
+    return found

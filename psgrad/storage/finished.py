@@ -1,18 +1,139 @@
-"""A finished run, read back from its folder, without torch."""
+"""A finished run, read back from its folder, without torch.
+
+What a check reads of a run's folder and leaves there: columns of samples.parquet, findings.jsonl and
+check.json. No torch.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from psgrad.errors import DataError
-from psgrad.results import AnalyzeResult, MeasureResult, TopSample
-from psgrad.storage.folders import MEASURES, file_name, manifest_of
-from psgrad.storage.verdicts import read_check, require_there, require_typed
+from psgrad.results import (
+    AnalyzeResult,
+    CheckResult,
+    Finding,
+    GateOutcome,
+    Location,
+    MeasureResult,
+    TopSample,
+)
+from psgrad.results.analyze import check_record, finding_record
+from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
+
+FINDINGS = "findings.jsonl"
+CHECK = "check.json"
+
+
+def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = ()) -> pd.DataFrame:
+    """These columns of a run's samples, and of those that are welcome the ones that it has, in the order of
+    the file.
+
+    Raises DataError where the table can't be read, or lacks a column that is needed.
+    """
+    path = folder / "samples.parquet"
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            require_there(names, needed, path)
+            frame: pd.DataFrame = file.read(
+                columns=[name for name in names if name in {*needed, *welcome}]
+            ).to_pandas()
+    except (OSError, pa.ArrowException) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(
+            f"{path} can't be read: {reason}",
+            expected="the file as psgrad analyze wrote it",
+            cause="it was changed or cut short after the run",
+            next_step="run psgrad analyze again",
+        ) from error
+    require_typed(frame, path)
+    return frame
+
+
+def require_there(names: Sequence[str], needed: Sequence[str], path: Path) -> None:
+    """Raises DataError for columns that a table of samples lacks."""
+    missing = [name for name in needed if name not in names]
+    if missing:
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}",
+            expected="the table as psgrad analyze writes it",
+            cause="an older psgrad wrote it, or it was changed",
+            next_step="run psgrad analyze again",
+        )
+
+
+def require_typed(frame: pd.DataFrame, path: Path) -> None:
+    """Raises DataError for columns of another type: a verdict on them would be a verdict on something
+    else.
+    """
+    kinds = pd.api.types
+    expected = {
+        "loss": (kinds.is_numeric_dtype, "numbers"),
+        "grad_norm": (kinds.is_numeric_dtype, "numbers"),
+        "is_outlier_issue": (kinds.is_bool_dtype, "true or false"),
+        "status": (
+            lambda column: not len(frame) or kinds.infer_dtype(column, skipna=False) == "string",
+            "ok, nonfinite or skipped",
+        ),
+    }
+    for name, (is_kind, what) in expected.items():
+        if name in frame and not is_kind(frame[name]):
+            raise DataError(
+                f"the column {name} of {path} is of type {frame[name].dtype}",
+                expected=what,
+                cause="the table was changed after the run",
+                next_step="run psgrad analyze again",
+            )
+
+
+def write_check(folder: RunFolder, result: CheckResult) -> None:
+    """Write findings.jsonl, a finding a line, and check.json, all else. Raises OutputError."""
+    lines = "".join(
+        json.dumps(finding_record(finding), allow_nan=False) + "\n" for finding in result.findings
+    )
+    folder.write_bytes(FINDINGS, lines.encode("ascii"))
+    folder.write_json(CHECK, check_record(result))
+
+
+def read_check(folder: Path) -> CheckResult | None:
+    """What the last check of a run found; None where there was none. Raises DataError for files that can't be
+    read.
+    """
+    if not (folder / CHECK).exists():
+        return None
+    try:
+        about = json.loads((folder / CHECK).read_bytes())
+        lines = (folder / FINDINGS).read_text(encoding="utf-8").splitlines()
+        return CheckResult(
+            tuple(GateOutcome(**{**each, "findings": tuple(each["findings"])}) for each in about["outcomes"]),
+            tuple(_finding(json.loads(line)) for line in lines),
+            about["run"],
+            about["samples"],
+            tuple(about["warnings"]),
+            about["facts"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the findings in {folder} can't be read: {type(error).__name__}: {str(error)[:200]}",
+            expected=f"{CHECK} and {FINDINGS} as psgrad wrote them",
+            next_step=f"psgrad check {folder} writes them again",
+        ) from error
+
+
+def _finding(record: dict[str, Any]) -> Finding:
+    return Finding(
+        **{**record, "location": Location(**record["location"]), "reasons": tuple(record["reasons"])}
+    )
+
 
 Array = np.ndarray[Any, Any]
 
@@ -21,12 +142,16 @@ _GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
 
 
 def load_run(folder: Path) -> AnalyzeResult:
-    """What `psgrad analyze` left in a folder. Raises DataError where it is no finished run, or a file of it can't be read."""
+    """What `psgrad analyze` left in a folder. Raises DataError where it is no finished run, or a file of it
+    can't be read.
+    """
     manifest = finished_manifest(folder)
     samples = _table(folder / "samples.parquet")
     require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")
     require_typed(samples, folder / "samples.parquet")
-    measures = {name: _measure(folder, name, about) for name, about in _json(folder / f"{MEASURES}.json", {}).items()}
+    measures = {
+        name: _measure(folder, name, about) for name, about in _json(folder / f"{MEASURES}.json", {}).items()
+    }
     return AnalyzeResult(
         samples,
         _table(folder / "parameters.parquet"),
@@ -50,7 +175,10 @@ def finished_manifest(folder: Path) -> dict[str, Any]:
             cause="another folder was meant, or the run has not begun",
         )
     if manifest.get("command") != "analyze":
-        raise DataError(f"the run in {folder} is one of psgrad {manifest.get('command')}", expected="a run of psgrad analyze")
+        raise DataError(
+            f"the run in {folder} is one of psgrad {manifest.get('command')}",
+            expected="a run of psgrad analyze",
+        )
     if manifest.get("state") != "finished":
         raise DataError(
             f"the run in {folder} is not finished: its state is {manifest.get('state')}",
@@ -60,7 +188,8 @@ def finished_manifest(folder: Path) -> dict[str, Any]:
     damaged = [name for name in _GROUPS if not isinstance(manifest.get(name) or {}, dict)]
     if damaged or not isinstance(manifest.get("config", {}).get("data") or {}, dict):
         raise DataError(
-            f"{folder / 'manifest.json'} can't be read: {', '.join(damaged) or 'config.data'} holds no keys and values",
+            f"{folder / 'manifest.json'} can't be read: {', '.join(damaged) or 'config.data'} holds no keys"
+            " and values",
             expected="the file as psgrad analyze wrote it",
             cause="it was changed after the run",
             next_step="run psgrad analyze again",
@@ -70,16 +199,26 @@ def finished_manifest(folder: Path) -> dict[str, Any]:
 
 def _measure(folder: Path, name: str, about: dict[str, Any]) -> MeasureResult:
     stem = folder / MEASURES / file_name(name)
-    tables = {table: _table(stem.with_name(f"{stem.name}.{file_name(table)}.parquet")) for table in about.pop("tables")}
+    tables = {
+        table: _table(stem.with_name(f"{stem.name}.{file_name(table)}.parquet"))
+        for table in about.pop("tables")
+    }
     arrays = _arrays(stem.with_name(f"{stem.name}.safetensors")) if about.pop("arrays") else {}
     return MeasureResult(name=name, tables=tables, arrays=arrays, **about)
 
 
 def _inputs(folder: Path) -> list[TopSample]:
     listed = _json(folder / "inputs" / "inputs.json", [])
-    images = _arrays(folder / "inputs" / "images.safetensors") if (folder / "inputs" / "images.safetensors").exists() else {}
+    images = (
+        _arrays(folder / "inputs" / "images.safetensors")
+        if (folder / "inputs" / "images.safetensors").exists()
+        else {}
+    )
     values = [tuple((name, value) for name, value in each.get("values") or ()) for each in listed]
-    return [TopSample(each["id"], images.get(str(place)), each["text"], values[place]) for place, each in enumerate(listed)]
+    return [
+        TopSample(each["id"], images.get(str(place)), each["text"], values[place])
+        for place, each in enumerate(listed)
+    ]
 
 
 def _table(path: Path) -> pd.DataFrame:

@@ -1,20 +1,33 @@
-"""Run folders: every file appears whole or not at all, and what is finished survives a crash or a full disk."""
+"""Run folders: every file appears whole or not at all, and what is finished survives a crash or a full disk.
+
+Where the ledger of a private run is: by this a copy of its folder, or one that was restored, is told from the
+folder itself.
+
+A file's number (inode) and time of birth are given to it once; a copy has others, also under the same name
+and with the same dates. What was written over the same file, and a whole disk that was copied bit for bit,
+have the same.
+"""
 
 from __future__ import annotations
 
 import csv
+import ctypes
 import io
 import json
 import math
+import os
+import platform
 import re
 import shutil
+import struct
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from psgrad.errors import OutputError, OutputExistsError
+from psgrad.errors import LedgerError, OutputError, OutputExistsError
 from psgrad.storage import files
 from psgrad.storage.ledger_lines import has_begun
 
@@ -23,6 +36,7 @@ if TYPE_CHECKING:
 
     from psgrad.results import MeasureResult, TopSample
 
+
 MANIFEST = "manifest.json"
 SHARDS = "parts"
 MEASURES = "measures"
@@ -30,21 +44,36 @@ PUBLIC, PRIVATE = "public", "private"  # of a private run: what may be published
 LEDGER = f"{PUBLIC}/ledger.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
 
-# What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file stays where it is.
+# What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file
+# stays where it is.
 OWN_ENTRIES = (
     *(SHARDS, "plots", "report.html", "identity.json"),
-    *("samples.parquet", "samples.csv", "parameters.parquet", "measures", "measures.json", "findings.jsonl", "check.json", "inputs"),
+    *(
+        "samples.parquet",
+        "samples.csv",
+        "parameters.parquet",
+        "measures",
+        "measures.json",
+        "findings.jsonl",
+        "check.json",
+        "inputs",
+    ),
     *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
     *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
     *(PUBLIC, PRIVATE, CHECKPOINT),
 )
 
-# What a spreadsheet takes for the start of a formula, also in full width, and behind what it trims or does not show.
-_FORMULA = re.compile("[\\s\\x00-\\x20\ufeff\u200b-\u200f\u202a-\u202e\u2060-\u2069]*[-=+@\uff0d\uff1d\uff0b\uff20]|[\\t\\r\\n]")
+# What a spreadsheet takes for the start of a formula, also in full width, and behind what it trims or does
+# not show.
+_FORMULA = re.compile(
+    "[\\s\\x00-\\x20\ufeff\u200b-\u200f\u202a-\u202e\u2060-\u2069]*[-=+@\uff0d\uff1d\uff0b\uff20]|[\\t\\r\\n]"
+)
 
 
 class RunFolder:
-    """The folder of one run. Every write is atomic: a temporary file beside the target, fsync, rename, fsync of the folder."""
+    """The folder of one run. Every write is atomic: a temporary file beside the target, fsync, rename, fsync
+    of the folder.
+    """
 
     after_more_space = "free some space, or choose an --output on another disk, and run again"
 
@@ -54,12 +83,14 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, overwrite: bool = False) -> Self:
-        """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run, and removes that run.
+        """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run,
+        and removes that run.
 
         Call this late, when model and data are known to be good: the earlier run is gone afterwards.
 
         Raises:
-            OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not a run. A run with a ledger
+            OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not
+            a run. A run with a ledger
                 is never replaced: the ledger is the record of what privacy was spent.
             OutputError: the folder can't be made.
         """
@@ -82,7 +113,12 @@ class RunFolder:
         run = cls(path)
         try:
             own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
-            found = [leftover for folder in own if folder.is_dir() and not folder.is_symlink() for leftover in folder.rglob(".*.tmp")]
+            found = [
+                leftover
+                for folder in own
+                if folder.is_dir() and not folder.is_symlink()
+                for leftover in folder.rglob(".*.tmp")
+            ]
             for leftover in [*path.glob(".*.tmp"), *found]:
                 leftover.unlink()
         except OSError as error:
@@ -91,12 +127,16 @@ class RunFolder:
 
     @staticmethod
     def require_free(path: Path, overwrite: bool = False) -> None:
-        """Raises OutputExistsError where `create` would: to be asked before any work is done. Changes nothing."""
+        """Raises OutputExistsError where `create` would: to be asked before any work is done. Changes
+        nothing.
+        """
         try:
             if not path.exists() and not path.is_symlink():
                 return
             if not path.is_dir():
-                raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
+                raise OutputExistsError(
+                    f"the output {path} exists and is not a folder", next_step="choose another --output"
+                )
             # A run that was killed while it wrote its first file leaves that file's beginning.
             if set(path.iterdir()) <= set(files.leftovers_of(path / MANIFEST)):
                 return
@@ -110,17 +150,30 @@ class RunFolder:
             )
         if ledger_lost(path):
             raise OutputExistsError(
-                f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid for it is gone",
+                f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid for"
+                " it is gone",
                 expected="a new or empty folder",
-                cause=f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so something may be spent",
-                next_step="put the ledger back, or choose another --output; who is sure of it deletes the folder by hand",
+                cause=(
+                    f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so"
+                    " something may be spent"
+                ),
+                next_step=(
+                    "put the ledger back, or choose another --output; who is sure of it deletes the folder by"
+                    " hand"
+                ),
             )
         if has_begun(path / LEDGER):
             raise OutputExistsError(
                 f"the output folder {path} holds the ledger of a private run",
                 expected="a new or empty folder, or --resume to go on with that run",
-                cause="a ledger is the only record of the privacy that was spent on these data, and --overwrite never removes one",
-                next_step="choose another --output, or go on with --resume; who is sure of it deletes the folder by hand",
+                cause=(
+                    "a ledger is the only record of the privacy that was spent on these data, and --overwrite"
+                    " never removes one"
+                ),
+                next_step=(
+                    "choose another --output, or go on with --resume; who is sure of it deletes the folder by"
+                    " hand"
+                ),
             )
         if not overwrite:
             raise OutputExistsError(
@@ -130,7 +183,8 @@ class RunFolder:
             )
 
     def _clear(self) -> None:
-        # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be recognised and overwritten.
+        # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be
+        # recognised and overwritten.
         for name in OWN_ENTRIES:
             _remove(self.path / name)
         for name in (*OWN_ENTRIES, MANIFEST):
@@ -152,7 +206,9 @@ class RunFolder:
         return (manifest_of(self.path) or {}).get("state") == "finished"
 
     def write_measures(self, results: Mapping[str, MeasureResult]) -> None:
-        """Write measures.json (what each is, and its numbers), measures/<measure>.<table>.parquet and measures/<measure>.safetensors."""
+        """Write measures.json (what each is, and its numbers), measures/<measure>.<table>.parquet and
+        measures/<measure>.safetensors.
+        """
         about = {}
         for name, result in results.items():
             stem = f"{MEASURES}/{file_name(name)}"
@@ -160,18 +216,25 @@ class RunFolder:
                 self.write_table(f"{stem}.{file_name(table)}.parquet", frame)
             if result.arrays:
                 self.write_bytes(f"{stem}.safetensors", packed(result.arrays))
-            words = {key: getattr(result, key) for key in ("title", "formula", "unit", "source", "meanings", "numbers")}
+            words = {
+                key: getattr(result, key)
+                for key in ("title", "formula", "unit", "source", "meanings", "numbers")
+            }
             about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
         self.write_json(f"{MEASURES}.json", about)
 
     def write_inputs(self, inputs: Sequence[TopSample], vocabulary: Mapping[int, str] | None = None) -> None:
-        """Write what is shown of samples: inputs/inputs.json (ids, texts and values), inputs/images.safetensors, by place in the list, and
-        inputs/vocabulary.json, the texts of ids."""
+        """Write what is shown of samples: inputs/inputs.json (ids, texts and values),
+        inputs/images.safetensors, by place in the list, and inputs/vocabulary.json, the texts of ids.
+        """
         if vocabulary:
             self.write_json("inputs/vocabulary.json", vocabulary)
         if not inputs:
             return
-        self.write_json("inputs/inputs.json", [{"id": each.id, "text": each.text, "values": each.values} for each in inputs])
+        self.write_json(
+            "inputs/inputs.json",
+            [{"id": each.id, "text": each.text, "values": each.values} for each in inputs],
+        )
         images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
         if images:
             self.write_bytes("inputs/images.safetensors", packed(images))
@@ -200,7 +263,9 @@ class RunFolder:
         self.write_json(MANIFEST, {"tool": "psgrad", **content})
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write JSON that every reader accepts: numpy values as plain ones, paths as text, NaN and infinities as null."""
+        """Write JSON that every reader accepts: numpy values as plain ones, paths as text, NaN and infinities
+        as null.
+        """
         text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
         self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
 
@@ -219,7 +284,10 @@ class RunFolder:
 
     def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
         if error.errno not in files.NO_SPACE:
-            return OutputError(f"{target} can't be written: {error.strerror or error}", next_step="check the folder and its permissions")
+            return OutputError(
+                f"{target} can't be written: {error.strerror or error}",
+                next_step="check the folder and its permissions",
+            )
         kept = self._kept()
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror})",
@@ -238,7 +306,9 @@ def packed(arrays: Mapping[str, np.ndarray[Any, Any]], about: Mapping[str, str] 
     from safetensors.numpy import save
 
     # What is not contiguous would come back as something else.
-    content: bytes = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, dict(about) if about else None)
+    content: bytes = save(
+        {name: np.asarray(array, order="C") for name, array in arrays.items()}, dict(about) if about else None
+    )
     return content
 
 
@@ -265,7 +335,9 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
 
 
 def ledger_lost(folder: Path) -> bool:
-    """Whether a private run's checkpoint is there without its ledger. The first checkpoint is written when the ledger has begun."""
+    """Whether a private run's checkpoint is there without its ledger. The first checkpoint is written when
+    the ledger has begun.
+    """
     checkpoint = folder / CHECKPOINT
     return (checkpoint.exists() or checkpoint.is_symlink()) and not has_begun(folder / LEDGER)
 
@@ -299,3 +371,81 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value
+
+
+_IN_WORDS = {
+    "path": "it was at {then} and is at {now}",
+    "inode": "it is another file",
+    "born": "the file was made anew",
+}
+
+# Of Linux' statx: relative to the current folder; ask for the time of birth; the size of the answer; where
+# the time is in it.
+_AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
+
+
+def place_of(ledger: Path) -> dict[str, Any]:
+    """The place of a file: path, inode, born (nanoseconds; None where the file system does not tell) and
+    machine. Raises OSError.
+    """
+    return {
+        "path": str(ledger.resolve()),
+        "inode": ledger.stat().st_ino,
+        "born": born(ledger),
+        "machine": platform.node(),
+    }
+
+
+def born(path: Path) -> int | None:
+    """When a file was made, in nanoseconds; None where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        seconds = getattr(path.stat(), "st_birthtime", None)
+        return None if seconds is None else int(seconds * 1e9)
+    answer = ctypes.create_string_buffer(_SIZE)
+    try:
+        failed = ctypes.CDLL(None, use_errno=True).statx(_AT_CURRENT, os.fsencode(path), 0, _BIRTH, answer)
+    except AttributeError:  # a C library without it
+        return None
+    (known,) = struct.unpack_from("=I", answer)
+    seconds, nanoseconds = struct.unpack_from("=qI", answer, _BIRTH_AT)
+    return None if failed or not known & _BIRTH else seconds * 10**9 + nanoseconds
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In words, what shows that a file is not the one that was there then. The machine shows nothing: folders
+    are shared among machines.
+    """
+    changed = [
+        key
+        for key in _IN_WORDS
+        if then.get(key) != now[key] and not (key == "born" and None in (then.get(key), now[key]))
+    ]
+    return [_IN_WORDS[key].format(then=then.get(key), now=now[key]) for key in changed]
+
+
+def require_in_place(folder: Path, ledger: Path, then: Mapping[str, Any] | None) -> None:
+    """Raises LedgerError where a ledger is not the file that the run left. then: what `place_of` said; None
+    if that is gone.
+    """
+    found = (
+        ["what was written down of the ledger's place is gone"]
+        if then is None
+        else differences(then, place_of(ledger))
+    )
+    if found:
+        raise LedgerError(
+            f"the ledger in {folder} is not where the run left it: {'; '.join(found)}",
+            expected=(
+                "the folder that the last process of this run worked in, not a copy of it and not a backup"
+            ),
+            cause=(
+                "the folder was moved, copied or restored. Two copies spend on the same data, and neither"
+                " ledger has the steps of the other: the epsilon of both together is that of all their steps,"
+                " composed"
+            ),
+            next_step=(
+                "go on in the original folder; or, if this is the only one that there is and that will be"
+                " gone on with, add --moved, which the ledger and public/step.json then say. A restored"
+                " backup is not: steps that were taken after it are spent, too"
+            ),
+        )

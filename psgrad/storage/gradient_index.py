@@ -1,4 +1,6 @@
-"""The index of an influence run: rows of training gradients on the disk, in shards that are whole or not there."""
+"""The index of an influence run: rows of training gradients on the disk, in shards that are whole or not
+there.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +30,34 @@ Arrays = dict[str, np.ndarray]
 
 
 class GradientIndex:
-    """A folder: `index.json`, which says what is in it, and for each checkpoint shards of rows and one file of sums over them.
+    """A folder: `index.json`, which says what is in it, and for each checkpoint shards of rows and one file
+    of sums over them.
 
         index.json
         checkpoint-000/gradients-00000.safetensors    rows 0, ..., rows_per_shard - 1
         checkpoint-000/gradients-00001.safetensors    the next ones
         checkpoint-000/sums.safetensors               written last
 
-    A shard is there under its name when all of it is written and synced, and not before; that is its `written` state. Each file carries
-    the SHA-256 of the description, so that a shard of another index is never taken for one of this.
+    A shard is there under its name when all of it is written and synced, and not before; that is its
+    `written` state. Each file carries the SHA-256 of the description, so that a shard of another index is
+    never taken for one of this.
 
     Attributes:
-        path: the folder. description: plain values; `rows`, `rows_per_shard` and `checkpoints` are read here, all else is the engine's.
+        path: the folder. description: plain values; `rows`, `rows_per_shard` and `checkpoints` are read here,
+        all else is the engine's.
     """
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
         self.path, self.description = path, dict(description)
         self._id = sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
 
-    # -- folders -------------------------------------------------------------------------------------------------------------------
+    # -- folders
+    # --------------------------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any], overwrite: bool = False) -> Self:
-        """A new index in a new or empty folder. `overwrite` also takes a folder with an earlier index, and removes that.
+        """A new index in a new or empty folder. `overwrite` also takes a folder with an earlier index, and
+        removes that.
 
         Raises:
             OutputExistsError: there is an index already, or something that is none.
@@ -71,12 +78,19 @@ class GradientIndex:
                         next_step=f"go on with it: {_RESUME}; or replace it with --overwrite",
                     )
             elif path.exists() and not path.is_dir():
-                raise OutputExistsError(f"the index {path} is a file", expected="a folder", next_step="choose another influence.index.path")
+                raise OutputExistsError(
+                    f"the index {path} is a file",
+                    expected="a folder",
+                    next_step="choose another influence.index.path",
+                )
             files.make_folder(path, 0o700)  # gradients tell about single training examples
             index = cls(path, _plain(description))
             index._remove_files()  # first: an earlier index that lost some is half built, and refused as such
             head = {"tool": _MARK, "format": FORMAT, "version": __version__}
-            files.write_atomically(path / DESCRIPTION, json.dumps(head | index.description, indent=2, ensure_ascii=False).encode())
+            files.write_atomically(
+                path / DESCRIPTION,
+                json.dumps(head | index.description, indent=2, ensure_ascii=False).encode(),
+            )
         except OSError as error:
             raise OutputError(
                 f"the index {path} can't be written: {error.strerror or error}",
@@ -101,12 +115,15 @@ class GradientIndex:
     def open(cls, path: Path) -> Self:
         """An index to ask. Raises OutputError where there is none, or only half of one."""
         if not (path / DESCRIPTION).exists():
-            raise OutputError(f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG")
+            raise OutputError(
+                f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG"
+            )
         index = cls._read(path)
         missing = index.unwritten()
         if missing:
             raise OutputError(
-                f"the index {path} is half built: {index.file_count - len(missing)} of {index.file_count} files are written",
+                f"the index {path} is half built: {index.file_count - len(missing)} of {index.file_count}"
+                " files are written",
                 cause="its building was interrupted, or goes on",
                 next_step=_RESUME,
             )
@@ -127,27 +144,37 @@ class GradientIndex:
         if content.pop("format", None) != FORMAT:
             raise OutputError(
                 f"the index {path} is of another format than {FORMAT}",
-                cause="another version of psgrad built it; format 1 has no hash of the weights, of all rows and of imported code",
+                cause=(
+                    "another version of psgrad built it; format 1 has no hash of the weights, of all rows and"
+                    " of imported code"
+                ),
                 next_step="build it again with this one",
             )
         content.pop("version", None)  # for people
         return cls(path, content)
 
     def require(self, expected: Mapping[str, Any]) -> None:
-        """Raises OutputError, naming what differs, unless the description has all these values; it may have more."""
+        """Raises OutputError, naming what differs, unless the description has all these values; it may have
+        more.
+        """
         different = list(_differences(_plain(expected), self.description, ""))
         if different:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
             first, wanted, found = different[0]
             raise OutputError(
-                f"the index {self.path} is of something else: {names}{more} differ{'s' if len(different) == 1 else ''}",
+                f"the index {self.path} is of something else: {names}{more}"
+                f" differ{'s' if len(different) == 1 else ''}",
                 expected=f"{first}: {_short(wanted)}; the index has {_short(found)}",
                 cause="model, data or settings were changed since it was built",
-                next_step="put them back, or build an index of its own in another folder (influence.index.path), or with --overwrite",
+                next_step=(
+                    "put them back, or build an index of its own in another folder (influence.index.path), or"
+                    " with --overwrite"
+                ),
             )
 
-    # -- shards --------------------------------------------------------------------------------------------------------------------
+    # -- shards
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> list[range]:
@@ -165,7 +192,11 @@ class GradientIndex:
 
         Raises OutputError for a file that is there and is damaged or another index's.
         """
-        wanted = [(number, shard) for number in range(self.description["checkpoints"]) for shard in [*range(len(self.shards)), None]]
+        wanted = [
+            (number, shard)
+            for number in range(self.description["checkpoints"])
+            for shard in [*range(len(self.shards)), None]
+        ]
         return [(number, shard) for number, shard in wanted if not self._is_written(self.file(number, shard))]
 
     def file(self, checkpoint: int, shard: int | None) -> Path:
@@ -173,7 +204,9 @@ class GradientIndex:
         return self.path / f"checkpoint-{checkpoint:03d}" / f"{name}.safetensors"
 
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it, where the disk is full."""
+        """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it, where the
+        disk is full.
+        """
         target = self.file(checkpoint, shard)
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         # One entry: safetensors writes several in any order, and the same index would not be the same bytes.
@@ -189,7 +222,9 @@ class GradientIndex:
                 f"{target} can't be written: {error.strerror or error}",
                 expected=f"{len(data):,} free bytes for this file" if full else None,
                 cause="no space; the shards that were written before are whole" if full else None,
-                next_step=f"free some space, then {_RESUME}" if full else "check the folder and its permissions",
+                next_step=(
+                    f"free some space, then {_RESUME}" if full else "check the folder and its permissions"
+                ),
             ) from error
 
     def read(self, checkpoint: int, shard: int | None) -> Arrays:
@@ -198,13 +233,21 @@ class GradientIndex:
         with self._opened(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
 
-    def blocks(self, checkpoint: int, most: int, names: Sequence[str] | None = None) -> Iterator[tuple[int, Arrays]]:
-        """All shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map; of some names only."""
+    def blocks(
+        self, checkpoint: int, most: int, names: Sequence[str] | None = None
+    ) -> Iterator[tuple[int, Arrays]]:
+        """All shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map;
+        of some names only.
+        """
         for shard, rows in enumerate(self.shards):
             with self._opened(self.file(checkpoint, shard)) as file:
-                slices = {name: file.get_slice(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
+                stored = file.keys()  # a file can't be iterated over itself
+                slices = {name: file.get_slice(name) for name in stored if names is None or name in names}
                 for start in range(0, len(rows), most):
-                    yield rows.start + start, {name: some[start : min(start + most, len(rows))] for name, some in slices.items()}
+                    yield (
+                        rows.start + start,
+                        {name: some[start : min(start + most, len(rows))] for name, some in slices.items()},
+                    )
 
     def _is_written(self, path: Path) -> bool:
         """Raises OutputError for a file with other numbers than were written."""
@@ -234,7 +277,9 @@ class GradientIndex:
             ) from error
         if not own:
             raise OutputError(
-                f"{path} is of another index", cause="it was copied here, or left by one", next_step=f"delete it, then {_RESUME}"
+                f"{path} is of another index",
+                cause="it was copied here, or left by one",
+                next_step=f"delete it, then {_RESUME}",
             )
         return file
 

@@ -1,14 +1,18 @@
-"""The ledger of a private run: an append-only file of JSON lines that says what privacy was spent, on the disk before it is spent.
+"""The ledger of a private run: an append-only file of JSON lines that says what privacy was spent, on the
+disk before it is spent.
 
-Line 0 is a header, what the whole run keeps to; then one `step` line for each step, and a `resume` line where a later process went on.
-Every line has its `position`, the number of lines before it, and as `previous` the SHA-256 of the line before it, its newline included:
+Line 0 is a header, what the whole run keeps to; then one `step` line for each step, and a `resume` line where
+a later process went on. Every line has its `position`, the number of lines before it, and as `previous` the
+SHA-256 of the line before it, its newline included:
 
     sed -n 5p ledger.jsonl | sha256sum      # what line 6 must have as previous
 
-so that a lost or changed line shows. It shows accidents and careless edits; who wants to deceive can write a whole new chain.
+so that a lost or changed line shows. It shows accidents and careless edits; who wants to deceive can write a
+whole new chain.
 
-A process killed inside a write leaves an unfinished line. Nothing was released for it, as `append` had not returned. The process that
-resumes ends it with ` [unfinished]` and says in its resume line how many bytes there are, so that all other damage can be told from it.
+A process killed inside a write leaves an unfinished line. Nothing was released for it, as `append` had not
+returned. The process that resumes ends it with ` [unfinished]` and says in its resume line how many bytes
+there are, so that all other damage can be told from it.
 """
 
 from __future__ import annotations
@@ -44,10 +48,11 @@ _OWN_KEYS = ("kind", "position", "previous", "torn", "tool", "format")
 
 
 class Ledger:
-    """A ledger open for writing, by this process alone. `create` or `resume` makes one; close it, or use it in a `with`.
+    """A ledger open for writing, by this process alone. `create` or `resume` makes one; close it, or use it
+    in a `with`.
 
-    After a write that failed the object refuses to go on, as nobody knows what of the line is on the disk: the run ends there, and
-    a new process may resume it.
+    After a write that failed the object refuses to go on, as nobody knows what of the line is on the disk:
+    the run ends there, and a new process may resume it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -60,7 +65,8 @@ class Ledger:
 
     @classmethod
     def create(cls, path: Path, header: Mapping[str, Any]) -> Ledger:
-        """Begin a ledger with this header, on the disk when this returns. A run killed before its header was whole is begun anew.
+        """Begin a ledger with this header, on the disk when this returns. A run killed before its header was
+        whole is begun anew.
 
         Raises:
             LedgerError: there is a ledger already, another process has it, or it can't be written.
@@ -91,17 +97,19 @@ class Ledger:
         mark: Mapping[str, Any] | None = None,
         seen: LedgerContent | None = None,
     ) -> Ledger:
-        """Go on with a ledger: a resume line with this note is on the disk when this returns. Nothing is written where it is refused.
+        """Go on with a ledger: a resume line with this note is on the disk when this returns. Nothing is
+        written where it is refused.
 
         Args:
             note: what the resume line says besides: the checkpoint's step, the generator, the code's version.
-            expected: what the header must say, for a run that goes on with the same data, model, sampling and clipping.
-            mark: what `mark()` gave when the checkpoint was made, among other things (a checkpoint's metadata); None without a checkpoint.
-            seen: what `read` said before the ledger was in hand, where the caller relies on it: it must say the same still.
+            expected: what the header must say, for a run that goes on with the same data, model, sampling and
+            clipping. mark: what `mark()` gave when the checkpoint was made, among other things (a
+            checkpoint's metadata); None without a checkpoint. seen: what `read` said before the ledger was in
+            hand, where the caller relies on it: it must say the same still.
 
         Raises:
-            ConfigError: the header says otherwise than `expected`.
-            LedgerError: the ledger is damaged, lacks what the checkpoint saw, is in another process's hands, or can't be written.
+            ConfigError: the header says otherwise than `expected`. LedgerError: the ledger is damaged, lacks
+            what the checkpoint saw, is in another process's hands, or can't be written.
         """
         ledger, content = cls._opened(path, 0)
         try:
@@ -150,7 +158,9 @@ class Ledger:
         return [line for line in self._lines if line["kind"] == STEP]
 
     def mark(self) -> dict[str, Any]:
-        """Where the ledger stands, for a checkpoint: a ledger without this line is not the one that paid for it."""
+        """Where the ledger stands, for a checkpoint: a ledger without this line is not the one that paid for
+        it.
+        """
         return {"ledger_position": self.position, "ledger_sha256": self._digests[-1]}
 
     def append(self, content: Mapping[str, Any], kind: str = STEP) -> None:
@@ -161,7 +171,8 @@ class Ledger:
             kind: `step`, which is what epsilon is computed from, or `note`.
 
         Raises:
-            LedgerError: the disk is full, the line can't be written, or the file is no longer as this process left it. What the line was to
+            LedgerError: the disk is full, the line can't be written, or the file is no longer as this process
+            left it. What the line was to
                 pay for must not be released.
         """
         if kind not in (STEP, NOTE):
@@ -182,7 +193,9 @@ class Ledger:
 
     @classmethod
     def _opened(cls, path: Path, flags: int) -> tuple[Ledger, LedgerContent]:
-        """The file locked for this process, and what it says; with os.O_CREAT in `flags` it is made where there is none."""
+        """The file locked for this process, and what it says; with os.O_CREAT in `flags` it is made where
+        there is none.
+        """
         try:
             if flags & os.O_CREAT:
                 files.make_folder(path.parent)
@@ -191,11 +204,17 @@ class Ledger:
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            files.sync_folder(path.parent)  # whoever made the file may have been killed before its name was on the disk
+            files.sync_folder(
+                path.parent
+            )  # whoever made the file may have been killed before its name was on the disk
             ledger = cls(path, descriptor)
             data = bytes_of(path)
             content = parse(path, data)
-            ledger._lines, ledger._digests, ledger._size = list(content.lines), list(content.digests), len(data)
+            ledger._lines, ledger._digests, ledger._size = (
+                list(content.lines),
+                list(content.digests),
+                len(data),
+            )
             return ledger, content
         except OSError as error:
             os.close(descriptor)
@@ -206,7 +225,11 @@ class Ledger:
 
     def _write(self, kind: str, content: Mapping[str, Any], before: LedgerContent | None) -> None:
         """Add a line, after what has to be put in order at the end of the file as `before` found it."""
-        own: dict[str, Any] = {"kind": kind, "position": self.position, "previous": self._digests[-1] if self._digests else None}
+        own: dict[str, Any] = {
+            "kind": kind,
+            "position": self.position,
+            "previous": self._digests[-1] if self._digests else None,
+        }
         opening = b""
         if before is not None and before.unfinished:
             opening = UNFINISHED
@@ -228,11 +251,16 @@ class Ledger:
         self._size += len(opening + line)
 
     def _require_as_left(self) -> None:
-        """Raises LedgerError where a line would not follow what this process knows: a write failed, or the file was changed or replaced."""
+        """Raises LedgerError where a line would not follow what this process knows: a write failed, or the
+        file was changed or replaced.
+        """
         if not self._sound:
             raise LedgerError(
                 f"the ledger {self.path} can't be written any more",
-                cause="it was closed, or an earlier line could not be written, and what of it is on the disk is not known",
+                cause=(
+                    "it was closed, or an earlier line could not be written, and what of it is on the disk is"
+                    " not known"
+                ),
                 next_step="end this run, and go on with --resume",
             )
         try:
@@ -244,7 +272,10 @@ class Ledger:
                 f"the ledger {self.path} was changed or replaced while the run was writing to it",
                 expected=f"the {self._size:,} bytes that this run left there",
                 cause="another program wrote to it, moved it or restored a copy",
-                next_step="nothing was released for this step; put the ledger back as it was, and go on with --resume",
+                next_step=(
+                    "nothing was released for this step; put the ledger back as it was, and go on with"
+                    " --resume"
+                ),
             )
 
 
@@ -271,10 +302,15 @@ def _without_own_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 def _unwritten(path: Path, error: OSError, wanted: int) -> LedgerError:
     full = error.errno in files.NO_SPACE
     return LedgerError(
-        f"the disk is full or over quota: the ledger {path} can't be written ({error.strerror})"
-        if full
-        else f"the ledger {path} can't be written: {error.strerror or error}",
+        (
+            f"the disk is full or over quota: the ledger {path} can't be written ({error.strerror})"
+            if full
+            else f"the ledger {path} can't be written: {error.strerror or error}"
+        ),
         expected=f"{wanted:,} free bytes for one line" if full else None,
-        cause="what the line pays for was not released: a step is written down before anything of it is shown",
-        next_step=("free some space" if full else "check the folder and its disk") + ", and go on with --resume",
+        cause=(
+            "what the line pays for was not released: a step is written down before anything of it is shown"
+        ),
+        next_step=("free some space" if full else "check the folder and its disk")
+        + ", and go on with --resume",
     )

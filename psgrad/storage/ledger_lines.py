@@ -25,9 +25,8 @@ class LedgerContent:
     """What a ledger says.
 
     Attributes:
-        lines: the complete lines in order; the first is the header.
-        digests: the SHA-256 of each.
-        unfinished: what stands after them: the beginning of a line for which nothing was released, mostly empty.
+        lines: the complete lines in order; the first is the header. digests: the SHA-256 of each. unfinished:
+        what stands after them: the beginning of a line for which nothing was released, mostly empty.
         open_ended: whether the last line lacks nothing but its newline.
     """
 
@@ -43,7 +42,9 @@ class LedgerContent:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The lines of the steps that were paid for; a process killed right after it paid has released nothing for the last one."""
+        """The lines of the steps that were paid for; a process killed right after it paid has released
+        nothing for the last one.
+        """
         return [line for line in self.lines if line["kind"] == STEP]
 
     @property
@@ -53,7 +54,9 @@ class LedgerContent:
 
 
 def parse(path: Path, data: bytes) -> LedgerContent:
-    """The lines of the file. Raises LedgerError, with the line's number, for all damage but an unfinished line that is accounted for."""
+    """The lines of the file. Raises LedgerError, with the line's number, for all damage but an unfinished
+    line that is accounted for.
+    """
     pieces = data.split(b"\n")
     raws = [piece + b"\n" for piece in pieces[:-1]] + [piece for piece in pieces[-1:] if piece]
     lines: list[dict[str, Any]] = []
@@ -69,19 +72,31 @@ def parse(path: Path, data: bytes) -> LedgerContent:
         if line.get("torn") != torn(unfinished):
             raise _damaged(path, number, "does not account for the unfinished line before it")
         if line["position"] != len(lines):
-            raise _damaged(path, number, f"says that there are {line['position']} lines before it, and there are {len(lines)}")
+            raise _damaged(
+                path,
+                number,
+                f"says that there are {line['position']} lines before it, and there are {len(lines)}",
+            )
         if line["previous"] != (digests[-1] if digests else None):
             raise _damaged(path, number, "was written after another line than the one before it now")
         if (line["kind"] == HEADER) != (not lines) or (unfinished and line["kind"] not in (HEADER, RESUME)):
             raise _damaged(path, number, f"is a {line['kind']} line, which has no place there")
         if line["kind"] == HEADER and line.get("format") != FORMAT:
             raise LedgerError(
-                f"the ledger {path} is of format {line.get('format')}", expected=f"format {FORMAT}", next_step="read it with a newer psgrad"
+                f"the ledger {path} is of format {line.get('format')}",
+                expected=f"format {FORMAT}",
+                next_step="read it with a newer psgrad",
             )
         lines.append(line)
         digests.append(hashlib.sha256(raw if raw.endswith(b"\n") else raw + b"\n").hexdigest())
         unfinished = b""
-    return LedgerContent(path, tuple(lines), tuple(digests), unfinished, bool(data) and not unfinished and not data.endswith(b"\n"))
+    return LedgerContent(
+        path,
+        tuple(lines),
+        tuple(digests),
+        unfinished,
+        bool(data) and not unfinished and not data.endswith(b"\n"),
+    )
 
 
 def _line_in(raw: bytes) -> dict[str, Any] | None:
@@ -90,17 +105,26 @@ def _line_in(raw: bytes) -> dict[str, Any] | None:
         line = json.loads(raw)
     except ValueError:
         return None
-    whole = isinstance(line, dict) and line.get("kind") in (HEADER, STEP, RESUME, NOTE) and "position" in line and "previous" in line
+    whole = (
+        isinstance(line, dict)
+        and line.get("kind") in (HEADER, STEP, RESUME, NOTE)
+        and "position" in line
+        and "previous" in line
+    )
     return line if whole else None
 
 
 def torn(unfinished: bytes) -> dict[str, Any] | None:
     """What a line says of the unfinished one before it."""
-    return {"bytes": len(unfinished), "sha256": hashlib.sha256(unfinished).hexdigest()} if unfinished else None
+    return (
+        {"bytes": len(unfinished), "sha256": hashlib.sha256(unfinished).hexdigest()} if unfinished else None
+    )
 
 
 def is_torn_header(unfinished: bytes) -> bool:
-    """Whether the bytes may be what a process left that was killed while it began a ledger; zeros are what a power cut leaves."""
+    """Whether the bytes may be what a process left that was killed while it began a ledger; zeros are what a
+    power cut leaves.
+    """
     tries = [tried.removesuffix(UNFINISHED[:-1]).lstrip(b"\0") for tried in unfinished.split(b"\n")]
     return all(tried.startswith(_BEGINNING[: len(tried)]) for tried in tries)
 
@@ -123,7 +147,8 @@ def bytes_of(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def require_begun(content: LedgerContent) -> None:
@@ -140,9 +165,15 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
         return
     position, digest = mark["ledger_position"], mark["ledger_sha256"]
     if position > content.position:
-        found = f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has {content.position:,}"
+        found = (
+            f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has"
+            f" {content.position:,}"
+        )
     elif content.digests[position - 1] != digest:
-        found = f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made after"
+        found = (
+            f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made"
+            " after"
+        )
     else:
         return
     raise LedgerError(
@@ -153,14 +184,15 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
     )
 
 
-def require_same(there: Mapping[str, Any], expected: Mapping[str, Any], what: str, *, show: bool = True) -> None:
+def require_same(
+    there: Mapping[str, Any], expected: Mapping[str, Any], what: str, *, show: bool = True
+) -> None:
     """Refuse to go on with the run of something else.
 
     Args:
-        there: what the earlier run wrote down.
-        expected: what this run would write; each of its keys is compared, as JSON.
-        what: where it was written down, for the message.
-        show: whether the message may show the values; False for what is private, such as the data's fingerprint.
+        there: what the earlier run wrote down. expected: what this run would write; each of its keys is
+        compared, as JSON. what: where it was written down, for the message. show: whether the message may
+        show the values; False for what is private, such as the data's fingerprint.
 
     Raises:
         ConfigError: names all that differ.
@@ -169,20 +201,36 @@ def require_same(there: Mapping[str, Any], expected: Mapping[str, Any], what: st
     differing = [key for key, value in plain.items() if key not in there or there[key] != value]
     if not differing:
         return
-    told = [words for key in differing for words in (_differences(key, there.get(key), plain[key]) if show else [key])]
+    told = [
+        words
+        for key in differing
+        for words in (_differences(key, there.get(key), plain[key]) if show else [key])
+    ]
     raise ConfigError(
-        f"{what} is that of another run: {'; '.join(told)}" + ("" if show else " differs" if len(told) == 1 else " differ"),
+        f"{what} is that of another run: {'; '.join(told)}"
+        + ("" if show else " differs" if len(told) == 1 else " differ"),
         expected="the data, the model, the sampling and the clipping that the run began with",
-        cause="the config or a file that it names was changed; what was spent on one can't be carried over to another",
+        cause=(
+            "the config or a file that it names was changed; what was spent on one can't be carried over to"
+            " another"
+        ),
         next_step="go on with what the run began with, or begin a run of its own with another --output",
     )
 
 
 def _differences(key: str, was: Any, now: Any) -> list[str]:
-    """In words, what of two values differs; of two objects too long to be shown whole, which of their keys."""
-    if isinstance(was, dict) and isinstance(now, dict) and max(len(json.dumps(each)) for each in (was, now)) > _SHOWN:
+    """In words, what of two values differs; of two objects too long to be shown whole, which of their
+    keys.
+    """
+    if (
+        isinstance(was, dict)
+        and isinstance(now, dict)
+        and max(len(json.dumps(each)) for each in (was, now)) > _SHOWN
+    ):
         keys = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        return [words for name in keys for words in _differences(f"{key}.{name}", was.get(name), now.get(name))]
+        return [
+            words for name in keys for words in _differences(f"{key}.{name}", was.get(name), now.get(name))
+        ]
     return [f"{key} was {_short(was)} and is {_short(now)}"]
 
 

@@ -15,21 +15,36 @@ from typing import TYPE_CHECKING, Any
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
 from psgrad.storage import files
-from psgrad.storage.folders import CHECKPOINT, LEDGER, MANIFEST, PRIVATE, PUBLIC, RunFolder, ledger_lost, manifest_of
+from psgrad.storage.folders import (
+    CHECKPOINT,
+    LEDGER,
+    MANIFEST,
+    PRIVATE,
+    PUBLIC,
+    RunFolder,
+    ledger_lost,
+    manifest_of,
+)
 from psgrad.storage.ledger_lines import has_begun
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PREFIX = "NOT_PRIVATE_"
-WARNING = "NOT PRIVATE: computed from single training records without noise. It is outside the guarantee of this run; do not publish it."
+WARNING = (
+    "NOT PRIVATE: computed from single training records without noise. It is outside the guarantee of this"
+    " run; do not publish it."
+)
 
-# What manifest.json may say. All else that is said of a run goes to the private folder: a name that is not here is never published.
+# What manifest.json may say. All else that is said of a run goes to the private folder: a name that is not
+# here is never published.
 _PUBLIC_FACTS = {"version", "command", "state", "versions", "config", "model"}
 
 
 class PrivateRunFolder(RunFolder):
-    """A run folder that keeps apart what may be published. `create` makes one, `open` takes the one of a run to be resumed."""
+    """A run folder that keeps apart what may be published. `create` makes one, `open` takes the one of a run
+    to be resumed.
+    """
 
     after_more_space = "free some space, and go on with --resume"
 
@@ -37,8 +52,8 @@ class PrivateRunFolder(RunFolder):
     def open(cls, path: Path) -> PrivateRunFolder:
         """The folder of a run that spent something, to go on there. Changes nothing.
 
-        Raises ConfigError where the folder holds no private run, or one that was killed before its first step, and LedgerError where it
-        holds a checkpoint without the ledger that paid for it.
+        Raises ConfigError where the folder holds no private run, or one that was killed before its first
+        step, and LedgerError where it holds a checkpoint without the ledger that paid for it.
         """
         manifest = manifest_of(path)
         if manifest is None:
@@ -57,7 +72,9 @@ class PrivateRunFolder(RunFolder):
         if not has_begun(path / LEDGER):
             command = manifest.get("command", "dp-step")
             began = (
-                "which is no private run" if command != "dp-step" else "which was killed before its first step, so that nothing was spent"
+                "which is no private run"
+                if command != "dp-step"
+                else "which was killed before its first step, so that nothing was spent"
             )
             raise ConfigError(
                 f"the run in {path} can't be resumed: it is one of `psgrad {command}`, {began}",
@@ -82,17 +99,23 @@ class PrivateRunFolder(RunFolder):
         return self.path / CHECKPOINT
 
     def write_checkpoint(self, data: bytes | memoryview) -> None:
-        """Put a checkpoint in place of the earlier one, at once. Raises OutputError; the earlier one then stays."""
+        """Put a checkpoint in place of the earlier one, at once. Raises OutputError; the earlier one then
+        stays.
+        """
         self.write_bytes(CHECKPOINT, data)
 
     def remove_leftovers(self) -> None:
-        """Remove temporary files of processes that were killed. To be called with the ledger in hand, when no other process writes here."""
+        """Remove temporary files of processes that were killed. To be called with the ledger in hand, when no
+        other process writes here.
+        """
         patterns = (f".{MANIFEST}.*.tmp", f".{CHECKPOINT}.*.tmp", f"{PUBLIC}/.*.tmp", f"{PRIVATE}/.*.tmp")
         for path in (path for pattern in patterns for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
-        """Write manifest.json with what may be published, and the rest of it as private/NOT_PRIVATE_manifest.json."""
+        """Write manifest.json with what may be published, and the rest of it as
+        private/NOT_PRIVATE_manifest.json.
+        """
         super().write_manifest({key: value for key, value in content.items() if key in _PUBLIC_FACTS})
         private = {key: value for key, value in content.items() if key not in _PUBLIC_FACTS}
         if private:
@@ -129,7 +152,9 @@ class PrivateRunFolder(RunFolder):
         self.write_json(f"{PUBLIC}/{name}", content)
 
     def write_public_bytes(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file for everybody's eyes: a release. What it tells must have been paid for in the ledger."""
+        """Write a file for everybody's eyes: a release. What it tells must have been paid for in the
+        ledger.
+        """
         self.write_bytes(f"{PUBLIC}/{name}", data)
 
     def write_private_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -137,7 +162,9 @@ class PrivateRunFolder(RunFolder):
         self.write_json(f"{PRIVATE}/{PREFIX}{name}", {"warning": WARNING, **content, **{"warning": WARNING}})
 
     def write_private_table(self, name: str, frame: pd.DataFrame) -> None:
-        """Write private/NOT_PRIVATE_{name} as parquet; the warning is in the frame's `attrs`, which the file keeps."""
+        """Write private/NOT_PRIVATE_{name} as parquet; the warning is in the frame's `attrs`, which the file
+        keeps.
+        """
         marked = frame.copy(deep=False)
         marked.attrs = {**frame.attrs, "warning": WARNING}
         self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)
@@ -164,7 +191,9 @@ class PrivateRunFolder(RunFolder):
         self.write_bytes(f"{PRIVATE}/{PREFIX}{name}", data)
 
     def write_bytes(self, name: str, data: bytes | memoryview) -> None:
-        """As of any run folder. The private folder is its owner's alone, and each file's name in it says what it is, or ValueError."""
+        """As of any run folder. The private folder is its owner's alone, and each file's name in it says what
+        it is, or ValueError.
+        """
         if name.startswith(f"{PRIVATE}/"):
             if not name.startswith(f"{PRIVATE}/{PREFIX}") or name.count("/") > 1:
                 raise ValueError(f"{name}: a private file's name begins with {PREFIX}")

@@ -1,4 +1,6 @@
-"""What a pass over the samples has finished, kept as shards, so that a run which was killed goes on where the last one ends."""
+"""What a pass over the samples has finished, kept as shards, so that a run which was killed goes on where the
+last one ends.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ _ORDER = "order"
 class Kept:
     """What is there of a pass: its first rows, in order.
 
-    rows: how many. table: a row a sample, its columns of one number (or text) a sample. arrays: name -> [rows, ...], its other columns.
-    state: what was gathered over these rows.
+    rows: how many. table: a row a sample, its columns of one number (or text) a sample. arrays: name ->
+    [rows, ...], its other columns. state: what was gathered over these rows.
     """
 
     rows: int = 0
@@ -35,11 +37,11 @@ class Kept:
 
 
 class Shards:
-    """The shards of one pass: parts/<name>/00000.parquet with the table, beside it, behind an underscore so that readers of the folder
-    pass them over, the arrays, and the state after it.
+    """The shards of one pass: parts/<name>/00000.parquet with the table, beside it, behind an underscore so
+    that readers of the folder pass them over, the arrays, and the state after it.
 
-    The parquet file is written last, and with it the shard is there: before that it counts for nothing. `counted`: its rows are the
-    finished samples of the run.
+    The parquet file is written last, and with it the shard is there: before that it counts for nothing.
+    `counted`: its rows are the finished samples of the run.
     """
 
     def __init__(self, folder: RunFolder, name: str, counted: bool = False) -> None:
@@ -50,8 +52,12 @@ class Shards:
     def append(self, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
         """Keep these rows durably, and all that was gathered up to them. Raises OutputError."""
         about = _about(self._rows, len(table))
-        self._folder.write_bytes(self._name_of("arrays", self._count), packed(arrays, {**about, _ORDER: json.dumps(list(arrays))}))
-        self._folder.write_bytes(self._name_of("state", self._count), packed(state, {**about, _ORDER: json.dumps(list(state))}))
+        self._folder.write_bytes(
+            self._name_of("arrays", self._count), packed(arrays, {**about, _ORDER: json.dumps(list(arrays))})
+        )
+        self._folder.write_bytes(
+            self._name_of("state", self._count), packed(state, {**about, _ORDER: json.dumps(list(state))})
+        )
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         self._folder.write_bytes(self._name_of("table", self._count), buffer.getbuffer())
@@ -61,8 +67,9 @@ class Shards:
         self._took(self._rows + len(table))
 
     def read(self) -> Kept:
-        """What is whole, from the first row on; shards behind one that is damaged or missing are as if they were not there, and are
-        written anew. `append` goes on from here."""
+        """What is whole, from the first row on; shards behind one that is damaged or missing are as if they
+        were not there, and are written anew. `append` goes on from here.
+        """
         found: list[tuple[pd.DataFrame, Arrays]] = []
         while (shard := self._shard(len(found), sum(len(table) for table, _ in found))) is not None:
             found.append(shard)
@@ -89,7 +96,9 @@ class Shards:
 
     def _name_of(self, kind: str, number: int) -> str:
         return (
-            f"{SHARDS}/{self._name}/{number:05d}.parquet" if kind == "table" else f"{SHARDS}/{self._name}/_{number:05d}.{kind}.safetensors"
+            f"{SHARDS}/{self._name}/{number:05d}.parquet"
+            if kind == "table"
+            else f"{SHARDS}/{self._name}/_{number:05d}.{kind}.safetensors"
         )
 
     def _path(self, kind: str, number: int) -> Path:

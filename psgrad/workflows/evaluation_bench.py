@@ -1,4 +1,6 @@
-"""What every evaluation works with: methods that are compared, a trainer, and numbers of retrained models that outlive an interruption."""
+"""What every evaluation works with: methods that are compared, a trainer, and numbers of retrained models
+that outlive an interruption.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,24 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from psgrad.config import Config, EvaluationConfig, MethodConfig
-from psgrad.engine.examples import Examples
-from psgrad.engine.influence.evaluation.ensemble import Ensemble, OneByOne, Trainer, fresh_model
-from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.members import Members, Rows
-from psgrad.engine.influence.evaluation.recipe import Recipe
-from psgrad.engine.influence.evaluation.retraining import measured
-from psgrad.engine.influence.evaluation.scored import Place
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows
+from psgrad.engine.influence.evaluation.retraining import Ensemble, OneByOne, Trainer, fresh_model, measured
+from psgrad.engine.influence.evaluation.statistics import Place
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.influence.scoring import Normalize
-from psgrad.inputs.models import load_model
-from psgrad.inputs.retraining import resolve_training
+from psgrad.engine.influence.ranking import Normalize
+from psgrad.inputs.models.factory import load_model, resolve_training
 from psgrad.results import Progress
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of
-from psgrad.workflows.influence_method import method_from
-from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows
+from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, method_from
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
 Say = Callable[[Progress], None]
 
-# Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and uses what is still true.
+# Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and
+# uses what is still true.
 RETRAINED = "retrained"
 
 
@@ -44,8 +42,9 @@ RETRAINED = "retrained"
 class Bench:
     """The parts of an evaluation.
 
-    methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data that are reported on. rows:
-    the training data. train: makes models of jobs. models: how many were asked for. notes: sentences for people.
+    methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data
+    that are reported on. rows: the training data. train: makes models of jobs. models: how many were asked
+    for. notes: sentences for people.
     """
 
     setup: InfluenceSetup
@@ -91,13 +90,19 @@ class Bench:
         return [replace(moment.queries, read=read, count=len(rows)) for moment in self.setup.moments]
 
     def outcomes(self, jobs: Sequence[Job], queries: Array) -> Array:
-        """[jobs, m]: what each retrained model measures on these rows of the query data, larger being worse."""
+        """[jobs, m]: what each retrained model measures on these rows of the query data, larger being
+        worse.
+        """
         asked = self.queries(queries)[0]
         rows, criterion = Rows.of(asked), asked.objective.criterion
-        return self.retrained(jobs, lambda members: members.measured(rows, criterion), f"queries {rows.digest()}")
+        return self.retrained(
+            jobs, lambda members: members.measured(rows, criterion), f"queries {rows.digest()}"
+        )
 
     def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
-        """What `measure` says of the models of these jobs; `what` tells such numbers from others of the same models."""
+        """What `measure` says of the models of these jobs; `what` tells such numbers from others of the same
+        models.
+        """
         self.models += len(jobs)
         self.progress(Progress(0, len(jobs), "retraining", unit="model"))
         return measured(
@@ -133,21 +138,31 @@ class ShardStore:
 
 
 def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
-    """The parts that a config asks for. Raises ConfigError for methods or a training function that are not there."""
+    """The parts that a config asks for. Raises ConfigError for methods or a training function that are not
+    there.
+    """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup)
     rows = Rows.of(setup.moments[0].training)
     notes, methods = list[str](), compared(config, setup.method)
     if same_for_all_seeds(fresh):
-        notes.append("the model's factory gives the same weights whatever the seed: trainings differ in the order of the rows alone")
+        notes.append(
+            "the model's factory gives the same weights whatever the seed: trainings differ in the order of"
+            " the rows alone"
+        )
     if setup.run.objective.autocast is not None:
         notes.append("models are retrained in float32, without autocast")
     if config.influence.index is not None:
-        notes.append("the index is not asked: methods are fitted to the training data, with projections of their own")
+        notes.append(
+            "the index is not asked: methods are fitted to the training data, with projections of their own"
+        )
     for name, method in methods.items():
         decay, trained = getattr(method, "weight_decay", wanted.train.weight_decay), wanted.train.weight_decay
         if wanted.train.function is None and decay != trained:
-            notes.append(f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained again with {trained:g}")
+            notes.append(
+                f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained"
+                f" again with {trained:g}"
+            )
     return Bench(
         setup=setup,
         wanted=wanted,
@@ -163,7 +178,9 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
 
 
 def compared(config: Config, main: Method) -> dict[str, Method]:
-    """name -> method: the config's and those it is compared with. Of methods of one name the options are in the name, too."""
+    """name -> method: the config's and those it is compared with. Of methods of one name the options are in
+    the name, too.
+    """
     wanted = [config.influence.method, *config.influence.evaluate.methods]
     names = [each.name for each in wanted]
     found: dict[str, Method] = {}
@@ -192,7 +209,9 @@ def limited(rows: Array, wanted: EvaluationConfig) -> Array:
 
 
 def fresh_models(config: Config, setup: InfluenceSetup) -> Callable[[int], nn.Module]:
-    """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are trained that the factory left so."""
+    """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
+    trained that the factory left so.
+    """
     bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
 
     def fresh(seed: int) -> nn.Module:
@@ -207,7 +226,9 @@ def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:
 
 
 def behaviour(fresh: Callable[[int], nn.Module], rows: Rows) -> str:
-    """A digest of a fresh model's weights and of what it says to the first row: it is another where code that the factory imports is."""
+    """A digest of a fresh model's weights and of what it says to the first row: it is another where code that
+    the factory imports is.
+    """
     model = fresh_model(fresh, 0).eval()
     with torch.no_grad():
         output = model(*[x[:1] for x in rows.inputs])
@@ -215,7 +236,9 @@ def behaviour(fresh: Callable[[int], nn.Module], rows: Rows) -> str:
     return Rows((*model.state_dict().values(), *said), None).digest()
 
 
-def trainer_of(config: Config, fresh: Callable[[int], nn.Module], rows: Rows, setup: InfluenceSetup) -> Trainer:
+def trainer_of(
+    config: Config, fresh: Callable[[int], nn.Module], rows: Rows, setup: InfluenceSetup
+) -> Trainer:
     """The built-in trainer with the config's recipe, or the config's own function."""
     train = config.influence.evaluate.train
     if train.function is not None:
@@ -225,8 +248,9 @@ def trainer_of(config: Config, fresh: Callable[[int], nn.Module], rows: Rows, se
 
 
 def fingerprint(setup: InfluenceSetup, rows: Rows) -> str:
-    """A digest of all that retrained models and their measurements depend on, besides the queries and the seeds. rows: the training data,
-    by their numbers: one file may have several columns of labels."""
+    """A digest of all that retrained models and their measurements depend on, besides the queries and the
+    seeds. rows: the training data, by their numbers: one file may have several columns of labels.
+    """
     config = setup.run.config
     influence = config.influence
     named = [influence.measurement.name, influence.evaluate.train.function]

@@ -1,4 +1,7 @@
-"""The four evaluations: what is retrained for each, and what scores are held against it."""
+"""The four evaluations: what is retrained for each, and what scores are held against it.
+
+Dampings that are chosen by the linear datamodeling score, on subsets and queries that are not reported.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,80 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, controls, own_controls
+from psgrad.config import TuningConfig
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.lds import ceiling, half_subsets, lds, rows_of
-from psgrad.engine.influence.evaluation.loo import choose_removals, leave_one_out
-from psgrad.engine.influence.evaluation.removal import removal, strongest
+from psgrad.engine.influence.evaluation.metrics import (
+    ceiling,
+    choose_removals,
+    half_subsets,
+    lds,
+    lds_mean,
+    leave_one_out,
+    removal,
+    rows_of,
+    strongest,
+)
+from psgrad.engine.influence.evaluation.mislabel import NEIGHBOUR, NORM, RANDOM, controls, own_controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
-from psgrad.engine.influence.evaluation.scored import fitted_to, score_matrix, self_influences
+from psgrad.engine.influence.evaluation.statistics import (
+    damped,
+    fitted_to,
+    has_damping,
+    score_matrix,
+    self_influences,
+)
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.workflows.evaluation_bench import Array, Bench, Fits, spec_of
-from psgrad.workflows.evaluation_tuning import Curves, tune
-from psgrad.workflows.influence_method import told_as_own
+from psgrad.workflows.influence_setup import told_as_own
+
+Curves = dict[str, dict[float, float]]
+
+
+def tune(
+    bench: Bench, fits: Fits, tuning: TuningConfig, subsets: Array, outcomes: Array, asked: Array
+) -> tuple[Curves, dict[str, float]]:
+    """(name -> damping -> score, name -> the best damping), of the methods that have one; `fits` has them
+    with it afterwards.
+
+    A damping with which the curvature has no inverse is named, and no candidate. A compared method without
+    any candidate is left out; the config's raises InfluenceError.
+    """
+    curves: Curves = {}
+    best: dict[str, float] = {}
+    for name in [name for name, (method, _) in fits.items() if has_damping(method)]:
+        curve = _curve(bench, name, fits, tuning, subsets, outcomes, asked)
+        if not curve:
+            if name == bench.main:
+                raise InfluenceError(
+                    f"with none of the candidate dampings {name} has scores",
+                    next_step="add larger ones to influence.evaluate.tuning.dampings",
+                )
+            del fits[name]
+            bench.notes.append(f"left out: {name}, which has no scores with any of the candidate dampings")
+            continue
+        curves[name] = curve
+        best[name] = max(curve, key=lambda damping: curve[damping])
+        method, fitted = fits[name]
+        fits[name] = damped(method, fitted, bench.places(), best[name])
+        if len(curve) > 1 and best[name] in (min(curve), max(curve)):
+            bench.notes.append(f"the best damping of {name} is at the end of the candidates: {best[name]:g}")
+    return curves, best
+
+
+def _curve(
+    bench: Bench, name: str, fits: Fits, tuning: TuningConfig, subsets: Array, outcomes: Array, asked: Array
+) -> dict[float, float]:
+    """damping -> score of one method."""
+    (method, fitted), queries = fits[name], bench.queries(asked)
+    normalize, curve = bench.normalize if name == bench.main else None, {}
+    for damping in sorted(set(tuning.dampings)):
+        try:
+            changed, there = damped(method, fitted, bench.places(), damping)
+            curve[damping] = lds_mean(score_matrix(changed, there, queries, normalize), subsets, outcomes)
+        except InfluenceError as error:
+            bench.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
+    return curve
+
 
 # Examples that are left out one at a time, for their effects to be correlated with anything.
 _FEWEST = 3
@@ -42,7 +108,8 @@ def evaluate_lds(bench: Bench) -> Found:
     tuning, n = wanted.tuning, len(bench.training)
     if not 0 < round(wanted.fraction * n) < n:
         raise ConfigError(
-            f"influence.evaluate.fraction: {wanted.fraction:g} of {n} training examples are {round(wanted.fraction * n)} of them",
+            f"influence.evaluate.fraction: {wanted.fraction:g} of {n} training examples are"
+            f" {round(wanted.fraction * n)} of them",
             expected="subsets that have some examples, and lack some",
         )
     fits = fitted_methods(bench)
@@ -61,7 +128,9 @@ def evaluate_lds(bench: Bench) -> Found:
     curves: Curves = {}
     dampings: dict[str, float] = {}
     if tuning is not None:
-        curves, dampings = tune(bench, fits, tuning, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside)
+        curves, dampings = tune(
+            bench, fits, tuning, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside
+        )
     scores, names = all_scores(bench, fits, asked)
     truth, reported = outcomes[others:, :, len(set_aside) :], subsets[others:]
     found = lds(scores, reported, truth, bench.main, wanted.seed)
@@ -88,19 +157,36 @@ def evaluate_lds(bench: Bench) -> Found:
         "models": bench.models,
         **ceiling_facts(truth),
     }
-    return Found(frame(rows), facts, per_query(bench, asked, {name: score.per_query for name, score in found.items()}), curves=curves)
+    return Found(
+        frame(rows),
+        facts,
+        per_query(bench, asked, {name: score.per_query for name, score in found.items()}),
+        curves=curves,
+    )
 
 
 def evaluate_loo(bench: Bench) -> Found:
     """Leave-one-out rises by retraining."""
     wanted, n = bench.wanted, len(bench.training)
     if n < _FEWEST:
-        raise ConfigError(f"there are {n} training examples to leave out, one at a time", expected=f"at least {_FEWEST}, for a correlation")
+        raise ConfigError(
+            f"there are {n} training examples to leave out, one at a time",
+            expected=f"at least {_FEWEST}, for a correlation",
+        )
     fits = fitted_methods(bench)
-    removed = choose_removals(own_influence(bench, fits), wanted.removals, wanted.highest, np.random.default_rng([wanted.seed, 4]))
+    removed = choose_removals(
+        own_influence(bench, fits), wanted.removals, wanted.highest, np.random.default_rng([wanted.seed, 4])
+    )
     everything = np.arange(n)
-    left = [("all examples", everything), *((f"all but example {row}", np.delete(everything, row)) for row in removed)]
-    jobs = [Job(f"{name}, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat)) for name, rows in left for repeat in range(bench.seeds)]
+    left = [
+        ("all examples", everything),
+        *((f"all but example {row}", np.delete(everything, row)) for row in removed),
+    ]
+    jobs = [
+        Job(f"{name}, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat))
+        for name, rows in left
+        for repeat in range(bench.seeds)
+    ]
     outcomes = bench.outcomes(jobs, bench.asked).reshape(len(left), bench.seeds, -1)
     rises = outcomes[1:] - outcomes[0]
     scores, names = all_scores(bench, fits, bench.asked)
@@ -120,7 +206,10 @@ def evaluate_loo(bench: Bench) -> Found:
         "models": bench.models,
         **ceiling_facts(rises),
     }
-    ids, query_ids = bench.setup.run.samples.ids[bench.setup.training_rows], bench.setup.query_reader.samples.ids
+    ids, query_ids = (
+        bench.setup.run.samples.ids[bench.setup.training_rows],
+        bench.setup.query_reader.samples.ids,
+    )
     points = pd.DataFrame(
         {
             "train_id": np.repeat(ids[removed], len(bench.asked)),
@@ -129,7 +218,12 @@ def evaluate_loo(bench: Bench) -> Found:
             "actual": actual.ravel(),
         }
     )
-    return Found(frame(rows), facts, per_query(bench, bench.asked, {name: score.per_query for name, score in found.items()}), points)
+    return Found(
+        frame(rows),
+        facts,
+        per_query(bench, bench.asked, {name: score.per_query for name, score in found.items()}),
+        points,
+    )
 
 
 def evaluate_removal(bench: Bench) -> Found:
@@ -137,7 +231,8 @@ def evaluate_removal(bench: Bench) -> Found:
     wanted, n = bench.wanted, len(bench.training)
     if max(wanted.ks) >= n:
         raise ConfigError(
-            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples", expected="fewer than there are"
+            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
+            expected="fewer than there are",
         )
     count = min(wanted.explained, len(bench.asked))
     asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(bench.asked, count, replace=False))
@@ -161,7 +256,11 @@ def evaluate_removal(bench: Bench) -> Found:
     ]
     outcomes = bench.outcomes(jobs, asked).reshape(len(sets), bench.seeds, -1).mean(1)
     rises = {
-        name: {k: np.array([outcomes[place[name, k, q], q] - outcomes[0, q] for q in range(count)]) for k in wanted.ks} for name in scores
+        name: {
+            k: np.array([outcomes[place[name, k, q], q] - outcomes[0, q] for q in range(count)])
+            for k in wanted.ks
+        }
+        for name in scores
     }
     rows_found, details = [], []
     for name, curve in removal(rises, bench.main, wanted.seed).items():
@@ -185,11 +284,14 @@ def evaluate_removal(bench: Bench) -> Found:
     return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
 
 
-# -- what they share -------------------------------------------------------------------------------------------------------------------
+# -- what they share
+# ------------------------------------------------------------------------------------------------------------
 
 
 def fitted_methods(bench: Bench) -> Fits:
-    """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left out; the config's raises."""
+    """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left
+    out; the config's raises.
+    """
     found: Fits = {}
     for name, method in bench.methods.items():
         try:
@@ -202,14 +304,18 @@ def fitted_methods(bench: Bench) -> Fits:
     return found
 
 
-def all_scores(bench: Bench, fits: Fits, asked: Array, only: Iterable[str] | None = None) -> tuple[dict[str, Array], set[str]]:
+def all_scores(
+    bench: Bench, fits: Fits, asked: Array, only: Iterable[str] | None = None
+) -> tuple[dict[str, Array], set[str]]:
     """(name -> [n, m] of the methods and the controls, the names of the controls)."""
     queries = bench.queries(asked)
     scores = {}
     for name, (method, fitted) in fits.items():
         try:
             with told_as_own(spec_of(name)):
-                scores[name] = score_matrix(method, fitted, queries, bench.normalize if name == bench.main else None)
+                scores[name] = score_matrix(
+                    method, fitted, queries, bench.normalize if name == bench.main else None
+                )
         except InfluenceError as error:
             if name == bench.main:
                 raise
@@ -231,11 +337,16 @@ def subset_outcomes(bench: Bench, subsets: Array, queries: Array) -> Array:
 
 
 def own_influence(bench: Bench, fits: Fits) -> Array:
-    """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an example."""
+    """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an
+    example.
+    """
     _, fitted = fits[bench.main]
     if all(one.has_self_influence for one in fitted):
         return self_influences(bench.methods[bench.main], fitted)
-    bench.notes.append(f"{bench.main} has no cheap self-influence: the removals with the highest gradient norm are taken in its place")
+    bench.notes.append(
+        f"{bench.main} has no cheap self-influence: the removals with the highest gradient norm are taken in"
+        " its place"
+    )
     return own_controls(bench.training)[NORM]
 
 
@@ -249,12 +360,19 @@ def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
 def per_query(bench: Bench, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
     """One row a method and query."""
     ids = bench.setup.query_reader.samples.ids[asked]
-    parts = [pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column}) for name, column in values.items()]
+    parts = [
+        pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column})
+        for name, column in values.items()
+    ]
     return pd.concat(parts, ignore_index=True)
 
 
 def frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """A table whose missing numbers are NaN."""
     table = pd.DataFrame(rows)
-    numbers = [column for column in table.columns if column not in ("method", "control") and table[column].dtype == object]
+    numbers = [
+        column
+        for column in table.columns
+        if column not in ("method", "control") and table[column].dtype == object
+    ]
     return table.astype(dict.fromkeys(numbers, float))

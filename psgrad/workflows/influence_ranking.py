@@ -1,21 +1,31 @@
-"""From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest."""
+"""From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest.
+
+What predicted amounts are held against: a bound that they cannot pass, and training that goes on without the
+row.
+
+Inputs of samples, as far as a person can look at them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.engine.gradients.loading import Read
-from psgrad.engine.gradients.memory import free_memory
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.influence.amounts import continued
 from psgrad.engine.influence.method import Fitted, with_total
-from psgrad.engine.influence.ranking import Strongest
-from psgrad.engine.influence.scoring import JoinedBlock, joined_scores
-from psgrad.results import Progress
-from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
+from psgrad.engine.influence.ranking import JoinedBlock, Strongest, joined_scores
+from psgrad.errors import DataError, InfluenceError
+from psgrad.inputs.rows import Samples
+from psgrad.results import MeasureResult, Progress, TopSample
+from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, CheckedRemoval, RemovalCheck, ranked_pairs
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 # What the prepared gradients of a block of queries may take, as a share of the memory that is free.
@@ -26,9 +36,9 @@ _SHARE = 0.25
 class Rankings:
     """What is kept of the scores.
 
-    scores: ranked pairs, with SCORE_COLUMNS. overall: [n], the mean over the queries that have a score. shown: query row -> all scores,
-    [rows of the training data], NaN where a row was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and
-    query_index [m].
+    scores: ranked pairs, with SCORE_COLUMNS. overall: [n], the mean over the queries that have a score.
+    shown: query row -> all scores, [rows of the training data], NaN where a row was excluded. matrix: where
+    it was wanted, scores [n, m], train_index [n] and query_index [m].
     """
 
     scores: pd.DataFrame
@@ -45,7 +55,8 @@ def rank(
     matrix: bool,
     progress: Callable[[Progress], None],
 ) -> Rankings:
-    """Score all training examples for all queries, some queries at a time where their gradients would not fit in memory.
+    """Score all training examples for all queries, some queries at a time where their gradients would not fit
+    in memory.
 
     shown: of these queries, named by their rows, all scores are kept.
     """
@@ -55,9 +66,14 @@ def rank(
     kept = range(m) if matrix else np.flatnonzero(np.isin(setup.query_rows, shown)).tolist()
     for first in range(0, m, size):
         places = range(first, min(first + size, m))
-        asked = [replace(moment.queries, read=_some(moment.queries.read, first), count=len(places)) for moment in setup.moments]
+        asked = [
+            replace(moment.queries, read=_some(moment.queries.read, first), count=len(places))
+            for moment in setup.moments
+        ]
         block = _Block(wanted.top, [place - first for place in kept if place in places])
-        for joined in joined_scores(setup.method, fitted, asked, "total" if wanted.layers == "none" else wanted.layers, divisors):
+        for joined in joined_scores(
+            setup.method, fitted, asked, "total" if wanted.layers == "none" else wanted.layers, divisors
+        ):
             totals = tuple(map(with_total, joined.single))
             block.add(replace(joined, scores=with_total(joined.scores), single=totals))
             progress(Progress(joined.stop, n, "scores", unit="training example"))
@@ -66,7 +82,9 @@ def rank(
 
 
 def queries_at_once(setup: InfluenceSetup) -> int:
-    """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is made."""
+    """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is
+    made.
+    """
     training, budget = setup.moments[0].training, setup.run.config.engine.memory
     room = free_memory(training.device) * _SHARE if budget == "auto" else budget
     return max(1, int(room / (2 * 8 * training.flat.size * len(setup.moments))))
@@ -79,9 +97,9 @@ def _some(read: Read, first: int) -> Read:
 class _Block:
     """What is kept of the scores of m queries while the training examples stream past.
 
-    strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the places `wanted`, part by part.
-    sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints together and of each: the sum over these queries of the scores that
-    are not NaN, and how many are not.
+    strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the
+    places `wanted`, part by part. sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints
+    together and of each: the sum over these queries of the scores that are not NaN, and how many are not.
     """
 
     def __init__(self, top: int, wanted: list[int]) -> None:
@@ -94,7 +112,9 @@ class _Block:
         for label, scores in block.scores.items():
             self.m = scores.shape[1]
             single = [each[label] for each in block.single] if len(block.single) > 1 else []
-            kept = self.strongest.setdefault(label, [Strongest(self.top, self.m) for _ in range(1 + len(single))])
+            kept = self.strongest.setdefault(
+                label, [Strongest(self.top, self.m) for _ in range(1 + len(single))]
+            )
             kept[0].add(block.start, scores, **({"score_std": block.spread(label)} if single else {}))
             for strongest, own in zip(kept[1:], single, strict=True):
                 strongest.add(block.start, own)
@@ -112,12 +132,23 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int]
         place = 0
         for block in blocks:
             here = slice(place, place + block.m)
-            parts.append(_pairs(block.strongest[label], query_ids[here], setup.query_rows[here], ids, rows, label if named else None))
+            parts.append(
+                _pairs(
+                    block.strongest[label],
+                    query_ids[here],
+                    setup.query_rows[here],
+                    ids,
+                    rows,
+                    label if named else None,
+                )
+            )
             place += block.m
         sums, counts = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
         means = sums / counts  # NaN for an example without a score
         whole = [Strongest(blocks[0].top, 1) for _ in range(means.shape[1])]
-        whole[0].add(0, means[:, :1], **({"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}))
+        whole[0].add(
+            0, means[:, :1], **({"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {})
+        )
         for number, each in enumerate(whole[1:], 1):
             each.add(0, means[:, number : number + 1])
         parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, label if named else None))
@@ -125,7 +156,11 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int]
             overall = means[:, 0].numpy()
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
     of = setup.query_rows if matrix else setup.query_rows[np.isin(setup.query_rows, shown)]
-    first = {row: _spread(setup, column) for row, column in zip(of.tolist(), columns.T, strict=True) if row in shown}
+    first = {
+        row: _spread(setup, column)
+        for row, column in zip(of.tolist(), columns.T, strict=True)
+        if row in shown
+    }
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
     return Rankings(pd.concat(parts, ignore_index=True), overall, first, everything)
 
@@ -145,7 +180,9 @@ def _pairs(
     rows: np.ndarray,
     layer: str | None,
 ) -> pd.DataFrame:
-    """The rows of the table for some queries. kept: of all checkpoints together, then of each, where there are several."""
+    """The rows of the table for some queries. kept: of all checkpoints together, then of each, where there
+    are several.
+    """
     whole, single = kept[0], kept[1:]
     more = dict(whole.extras)
     if single:
@@ -153,4 +190,196 @@ def _pairs(
         more["rank_stability"] = there.double().mean(0)
     places = whole.rows.numpy()
     extras = {name: value.numpy() for name, value in more.items()}
-    return ranked_pairs(query_ids, query_rows, ids, whole.values.numpy(), np.where(places >= 0, rows[places], -1), extras, layer)
+    return ranked_pairs(
+        query_ids,
+        query_rows,
+        ids,
+        whole.values.numpy(),
+        np.where(places >= 0, rows[places], -1),
+        extras,
+        layer,
+    )
+
+
+# Pairs of the largest scores, each of another training example, that are checked.
+_PAIRS = 3
+# Losses that are never negative, by name.
+_NEVER_NEGATIVE = (
+    "cross_entropy",
+    "token_cross_entropy",
+    "bce_with_logits",
+    "mse",
+    "l1",
+    "smooth_l1",
+    "huber",
+)
+
+
+def marked_beyond_loss(
+    setup: InfluenceSetup, scores: pd.DataFrame, losses: pd.Series, say: Callable[[str], None]
+) -> pd.DataFrame:
+    """The ranked pairs with `beyond_loss`, where the scores predict changes of a loss that is never negative.
+    losses: of the queries, by their row.
+    """
+    if setup.measurement.name != "loss" or setup.measurement.criterion.name not in _NEVER_NEGATIVE:
+        return scores
+    known = pd.concat([losses, pd.Series({ALL_INDEX: losses.mean()})])
+    limit = scores["query_index"].map(known).to_numpy(float)
+    beyond = scores["score"].to_numpy(float) < -limit * (1 + 1e-6)
+    if "layer" in scores:
+        beyond &= (scores["layer"] == "").to_numpy()
+    if beyond.any():
+        say(
+            f"{int(beyond.sum()):,} of {len(scores):,} ranked scores predict that a query's loss falls by"
+            " more than it is, and no loss of this kind is below zero: they are marked, and rank, but are no"
+            " amounts"
+        )
+    return scores.assign(beyond_loss=beyond)
+
+
+def check_removals(
+    setup: InfluenceSetup,
+    fitted: Sequence[Fitted],
+    scores: pd.DataFrame,
+    own: np.ndarray | None,
+    seconds: float,
+    say: Callable[[str], None],
+) -> RemovalCheck | None:
+    """Of the largest scores, and of the largest self-influence, what training that goes on without the
+    example finds; of several checkpoints the mean. None where the config leaves it out, or the method has no
+    inverse to take steps by.
+
+    own: [n] self-influences. seconds: what the steps after the first may take, unless the config has all of
+    them taken.
+    """
+    wanted, solvers = setup.run.config.influence.check, [each.solver() for each in fitted]
+    pairs = _largest(scores)
+    if wanted == "never" or any(solver is None for solver in solvers) or not len(pairs):
+        return None
+    places = np.searchsorted(setup.training_rows, pairs["train_index"]).tolist()
+    largest = [] if own is None or not np.isfinite(own).any() else [int(np.nanargmax(own))]
+    rows = list(dict.fromkeys([*places, *largest]))
+    budget = None if wanted == "always" else seconds / len(fitted)
+    decay = getattr(setup.method, "weight_decay", 0.0)
+    try:
+        found = [continued(solver, rows, decay, seconds=budget) for solver in solvers if solver is not None]
+    except InfluenceError as error:
+        say(f"no removal was tried by training on: {error.arrived}")
+        return None
+
+    steps, converged = min(each.steps for each in found), all(each.converged for each in found)
+    if not steps and not converged:
+        say("no removal was tried by training on: no step lowers the training loss, or it is not finite")
+        return None
+
+    def mean_change(examples: Sequence[Examples], row: int, place: int) -> float:
+        changes = [
+            each.changes(some, row)[rows.index(place)] for each, some in zip(found, examples, strict=True)
+        ]
+        return float(torch.stack(changes).mean())
+
+    removals, queries = [], [moment.queries for moment in setup.moments]
+    for pair, place in zip(pairs.itertuples(), places, strict=True):
+        query = int(pair.query_index)  # type: ignore[arg-type]
+        change = mean_change(queries, int(np.flatnonzero(setup.query_rows == query)[0]), place)
+        removals.append(
+            CheckedRemoval(
+                str(pair.train_id),
+                int(setup.training_rows[place]),
+                str(pair.query_id),
+                query,
+                pair.score,  # type: ignore[arg-type]
+                change,
+            )
+        )
+    for place in largest:
+        row, change = (
+            int(setup.training_rows[place]),
+            mean_change([moment.training for moment in setup.moments], place, place),
+        )
+        name = str(setup.run.samples.ids[row])
+        removals.append(
+            CheckedRemoval(name, row, name, None, float(own[place]) if own is not None else change, change)
+        )
+    return RemovalCheck(steps, converged, removals, min(each.length for each in found))
+
+
+def _largest(scores: pd.DataFrame) -> pd.DataFrame:
+    """The pairs of the largest scores of either sign, each of another training example."""
+    single = scores[scores["query_index"] != ALL_INDEX]
+    if "layer" in single:
+        single = single[single["layer"] == ""]
+    order = single["score"].abs().sort_values(ascending=False, kind="stable").index
+    return single.loc[order].drop_duplicates("train_index").head(_PAIRS)
+
+
+MAX_VALUES = 200  # of a row, and of ids in one of them
+
+
+def input_of(samples: Samples, row: int) -> TopSample:
+    """A row's input, as far as a person can look at it: a text, a picture, or the values of a table's row."""
+    text = samples.describe(row)
+    inputs = samples.read(row, row + 1).inputs if text is None else ()
+    image = as_image(inputs) if inputs else None
+    values = values_of(inputs, samples.input_names()) if image is None else ()
+    return TopSample(samples.ids[row], image, text, values)
+
+
+def as_image(inputs: tuple[torch.Tensor, ...]) -> np.ndarray[Any, Any] | None:
+    """The first input as [H, W] or [C, H, W], if that is its shape: one, three or four channels, or none."""
+    image = inputs[0][0]
+    if (
+        image.is_floating_point()
+        and (image.dim() == 2 or (image.dim() == 3 and image.shape[0] in (1, 3, 4)))
+        and min(image.shape[-2:]) > 1
+    ):
+        array: np.ndarray[Any, Any] = image.numpy()
+        return array
+    return None
+
+
+def values_of(
+    inputs: tuple[torch.Tensor, ...], names: list[str]
+) -> tuple[tuple[str, float | int | str | None], ...]:
+    """(column, value) of one row, inputs [1] or [1, k] each; a list of whole numbers, such as ids, is one
+    text. Empty for other inputs.
+    """
+    rows = [x[0] for x in inputs]
+    if any(x.dim() > 1 for x in rows):
+        return ()
+    found: list[tuple[str, float | int | str | None]] = []
+    one_vector = len(rows) == 1 and rows[0].dim() == 1 and len(names) == len(rows[0]) > 1
+    for place, x in enumerate(rows):
+        name = names[place] if place < len(names) and not one_vector else f"input {place}"
+        if one_vector:
+            found += zip(names, x.tolist(), strict=True)
+        elif not x.dim():
+            found.append((name, x.item()))
+        elif not x.is_floating_point():
+            more = f" and {len(x) - MAX_VALUES:,} more" if len(x) > MAX_VALUES else ""
+            found.append((name, " ".join(map(str, x[:MAX_VALUES].tolist())) + more))
+        else:
+            found += [(f"{name}[{number}]", value) for number, value in enumerate(x[:MAX_VALUES].tolist())]
+    return tuple(found[:MAX_VALUES])
+
+
+def vocabulary_of(samples: Samples, measures: Iterable[MeasureResult]) -> dict[int, str]:
+    """The text of each id in the maps of attribution, of the first input of ids; empty where the dataset
+    knows none.
+    """
+    kept = [
+        measure.arrays[name]
+        for measure in measures
+        for name in sorted(measure.arrays)
+        if name.startswith("ids_")
+    ][:1]
+    ids = np.unique(kept[0]).tolist() if kept else []
+    pieces = samples.pieces(ids) if ids else None
+    if pieces is None:
+        return {}
+    if len(pieces) != len(ids):
+        raise DataError(
+            f"tokens(ids) of the dataset returned {len(pieces)} texts for {len(ids)} ids",
+            expected="a text for each id, in their order",
+        )
+    return dict(zip(ids, pieces, strict=True))

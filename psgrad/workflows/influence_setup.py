@@ -1,32 +1,130 @@
-"""The parts of an influence run, made from its config: training examples and queries, as the model of each checkpoint sees them."""
+"""The parts of an influence run, made from its config: training examples and queries, as the model of each
+checkpoint sees them.
+
+The method of a config: found by its name, its options checked against what it takes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 
-from psgrad.config import CheckpointConfig, Config
-from psgrad.engine.examples import Examples
-from psgrad.engine.gradients.loading import Read
+from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec, nearest
+from psgrad.config.reading import explain
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
-from psgrad.engine.measures.predictions import summary_for
-from psgrad.engine.objective import Objective
-from psgrad.errors import ConfigError, DataError, LossError, ModelError
-from psgrad.inputs.data import load_data
+from psgrad.engine.influence.methods import known_methods
+from psgrad.engine.measures.output_values import summary_for
+from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, ModelError, PsgradError
+from psgrad.inputs.code import describe_failure, resolve
 from psgrad.inputs.measurements import Measurement, resolve_measurement
-from psgrad.inputs.models import checkpoint_hash, load_model
-from psgrad.inputs.samples import Block, Samples
-from psgrad.workflows.influence_method import method_from
+from psgrad.inputs.models.factory import checkpoint_hash, load_model
+from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.load import load_data
 from psgrad.workflows.setup import CheckedReader, Setup, class_count, draws_at_random, set_up
+
+
+def method_from(config: MethodConfig, base: Path) -> Method:
+    """The method that a config names, with its options. Raises ConfigError for a name or options that are not
+    known, or can't be.
+    """
+    kind = _kind(config.name, base)
+    known: list[str] = (
+        [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    )
+    problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
+    if not problems:
+        try:
+            method: Method = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True)
+            return method
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            problems = [
+                f"influence.method.{'.'.join(map(str, each['loc']))}: {explain(each)}" for each in details
+            ]
+    raise ConfigError("\n  ".join([f"the method {config.name} does not take these options:", *problems]))
+
+
+@contextmanager
+def told_as_own(name: str) -> Iterator[None]:
+    """What fails under a method of the user's own is told as its mistake: InfluenceError. Of psgrad's methods
+    all passes.
+    """
+    try:
+        yield
+    except PsgradError:
+        raise
+    except Exception as error:
+        if not is_callable_spec(name):
+            raise
+        raise InfluenceError(
+            f"scoring by the method {name} raised {describe_failure(error)}",
+            expected=(
+                "scores [rows, queries] for all training examples, block by block in order, as"
+                " psgrad.engine.influence.method says"
+            ),
+            cause="a mistake in the method",
+            next_step="--debug shows the line",
+        ) from error
+
+
+def _kind(name: str, base: Path) -> type[Method]:
+    methods = known_methods()
+    if name in methods:
+        return methods[name]
+    if is_callable_spec(name):
+        kind: Any = resolve(name, base)
+        if not inspect.isclass(kind) or not issubclass(kind, Method):
+            raise ConfigError(
+                f"influence.method: {name} is no method",
+                expected=(
+                    "a class that derives from psgrad.engine.influence.method.Method, a dataclass of its"
+                    " options"
+                ),
+                next_step="docs/guides/influence.md shows one",
+            )
+        if inspect.isabstract(kind):
+            raise ConfigError(
+                f"influence.method: {name} does not define {', '.join(sorted(kind.__abstractmethods__))}",
+                expected=(
+                    "a method that can be made: psgrad.engine.influence.method.Method says what each has"
+                    " to do"
+                ),
+            )
+        return kind
+    close = nearest(name, list(methods))
+    raise ConfigError(
+        f"influence.method: there is no method {name!r}" + (f"; did you mean {close}?" if close else ""),
+        expected=f"one of {', '.join(methods)}; or module:Class",
+    )
+
+
+def _unknown(option: str, known: list[str], name: str) -> str:
+    close = nearest(option, known)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    return (
+        f"influence.method.{option}: unknown option; {f'did you mean {close}? ' if close else ''}{name}:"
+        f" {takes}"
+    )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the checkpoint's file, where it has one."""
+    """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the
+    checkpoint's file, where it has one.
+    """
 
     checkpoint: Checkpoint
     training: Examples
@@ -39,8 +137,8 @@ class Moment:
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. query_rows: [m], the rows of `query_reader` that are asked about.
-    training_rows: [n], those of the training data that are ranked.
+    run: model, loss and training data, at the first checkpoint. query_rows: [m], the rows of `query_reader`
+    that are asked about. training_rows: [n], those of the training data that are ranked.
     """
 
     run: Setup
@@ -54,7 +152,9 @@ class InfluenceSetup:
 
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
     """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
-    calibrated = setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
+    calibrated = (
+        setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
+    )
     unit = REMOVAL if calibrated else setup.method.unit
     return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
 
@@ -89,12 +189,17 @@ def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
 
 
 def first_run(config: Config) -> Setup:
-    """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at random."""
+    """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
+    random.
+    """
     run = set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
-            "the model draws random numbers in train mode, and its gradients would be others each time they are taken",
-            expected="a model with one gradient an example: dropout is switched off where influence is measured",
+            "the model draws random numbers in train mode, and its gradients would be others each time they"
+            " are taken",
+            expected=(
+                "a model with one gradient an example: dropout is switched off where influence is measured"
+            ),
             next_step="set model.mode: eval",
         )
     return run
@@ -105,7 +210,9 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
     there = _at(config, number)
     loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
     model = loaded.model.to(run.device, run.dtype)
-    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast)
+    objective = Objective(
+        model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast
+    )
     return replace(run, config=there, loaded=loaded, model=model, objective=objective)
 
 
@@ -120,7 +227,9 @@ def _at(config: Config, number: int) -> Config:
     checkpoint = checkpoints_of(config)[number]
     if checkpoint is None:
         return config
-    there = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})})
+    there = config.model_copy(
+        update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})}
+    )
     there._base = config.base
     return there
 
@@ -128,7 +237,9 @@ def _at(config: Config, number: int) -> Config:
 def _require_another(moments: list[Moment], run: Setup) -> None:
     # Not by their bytes: torch.save writes a file's name into it.
     weights = run.model.state_dict()
-    same = next((moment for moment in moments if _equal(moment.training.objective.model.state_dict(), weights)), None)
+    same = next(
+        (moment for moment in moments if _equal(moment.training.objective.model.state_dict(), weights)), None
+    )
     if same is not None:
         raise ConfigError(
             f"the checkpoints {same.path} and {run.config.model.checkpoint} hold the same weights",
@@ -143,17 +254,30 @@ def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 
 def _moment(
-    run: Setup, number: int, measurement: Measurement, reader: CheckedReader, rows: np.ndarray, say: Callable[[str], None]
+    run: Setup,
+    number: int,
+    measurement: Measurement,
+    reader: CheckedReader,
+    rows: np.ndarray,
+    say: Callable[[str], None],
 ) -> Moment:
     options = run.stream_options(say)
     training = Examples(run.objective, run.reader, len(run.samples), options)
-    summary = summary_for(run.criterion.kind, run.criterion.ignore_index) if measurement.criterion.kind != "custom" else None
+    summary = (
+        summary_for(run.criterion.kind, run.criterion.ignore_index)
+        if measurement.criterion.kind != "custom"
+        else None
+    )
     measured = Objective(run.model, measurement.criterion.function, summary, autocast=run.objective.autocast)
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
     return Moment(
-        Checkpoint(number, learning_rate, say, len(rows)), training, queries, None if path is None else str(path), run.loaded.sha256
+        Checkpoint(number, learning_rate, say, len(rows)),
+        training,
+        queries,
+        None if path is None else str(path),
+        run.loaded.sha256,
     )
 
 
@@ -163,11 +287,18 @@ def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[Chec
     dataset = None if wanted is None else wanted.dataset
     samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
     with told_of_queries():
-        reader = CheckedReader(samples, measurement.criterion, class_count(run.first_output, measurement.criterion))
-    rows = np.arange(len(samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows, dtype=np.int64)
+        reader = CheckedReader(
+            samples, measurement.criterion, class_count(run.first_output, measurement.criterion)
+        )
+    rows = (
+        np.arange(len(samples))
+        if wanted is None or wanted.rows is None
+        else np.array(wanted.rows, dtype=np.int64)
+    )
     if rows.max() >= len(samples):
         raise ConfigError(
-            f"influence.queries.rows names row {rows.max()}", expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}"
+            f"influence.queries.rows names row {rows.max()}",
+            expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}",
         )
     return reader, rows
 
@@ -178,8 +309,12 @@ def told_of_queries() -> Iterator[None]:
     try:
         yield
     except (DataError, LossError, ModelError) as error:
-        step = error.next_step and error.next_step.replace("data.inputs and data.target", "influence.queries and influence.measurement")
-        raise type(error)(f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step) from error
+        step = error.next_step and error.next_step.replace(
+            "data.inputs and data.target", "influence.queries and influence.measurement"
+        )
+        raise type(error)(
+            f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step
+        ) from error
 
 
 def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:

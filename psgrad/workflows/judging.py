@@ -11,23 +11,28 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import Config, DataConfig, nearest
-from psgrad.engine.measures.known import known_measures
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure
-from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.data import load_data
+from psgrad.inputs.sources.load import load_data
 from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detectors import detector_from
 from psgrad.quality.judging import Judged, judge
-from psgrad.quality.references import Reference, measured_as, read_reference, reference_of, require_comparable, scored_by
+from psgrad.quality.references import (
+    Reference,
+    measured_as,
+    read_reference,
+    reference_of,
+    require_comparable,
+    scored_by,
+)
 from psgrad.results import SAMPLE_COLUMNS, Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
-from psgrad.workflows.identity import hashes_of
-from psgrad.workflows.measure_setup import measures_of, prepare
-from psgrad.workflows.measuring import Measured, Passes
-from psgrad.workflows.resuming import measure_specs
-from psgrad.workflows.row_facts import about_rows
+from psgrad.workflows.identity import hashes_of, measure_specs
+from psgrad.workflows.measures import measures_of, prepare
+from psgrad.workflows.measuring import Measured, Passes, about_rows
 from psgrad.workflows.setup import CheckedReader, Setup
 
 _ROWS = "projected_gradients"
@@ -43,8 +48,9 @@ Say = Callable[[Progress], None]
 class Judging:
     """Who is an outlier in a run, by its config.
 
-    All that can be wrong is told when it is made, before anything is measured. Raises ConfigError and DataError: a reference that is not
-    there, or was measured with something else; a score or a group that no column will be; a detector that is none.
+    All that can be wrong is told when it is made, before anything is measured. Raises ConfigError and
+    DataError: a reference that is not there, or was measured with something else; a score or a group that no
+    column will be; a detector that is none.
     """
 
     def __init__(self, run: Setup, measures: Sequence[Measure]) -> None:
@@ -55,20 +61,32 @@ class Judging:
         self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
-        self._units = None if self._of_data is None else load_data(run.config.data, run.config.base, self._of_data).units
+        self._units = (
+            None
+            if self._of_data is None
+            else load_data(run.config.data, run.config.base, self._of_data).units
+        )
         self._found = self._find()
         self._trusted = self._load_trusted()
 
     def identity(self) -> dict[str, Any]:
-        """What a dataset as the reference adds to the identity of a run: rows of it are kept as those of the run are."""
+        """What a dataset as the reference adds to the identity of a run: rows of it are kept as those of the
+        run are.
+        """
         source = self._outliers.reference
         if self._trusted is None or source is None or source.data is None:
             return {}
         described = source.data.model_dump(mode="json", exclude={"class_names"})
-        return {"reference": described, "reference (its content)": self._trusted.samples.content(), "score": self._outliers.score}
+        return {
+            "reference": described,
+            "reference (its content)": self._trusted.samples.content(),
+            "score": self._outliers.score,
+        }
 
     def measure(self, folder: RunFolder, say: Say) -> None:
-        """Measure the dataset that is the reference, where one is. What is finished is kept in the run's folder, as its own rows are."""
+        """Measure the dataset that is the reference, where one is. What is finished is kept in the run's
+        folder, as its own rows are.
+        """
         if self._trusted is not None:
             self._found = self._measure(self._trusted, folder, say)
 
@@ -79,28 +97,45 @@ class Judging:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
         reference = self._found
         relative = [each for each in self._measures if each.looks_twice or each.name in _RELATIVE]
-        is_relative = self._outliers.score in _RELATIVE_COLUMNS or any(_gives(each, self._outliers.score) for each in relative)
+        is_relative = self._outliers.score in _RELATIVE_COLUMNS or any(
+            _gives(each, self._outliers.score) for each in relative
+        )
         if reference is not None and is_relative:
-            said = f"{self._outliers.score} of a sample depends on the other samples of its run: it is not quite the same score in two runs"
+            said = (
+                f"{self._outliers.score} of a sample depends on the other samples of its run: it is not quite"
+                " the same score in two runs"
+            )
             reference = replace(reference, caveats=(*reference.caveats, said))
         return judge(frame, self._run.config.analyze, reference, _rows_of(measured))
 
     def _require_known(self) -> None:
-        """Raises ConfigError for a score or a group that no column will be; columns that a measure does not tell are found later."""
+        """Raises ConfigError for a score or a group that no column will be; columns that a measure does not
+        tell are found later.
+        """
         outliers = self._outliers
         if outliers.group_by == "length" and self._run.criterion.kind != "token":
             raise ConfigError(
-                f"analyze.outliers.group_by: length counts positions, and the loss {self._run.config.loss.name} has none",
+                "analyze.outliers.group_by: length counts positions, and the loss"
+                f" {self._run.config.loss.name} has none",
                 expected="length with token_cross_entropy; or class, or a column",
             )
         known = ["grad_norm", "log_norm", "loss", "confidence", "prediction", "token_accuracy", "length"]
         known += [column for measure in self._measures for column in measure.meanings]
         known += [f"{each.name}_score" for each in outliers.detectors]
-        unsaid = [measure for measure in self._measures if not measure.meanings and measure.name not in known_measures()]
-        if outliers.score not in known and not unsaid and not any(_gives(measure, outliers.score) for measure in self._measures):
+        unsaid = [
+            measure
+            for measure in self._measures
+            if not measure.meanings and measure.name not in known_measures()
+        ]
+        if (
+            outliers.score not in known
+            and not unsaid
+            and not any(_gives(measure, outliers.score) for measure in self._measures)
+        ):
             close = nearest(outliers.score, known)
             raise ConfigError(
-                f"analyze.outliers.score: there is no column {outliers.score!r}" + (f"; did you mean {close}?" if close else ""),
+                f"analyze.outliers.score: there is no column {outliers.score!r}"
+                + (f"; did you mean {close}?" if close else ""),
                 expected=f"one of {', '.join(known)}",
                 cause="the measure that gives this column is not in analyze.measures",
             )
@@ -108,7 +143,11 @@ class Judging:
     def _column_of_data(self) -> str | None:
         """The column that groups samples, where it is one of the dataset and none of what is measured."""
         by = self._outliers.group_by
-        known = by is None or by in {"class", "length", *SAMPLE_COLUMNS} or any(_gives(measure, by) for measure in self._measures)
+        known = (
+            by is None
+            or by in {"class", "length", *SAMPLE_COLUMNS}
+            or any(_gives(measure, by) for measure in self._measures)
+        )
         return None if known else by
 
     def _find(self) -> Reference | None:
@@ -125,7 +164,9 @@ class Judging:
                     expected="a baseline of a finished psgrad analyze",
                     next_step="save the baseline again",
                 )
-            caveats = require_comparable(ours, saved.get("measured_as", {}), outliers.score, str(source.baseline))
+            caveats = require_comparable(
+                ours, saved.get("measured_as", {}), outliers.score, str(source.baseline)
+            )
             found = read_reference(saved, str(source.baseline), self._scored_by, outliers.group_by)
         else:
             path = base / str(source.run)
@@ -133,7 +174,9 @@ class Judging:
             caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
             finished = load_run(path)
             rows = finished.measures[_ROWS].arrays.get(_ROWS) if _ROWS in finished.measures else None
-            found = reference_of(finished.samples, self._scored_by, outliers.group_by, "run", str(source.run), rows)
+            found = reference_of(
+                finished.samples, self._scored_by, outliers.group_by, "run", str(source.run), rows
+            )
         return replace(found, caveats=(*found.caveats, *caveats))
 
     def _load_trusted(self) -> Setup | None:
@@ -143,13 +186,17 @@ class Judging:
             return None
         trusted = load_data(source.data, run.config.base, self._of_data)
         reader = CheckedReader(trusted, run.criterion, run.reader.classes)
-        objective = Objective(run.model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast)
+        objective = Objective(
+            run.model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast
+        )
         config = run.config.model_copy(update={"data": source.data})
         config._base = run.config.base
         return replace(run, config=config, samples=trusted, objective=objective, reader=reader)
 
     def _measure(self, trusted: Setup, folder: RunFolder, say: Say) -> Reference:
-        """The trusted dataset, measured as the samples are: what the score, the groups and the detectors need."""
+        """The trusted dataset, measured as the samples are: what the score, the groups and the detectors
+        need.
+        """
         outliers, count = self._outliers, len(trusted.samples)
         setting, every = prepare(
             trusted,
@@ -157,23 +204,33 @@ class Judging:
             count,
             lambda message: say(Progress(0, 0, "reference", message)),
         )
-        measured = Passes(setting, setting.examples.stream, every, about_rows(trusted), folder, say, _PREFIX).run()
+        measured = Passes(
+            setting, setting.examples.stream, every, about_rows(trusted), folder, say, _PREFIX
+        ).run()
         frame = measured.table
         if self._of_data is not None and trusted.samples.units is not None:
             frame = frame.assign(**{self._of_data: trusted.samples.units})
         source = _source_of(trusted.config.data)
-        return reference_of(_with_log(frame), self._scored_by, outliers.group_by, "data", source, _rows_of(measured))
+        return reference_of(
+            _with_log(frame), self._scored_by, outliers.group_by, "data", source, _rows_of(measured)
+        )
 
 
 def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
-    """The config with those measures alone that the verdict needs; with all where none is known to give the score."""
+    """The config with those measures alone that the verdict needs; with all where none is known to give the
+    score.
+    """
     outliers = config.analyze.outliers
-    wanted = {column for column in (outliers.score, outliers.group_by) if column is not None} - set(SAMPLE_COLUMNS)
+    wanted = {column for column in (outliers.score, outliers.group_by) if column is not None} - set(
+        SAMPLE_COLUMNS
+    )
     wanted -= {"length", "class", *(f"{each.name}_score" for each in outliers.detectors)}
     giving = {column: [measure.name for measure in measures if _gives(measure, column)] for column in wanted}
     if giving.get(outliers.score) == []:
         return config
-    needed = {name for names in giving.values() for name in names} | ({_ROWS} if outliers.detectors else set())
+    needed = {name for names in giving.values() for name in names} | (
+        {_ROWS} if outliers.detectors else set()
+    )
     kept = [each for each in config.analyze.measures if each.name in needed]
     changed = config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
     changed._base = config.base
@@ -181,8 +238,13 @@ def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
 
 
 def _gives(measure: Measure, column: str) -> bool:
-    """Whether a measure says that this column is its own; `layer_norm.<layer>` stands for a column a layer."""
-    return any(column == name or ("<" in name and column.startswith(name.partition("<")[0])) for name in measure.meanings)
+    """Whether a measure says that this column is its own; `layer_norm.<layer>` stands for a column a
+    layer.
+    """
+    return any(
+        column == name or ("<" in name and column.startswith(name.partition("<")[0]))
+        for name in measure.meanings
+    )
 
 
 def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
@@ -196,7 +258,9 @@ def _with_log(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _described(run: Setup) -> dict[str, Any]:
     """Of a run's manifest the parts that scores depend on."""
-    trainable = sum(parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad)
+    trainable = sum(
+        parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad
+    )
     return {
         "config": run.config.model_dump(mode="json"),
         "model": {"sha256": run.loaded.sha256, "trainable": trainable},

@@ -1,4 +1,6 @@
-"""The measures and methods that a config may name, with the names of their options, read from their source: torch is not loaded."""
+"""The measures and methods that a config may name, with the names of their options, read from their source:
+torch is not loaded.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,16 @@ def _name_of(kind: ast.ClassDef, path: Path) -> str | None:
 
 def _value_of(name: str, body: list[ast.stmt]) -> ast.expr | None:
     for line in body:
-        targets = [line.target] if isinstance(line, ast.AnnAssign) else line.targets if isinstance(line, ast.Assign) else []
-        if isinstance(line, ast.AnnAssign | ast.Assign) and any(isinstance(each, ast.Name) and each.id == name for each in targets):
+        targets = (
+            [line.target]
+            if isinstance(line, ast.AnnAssign)
+            else line.targets
+            if isinstance(line, ast.Assign)
+            else []
+        )
+        if isinstance(line, ast.AnnAssign | ast.Assign) and any(
+            isinstance(each, ast.Name) and each.id == name for each in targets
+        ):
             return line.value
     return None
 
@@ -74,7 +84,11 @@ def _fields(kind: ast.ClassDef, path: Path) -> list[str]:
             names |= dict.fromkeys(_fields(*found))
     if any("dataclass" in ast.unparse(decorator) for decorator in kind.decorator_list):
         for line in kind.body:
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and not _is_no_option(line):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(line.target, ast.Name)
+                and not _is_no_option(line)
+            ):
                 names[line.target.id] = None
     return list(names)
 
@@ -95,7 +109,11 @@ def _class_named(name: str, path: Path) -> tuple[ast.ClassDef, Path] | None:
 def _source_of(name: str, path: Path) -> Path | None:
     """The module of psgrad that a name is imported from."""
     for node in _tree(path).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("psgrad.") and any(each.name == name for each in node.names):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("psgrad.")
+            and any(each.name == name for each in node.names)
+        ):
             module = ROOT.parent.joinpath(*str(node.module).split("."))
             return module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
     return None

@@ -1,4 +1,8 @@
-"""The passes of `psgrad analyze` over the samples: measures are asked, finished rows kept, and a run goes on where one ended."""
+"""The passes of `psgrad analyze` over the samples: measures are asked, finished rows kept, and a run goes on
+where one ended.
+
+What is known of rows without any measure: who they are, and how long.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.engine.gradients.streaming import Columns, Stream
+from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.measures.second_look import SecondLook
+from psgrad.engine.measures.passes import SecondLook
 from psgrad.results import Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
-from psgrad.workflows.interruptions import held
-from psgrad.workflows.own_measure import joined_columns
+from psgrad.workflows.measures import joined_columns
+from psgrad.workflows.setup import Setup, digest_of, held
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -38,8 +42,8 @@ About = Callable[[int, int], dict[str, Any]]
 class Measured:
     """What all passes said.
 
-    table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered. rows: every column of every
-    measure, those of more than one number a sample among them.
+    table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered.
+    rows: every column of every measure, those of more than one number a sample among them.
     """
 
     table: pd.DataFrame
@@ -69,7 +73,14 @@ class Passes:
         say: Say,
         prefix: str = "",
     ) -> None:
-        self.setting, self.stream, self.measures, self.about, self.folder, self.say = setting, stream, measures, about, folder, say
+        self.setting, self.stream, self.measures, self.about, self.folder, self.say = (
+            setting,
+            stream,
+            measures,
+            about,
+            folder,
+            say,
+        )
         self.prefix = prefix
 
     def run(self) -> Measured:
@@ -89,13 +100,17 @@ class Passes:
             self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
             for own in measure.passes():
-                rows = joined_columns(rows, self._take(own.name, [], partial(self._own, own))[1], f"the pass {own.name}")
+                rows = joined_columns(
+                    rows, self._take(own.name, [], partial(self._own, own))[1], f"the pass {own.name}"
+                )
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         gathered = {measure.name: measure.gather(rows) for measure in self.measures if measure.name}
         flat = {name: column for name, column in rows.items() if column.dim() == 1 and name != "ok"}
         for found in gathered.values():
             flat = joined_columns(flat, found.columns, "what it gathers")
-        return Measured(table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows)
+        return Measured(
+            table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows
+        )
 
     def _own(self, own: OwnPass, start: int) -> Iterator[Columns]:
         return own.run(start, self.stream.chunk_size)
@@ -105,13 +120,21 @@ class Passes:
         name: str,
         measures: Sequence[Measure],
         run: Callable[[int], Iterator[Columns]],
-        about: About = lambda start, stop: {"index": np.arange(start, stop)},  # a table without a column has no rows to count
+        about: About = lambda start, stop: {
+            "index": np.arange(start, stop)
+        },  # a table without a column has no rows to count
     ) -> tuple[pd.DataFrame, Arrays]:
-        """One pass, from where it was left: (what is known of its rows without the measures, the columns of all rows)."""
+        """One pass, from where it was left: (what is known of its rows without the measures, the columns of
+        all rows).
+        """
         name = self.prefix + name
         shards, count = Shards(self.folder, name, counted=name == _FIRST), len(self.setting)
         kept = shards.read()
-        parts = [(kept.table, {key: torch.from_numpy(value) for key, value in kept.arrays.items()})] if kept.rows else []
+        parts = (
+            [(kept.table, {key: torch.from_numpy(value) for key, value in kept.arrays.items()})]
+            if kept.rows
+            else []
+        )
         if kept.rows:
             self._restore(measures, kept.state)
         waiting: list[tuple[pd.DataFrame, Arrays]] = []
@@ -121,7 +144,9 @@ class Passes:
             if waiting:
                 table = pd.concat([frame for frame, _ in waiting], ignore_index=True)
                 arrays = {key: torch.cat([part[key] for _, part in waiting]) for key in waiting[0][1]}
-                shards.append(table, {key: value.numpy() for key, value in arrays.items()}, self._state(measures))
+                shards.append(
+                    table, {key: value.numpy() for key, value in arrays.items()}, self._state(measures)
+                )
                 parts.append((table, arrays))
                 waiting.clear()
 
@@ -136,7 +161,10 @@ class Passes:
                 if columns is None:
                     break
                 self.say(Progress(columns.stop, count, name))
-                if sum(len(table) for table, _ in waiting) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
+                if (
+                    sum(len(table) for table, _ in waiting) >= _ROWS_PER_SHARD
+                    or time.monotonic() - last > _SECONDS_PER_SHARD
+                ):
                     keep()
                     last = time.monotonic()
         finally:
@@ -157,7 +185,11 @@ class Passes:
     def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
         self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]))
         for place, measure in enumerate(measures):
-            own = {key.partition(".")[2]: torch.from_numpy(value) for key, value in state.items() if key.startswith(f"{place}.")}
+            own = {
+                key.partition(".")[2]: torch.from_numpy(value)
+                for key, value in state.items()
+                if key.startswith(f"{place}.")
+            }
             if own:
                 measure.restore(own)
 
@@ -169,3 +201,30 @@ def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Ar
         pd.DataFrame({**about, **flat}, index=range(columns.start, columns.stop)),
         {name: column for name, column in columns.values.items() if column.dim() > 1},
     )
+
+
+def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
+    """(start, stop) -> id, index, fingerprint, target where there is one, and length, the positions that
+    count, where the loss has some.
+
+    A sample without an id of its own is known by its content.
+    """
+    ids, reader = run.samples.ids, run.reader
+    own_ids = run.config.data.id is not None
+    if not own_ids:
+        reader.contents = np.full(len(ids), "", dtype="U32")
+    if run.criterion.kind == "token":
+        reader.lengths = np.zeros(len(ids), np.int64)
+
+    def about(start: int, stop: int) -> dict[str, Any]:
+        rows = slice(start, stop)
+        prints = (
+            [digest_of(each) for each in ids[rows].tolist()]
+            if own_ids or reader.contents is None
+            else reader.contents[rows]
+        )
+        target = {} if reader.targets is None else {"target": reader.targets[rows]}
+        length = {} if reader.lengths is None else {"length": reader.lengths[rows]}
+        return {"id": ids[rows], "index": np.arange(start, stop), "fingerprint": prints, **target, **length}
+
+    return about

@@ -1,5 +1,5 @@
-"""A drawn batch and its neighbours, for an audit: one record more, less or another, records whose numbers are none, records that cancel,
-and a record that comes again after others.
+"""A drawn batch and its neighbours, for an audit: one record more, less or another, records whose numbers are
+none, records that cancel, and a record that comes again after others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.gradients.loading import Batch
+from psgrad.engine.execution.loading import Batch
 from psgrad.engine.privacy.audit import Replayed, record_replay
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
-from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordBatch, Records, record_loss
-from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
 from psgrad.results import NeighbourPair
@@ -32,17 +31,21 @@ from psgrad.workflows.private_statement import Statement, ledger_header
 _MOST_RECORDS = 256
 # Records that are taken out or exchanged, besides the longest one.
 _MORE = 2
-# Records that are computed at the beginning of an audit and again at its end, and how far their contributions may be apart, as a share of
-# the sensitivity.
+# Records that are computed at the beginning of an audit and again at its end, and how far their contributions
+# may be apart, as a share of the sensitivity.
 _REPEATED, _AGAIN = 3, 1e-6
 # What the inputs of a record that should have no say are multiplied by.
 _MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
-# The weights of the three rows of a record that cancels, of which the first and the one named by `same` are one row of the dataset. The
-# larger the weights, the more digits are lost.
+# The weights of the three rows of a record that cancels, of which the first and the one named by `same` are
+# one row of the dataset. The larger the weights, the more digits are lost.
 _TAKEN_BACK = [
     (same, weights)
     for large in (2.0**16, 2.0**20, 2.0**24, 2.0**32)
-    for same, weights in ((1, (large, -large, 1.0)), (2, (large, 1.0, -large)), (1, (large, -large * (1 + 2.0**-22), 0.0)))
+    for same, weights in (
+        (1, (large, -large, 1.0)),
+        (2, (large, 1.0, -large)),
+        (1, (large, -large * (1 + 2.0**-22), 0.0)),
+    )
 ]
 
 
@@ -57,12 +60,18 @@ class _Neighbours:
 
 
 def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair], list[str]]:
-    """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what was left out, and why)."""
+    """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what
+    was left out, and why).
+    """
     notes = []
     if not has_floats(setup):
-        notes.append("no record that is not finite was among the neighbours: no input of the dataset is floating point")
+        notes.append(
+            "no record that is not finite was among the neighbours: no input of the dataset is floating point"
+        )
     mixed = with_monsters(setup)
-    batch = setup.sampling.draw(len(setup.records), make_generator(setup.privacy.noise.generator))[:_MOST_RECORDS]
+    batch = setup.sampling.draw(len(setup.records), make_generator(setup.privacy.noise.generator))[
+        :_MOST_RECORDS
+    ]
     pairs = []
     for neighbours in _neighbours(setup, mixed, batch):
         try:
@@ -70,15 +79,18 @@ def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair]
         except DataError as error:
             if neighbours.second.max(initial=-1) < len(setup.records):
                 raise
-            notes.append(f"not compared: {neighbours.pair}, on which {error.arrived}")  # an augmentation that takes no such numbers
+            notes.append(
+                f"not compared: {neighbours.pair}, on which {error.arrived}"
+            )  # an augmentation that takes no such numbers
     return pairs + cancelling_pairs(setup, base, batch), notes
 
 
 def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> list[NeighbourPair]:
     """What records add whose positions cancel, each by itself; the worst of them.
 
-    Such a record is made of rows of the dataset: its loss is that of three rows, added up with weights that take one row's gradient back,
-    but for a small share, and leave a little of another. Whatever operators the model has, the rows meet as positions in its gradients.
+    Such a record is made of rows of the dataset: its loss is that of three rows, added up with weights that
+    take one row's gradient back, but for a small share, and leave a little of another. Whatever operators the
+    model has, the rows meet as positions in its gradients.
     """
     starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_MORE]] or [0]
     found = []
@@ -98,21 +110,35 @@ def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> lis
             )
         )
     worst = max(found, key=lambda each: (not each.holds, each.over))
-    return [_as_pair(dataclasses.replace(worst, pair=f"a record comes whose positions cancel, the worst of {len(found)}"))]
+    return [
+        _as_pair(
+            dataclasses.replace(
+                worst, pair=f"a record comes whose positions cancel, the worst of {len(found)}"
+            )
+        )
+    ]
 
 
-def _of_weighted_rows(setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int) -> GradientSource:
-    """The clipped sum of one record, or of none, whose loss is that of these rows, each times its weight. A row that comes twice draws the
-    same both times."""
+def _of_weighted_rows(
+    setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int
+) -> GradientSource:
+    """The clipped sum of one record, or of none, whose loss is that of these rows, each times its weight. A
+    row that comes twice draws the same both times.
+    """
     objective, block = setup.run.objective, setup.run.reader.take(rows)
     device = next(iter(objective.params.values())).device
     labels = torch.from_numpy(labels_of(rows, 1)[:, 0])
-    inputs = tuple(x.to(device)[None][:count] for x in (*block.inputs, labels, torch.tensor(weights, dtype=torch.float64)))
+    inputs = tuple(
+        x.to(device)[None][:count]
+        for x in (*block.inputs, labels, torch.tensor(weights, dtype=torch.float64))
+    )
     target = None if block.target is None else block.target.to(device)[None][:count]
     draws: RecordDraws = setup.streams.options["draws"]
     loss = record_loss(by_record(setup.loss, lambda: draws.at(0)), randomness=setup.run.randomness)
     dims = (0, None if target is None else 0)
-    summed = batch_source(loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness)
+    summed = batch_source(
+        loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness
+    )
 
     def source(clipping: Clipping) -> ClippedSum:
         with drawing_by_record(draws):
@@ -132,14 +158,18 @@ def contributions(setup: PrivateSetup) -> Contributions:
 
 
 def audited_state(setup: PrivateSetup, before: Contributions) -> list[NeighbourPair]:
-    """Whether records still add what they added before others passed, and whether what is published besides the weights is what it was.
+    """Whether records still add what they added before others passed, and whether what is published besides
+    the weights is what it was.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
     after = contributions(setup)
     steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
     squares = [
-        sum(float((after[record][name].double() - value.double()).square().sum()) for name, value in sums.items())
+        sum(
+            float((after[record][name].double() - value.double()).square().sum())
+            for name, value in sums.items()
+        )
         for record, sums in before.items()
     ]
     distance = math.sqrt(max(squares, default=0.0)) * steps
@@ -147,11 +177,22 @@ def audited_state(setup: PrivateSetup, before: Contributions) -> list[NeighbourP
     differing = [f"the published {name}" for name in setup.began.published.differing()]
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
     finite = math.isfinite(distance)
-    return [NeighbourPair("a record again, after the others", distance, sensitivity, distance / sensitivity, differing, finite, holds)]
+    return [
+        NeighbourPair(
+            "a record again, after the others",
+            distance,
+            sensitivity,
+            distance / sensitivity,
+            differing,
+            finite,
+            holds,
+        )
+    ]
 
 
 def with_monsters(setup: PrivateSetup) -> PrivateSetup:
-    """The setup with a record more for each of _MONSTERS: the first record with inputs that are no numbers to compute with.
+    """The setup with a record more for each of _MONSTERS: the first record with inputs that are no numbers to
+    compute with.
 
     A dataset without floating-point inputs has no such records.
     """
@@ -165,7 +206,12 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
         return RecordBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
 
     own = records.rows_of(0)
-    order = np.concatenate([records.rows_of_each(np.arange(len(records))), *(own + rows * kind for kind in range(1, len(monsters) + 1))])
+    order = np.concatenate(
+        [
+            records.rows_of_each(np.arange(len(records))),
+            *(own + rows * kind for kind in range(1, len(monsters) + 1)),
+        ]
+    )
     sizes = np.concatenate([records.sizes, np.full(len(monsters), len(own))])
     streams = RecordStreams(
         Records(order, np.cumsum(sizes) - sizes, sizes),
@@ -202,7 +248,9 @@ def _neighbours(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> 
         others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | monsters
         for name, other in others.items():
             for place, which in chosen.items():
-                yield _Neighbours(f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count)
+                yield _Neighbours(
+                    f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count
+                )
         if len(batch) and len(outside):
             yield _Neighbours("a batch of one record becomes another", batch[:1], outside[:1], count)
         return
@@ -212,8 +260,15 @@ def _neighbours(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> 
     if len(outside):
         yield _Neighbours("a record comes", batch, _sorted(batch, outside[0]), count + more)
     for name, monster in monsters.items():
-        yield _Neighbours(f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more)
-    yield _Neighbours("a record comes into an empty batch", batch[:0], np.array([batch[0] if len(batch) else 0]), count + more)
+        yield _Neighbours(
+            f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more
+        )
+    yield _Neighbours(
+        "a record comes into an empty batch",
+        batch[:0],
+        np.array([batch[0] if len(batch) else 0]),
+        count + more,
+    )
     for place, which in list(chosen.items())[:1]:
         yield _Neighbours(f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more)
 
@@ -232,7 +287,9 @@ def _sorted(batch: np.ndarray, record: int) -> np.ndarray:
     return np.sort(np.append(batch, record))
 
 
-def _compared(setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _Neighbours) -> NeighbourPair:
+def _compared(
+    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _Neighbours
+) -> NeighbourPair:
     privacy = setup.privacy
     generator = make_generator(privacy.noise.generator)
     datasets = iter((len(setup.records), neighbours.records))
@@ -243,7 +300,9 @@ def _compared(setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours:
         resized = dataclasses.replace(setup, records=Records.of_rows(size))
         training = _training(resized, base, size)
         line = Statement(resized, base, generator).ledger_line(training.event(), training)
-        return {f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()}
+        return {
+            f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()
+        }
 
     found = record_replay(
         _source(mixed, neighbours.first),
@@ -262,7 +321,15 @@ def _compared(setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours:
 
 
 def _as_pair(found: Replayed) -> NeighbourPair:
-    return NeighbourPair(found.pair, found.distance, found.sensitivity, found.ratio, list(found.differing), found.finite, found.holds)
+    return NeighbourPair(
+        found.pair,
+        found.distance,
+        found.sensitivity,
+        found.ratio,
+        list(found.differing),
+        found.finite,
+        found.holds,
+    )
 
 
 def _computed_in(setup: PrivateSetup) -> torch.dtype:

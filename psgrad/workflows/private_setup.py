@@ -1,4 +1,6 @@
-"""The parts of a private run, made from its config: records, clipping, noise, sampling, and the sources of gradients."""
+"""The parts of a private run, made from its config: records, clipping, noise, sampling, and the sources of
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,27 @@ import numpy as np
 from torch import Tensor, nn
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.gradients.loading import placed
+from psgrad.engine.execution.loading import placed
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
-from psgrad.engine.privacy.adaptive import AdaptiveBound
-from psgrad.engine.privacy.clipping import Clipping, Group
+from psgrad.engine.privacy.batches import GradientSource, RecordStreams
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.own_generators import OwnGenerators
-from psgrad.engine.privacy.published import PublishedTensors
 from psgrad.engine.privacy.record_draws import RecordDraws
-from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordReader, Records
-from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta, require_tail
-from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.schedules import Schedule
-from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.privacy.refusals import (
+    require_expected_batch_size,
+    require_separate_records,
+    require_small_delta,
+    require_tail,
+)
+from psgrad.engine.privacy.sampling import Sampling, Schedule
+from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
-from psgrad.inputs.imports import resolve
+from psgrad.inputs.code import resolve
 from psgrad.inputs.losses import Criterion
 from psgrad.workflows.setup import Loss, Setup, set_up
 
@@ -36,7 +40,9 @@ _ROWS_LOOKED_AT = 4
 
 
 class Began:
-    """A model and its loss before any record was read: the state that each record is computed with, and the tensors that are published."""
+    """A model and its loss before any record was read: the state that each record is computed with, and the
+    tensors that are published.
+    """
 
     def __init__(self, model: nn.Module, criterion: Criterion) -> None:
         self.state = ModelState(model, criterion.function)
@@ -44,7 +50,9 @@ class Began:
         self.published = PublishedTensors(model, trained)
 
     def require_unwritten(self) -> None:
-        """Raises ModelError where rows that went through the model before the first step wrote into a parameter that is trained."""
+        """Raises ModelError where rows that went through the model before the first step wrote into a
+        parameter that is trained.
+        """
         self.state.restore()
         self.published.require_unwritten()
 
@@ -56,7 +64,9 @@ class Began:
         self.published.renew()
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters and buffers, state dict), as they may be published. Raises ModelError where one that is not trained has changed."""
+        """(parameters and buffers, state dict), as they may be published. Raises ModelError where one that is
+        not trained has changed.
+        """
         self.state.restore()
         return self.published.checked()
 
@@ -65,8 +75,8 @@ class Began:
 class PrivateSetup:
     """What a private run is made of, before anything was drawn.
 
-    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a bound that stays. `began` is
-    the model before any record was read.
+    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a
+    bound that stays. `began` is the model before any record was read.
     """
 
     run: Setup
@@ -80,7 +90,8 @@ class PrivateSetup:
     began: Began
 
     def source(self, records: np.ndarray, step: int = 0) -> GradientSource:
-        """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take the place of this one's.
+        """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take
+        the place of this one's.
 
         step: to which the records' random draws belong.
         """
@@ -93,7 +104,9 @@ class PrivateSetup:
 
     @property
     def loss(self) -> Loss:
-        """(loss, summary) of one row, with the model and the loss in the state of before any record was read."""
+        """(loss, summary) of one row, with the model and the loss in the state of before any record
+        was read.
+        """
         return self.began.state.holding(self.run.objective.loss)
 
     @property
@@ -111,8 +124,12 @@ def require_privacy(config: Config) -> PrivacyConfig:
     if config.privacy is None:
         raise ConfigError(
             "the config has no section privacy",
-            expected="privacy: with steps, delta, expected_batch_size, sampling, clipping, noise and optimizer",
-            next_step="docs/guides/private-training.md describes the section; configs/digits-dp.yaml is an example",
+            expected=(
+                "privacy: with steps, delta, expected_batch_size, sampling, clipping, noise and optimizer"
+            ),
+            next_step=(
+                "docs/guides/private-training.md describes the section; configs/digits-dp.yaml is an example"
+            ),
         )
     return config.privacy
 
@@ -126,7 +143,9 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     unit = privacy.unit
     seen: list[Began] = []
     column = None if unit is None else unit.column
-    run = set_up(config, trainable=privacy.trainable, unit=column, built=lambda *built: seen.append(Began(*built)))
+    run = set_up(
+        config, trainable=privacy.trainable, unit=column, built=lambda *built: seen.append(Began(*built))
+    )
     began = seen[0]
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
@@ -175,25 +194,34 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
 
 
 def refuse(setup: PrivateSetup) -> None:
-    """Refuse what would void the guarantee, before anything is drawn. What is looked at here only ever stops a run."""
+    """Refuse what would void the guarantee, before anything is drawn. What is looked at here only ever stops
+    a run.
+    """
     privacy, run = setup.privacy, setup.run
-    setup.began.require_unwritten()  # first: the checks below find a model that has set itself up, and changes no more
+    # first: the checks below find a model that has set itself up, and changes no more
+    setup.began.require_unwritten()
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
     count = len(run.samples)
-    looked_at = run.reader.take(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))  # from all over the data
+    looked_at = run.reader.take(
+        np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64)
+    )  # from all over the data
     inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
     if run.samples.code or privacy.augmentation is not None:  # what is read from a file is always the same
         reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
-        reader.require_memoryless(np.unique(np.linspace(0, len(setup.records) - 1, _ROWS_LOOKED_AT, dtype=np.int64)))
+        reader.require_memoryless(
+            np.unique(np.linspace(0, len(setup.records) - 1, _ROWS_LOOKED_AT, dtype=np.int64))
+        )
     if run.model.training:  # what can't draw for each record by itself is refused where it is met
         setup.source(np.arange(1))(setup.clipping)
 
 
 def require_possible_steps(setup: PrivateSetup, base: float) -> None:
-    """Raises ConfigError for a plan with steps that can't be taken: better now than when the steps before them are paid for."""
+    """Raises ConfigError for a plan with steps that can't be taken: better now than when the steps before
+    them are paid for.
+    """
     privacy = setup.privacy
     steps = [(event.noise_multiplier, count) for event, count in planned_events(privacy, base)]
     if setup.clipping.grid is None:
@@ -203,7 +231,8 @@ def require_possible_steps(setup: PrivateSetup, base: float) -> None:
         Noise(multiplier, privacy.noise.mechanism).require_grid(setup.clipping, privacy.relation)
 
 
-# -- values of a config -----------------------------------------------------------------------------------------------------------------
+# -- values of a config
+# ------------------------------------------------------------------------------------------------------------
 
 
 def sampling_of(privacy: PrivacyConfig) -> Sampling:
@@ -217,25 +246,37 @@ def schedule_of(privacy: PrivacyConfig) -> Schedule:
 
 
 def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) -> Clipping:
-    """What each record's gradient in these parameters is clipped to; with a grid, where the noise is discrete."""
+    """What each record's gradient in these parameters is clipped to; with a grid, where the noise is
+    discrete.
+    """
     wanted = privacy.clipping
     rule = {"rule": wanted.rule, "stability": wanted.stability}
     if isinstance(wanted.groups, dict):
         clipping = Clipping.by_pattern(parameters, wanted.groups, **rule)
     else:
         assert wanted.norm is not None  # the config sees to it
-        make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}[wanted.groups]
+        make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}[
+            wanted.groups
+        ]
         clipping = make(parameters, wanted.norm, **rule)
     if privacy.noise.mechanism == "gaussian":
         return clipping
-    sizes = [(group.bound, sum(parameters[name].numel() for name in group.parameters)) for group in clipping.groups]
+    sizes = [
+        (group.bound, sum(parameters[name].numel() for name in group.parameters)) for group in clipping.groups
+    ]
     # The grid of the largest bound: on a finer one, sums of its group might not fit in 64 bits.
-    grid = privacy.noise.grid if privacy.noise.grid is not None else max(default_grid(bound, size) for bound, size in sizes)
+    grid = (
+        privacy.noise.grid
+        if privacy.noise.grid is not None
+        else max(default_grid(bound, size) for bound, size in sizes)
+    )
     return replace(clipping, grid=grid)
 
 
 def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
-    """A clipping of the same sensitivity as `clipping_of`, for a plan that knows no parameters: a group for each bound."""
+    """A clipping of the same sensitivity as `clipping_of`, for a plan that knows no parameters: a group for
+    each bound.
+    """
     wanted = privacy.clipping
     if isinstance(wanted.groups, dict):
         return Clipping(tuple(Group(pattern, (pattern,), bound) for pattern, bound in wanted.groups.items()))
@@ -248,29 +289,42 @@ def adaptive_of(privacy: PrivacyConfig, clipping: Clipping) -> AdaptiveBound | N
     wanted = privacy.clipping.adaptive
     if wanted is None:
         return None
-    return AdaptiveBound(clipping.groups[0].bound, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier)
+    return AdaptiveBound(
+        clipping.groups[0].bound, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
+    )
 
 
 def planned_events(privacy: PrivacyConfig, base: float) -> Events:
     """All steps of the plan, as an accountant sees them, for this base of the schedule."""
     sampling = sampling_of(privacy)
     runs = schedule_of(privacy).runs(base, privacy.steps)
-    return [(StepEvent(multiplier, sampling, privacy.relation, privacy.noise.mechanism), steps) for multiplier, steps in runs]
+    return [
+        (StepEvent(multiplier, sampling, privacy.relation, privacy.noise.mechanism), steps)
+        for multiplier, steps in runs
+    ]
 
 
 def base_multiplier(privacy: PrivacyConfig) -> float:
-    """The base of the noise schedule: the config's multiplier, 1 for a list, or what meets the target epsilon over all planned steps."""
+    """The base of the noise schedule: the config's multiplier, 1 for a list, or what meets the target epsilon
+    over all planned steps.
+    """
     noise = privacy.noise
     if noise.multiplier is not None:
         return noise.multiplier
     if noise.target_epsilon is None:
         return 1.0  # a list has the multipliers themselves
-    return noise_multiplier_for(noise.target_epsilon, privacy.delta, lambda base: planned_events(privacy, base))
+    return noise_multiplier_for(
+        noise.target_epsilon, privacy.delta, lambda base: planned_events(privacy, base)
+    )
 
 
 def unit_in_words(privacy: PrivacyConfig) -> str:
     """Who is protected, as a part of a sentence."""
-    copies = f", with {privacy.augmentation.copies} augmented copies averaged inside it" if privacy.augmentation is not None else ""
+    copies = (
+        f", with {privacy.augmentation.copies} augmented copies averaged inside it"
+        if privacy.augmentation is not None
+        else ""
+    )
     if privacy.unit is None:
         return f"one row{copies}"
     capped = f", at most {privacy.unit.max_rows} of them" if privacy.unit.max_rows is not None else ""

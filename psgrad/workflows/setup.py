@@ -1,11 +1,18 @@
-"""What a config names, made live: the model, the loss, the data, and the engine's stream over them."""
+"""What a config names, made live: the model, the loss, the data, and the engine's stream over them.
+
+Ctrl-C at a moment that suits: what must not be left half done is finished first.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -13,19 +20,19 @@ import torch
 from torch import nn
 
 from psgrad.config import Config
-from psgrad.engine.gradients.loading import Read
-from psgrad.engine.gradients.planning import machines
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.measures.predictions import summary_for
-from psgrad.engine.objective import Objective
-from psgrad.engine.transforms import generators
-from psgrad.engine.verify import SelfCheck, self_check
+from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.self_check import SelfCheck, self_check
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import machine
+from psgrad.engine.measures.output_values import summary_for
+from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
-from psgrad.inputs.data import load_data
 from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
-from psgrad.inputs.model_identity import ModelIdentity, identify
-from psgrad.inputs.models import LoadedModel, load_model
-from psgrad.inputs.samples import Block, Samples
+from psgrad.inputs.models.factory import LoadedModel, load_model
+from psgrad.inputs.models.identity import ModelIdentity, identify
+from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.load import load_data
 
 Loss = Callable[..., Any]
 
@@ -34,8 +41,8 @@ Loss = Callable[..., Any]
 class Setup:
     """The parts of a run.
 
-    `dtype` is the type of parameters and inputs; see `pick_precision`. `first_output` calls the model on the first row. `identity` is the
-    model's as it was loaded.
+    `dtype` is the type of parameters and inputs; see `pick_precision`. `first_output` calls the model on the
+    first row. `identity` is the model's as it was loaded.
     """
 
     config: Config
@@ -55,8 +62,12 @@ class Setup:
         """Of what a model draws, as for vmap: a model in eval mode draws nothing."""
         return "different" if self.model.training else "error"
 
-    def stream(self, say: Callable[[str], None], loss: Loss | None = None, read: Read | None = None) -> Stream:
-        """Gradients chunk by chunk, as the config's engine section wants them: of the dataset's rows, or of what `read` and `loss` know."""
+    def stream(
+        self, say: Callable[[str], None], loss: Loss | None = None, read: Read | None = None
+    ) -> Stream:
+        """Gradients chunk by chunk, as the config's engine section wants them: of the dataset's rows, or of
+        what `read` and `loss` know.
+        """
         return Stream(
             self.objective.loss if loss is None else loss,
             self.objective.params,
@@ -77,7 +88,9 @@ class Setup:
         }
 
     def self_check(self, stream: Stream) -> SelfCheck | None:
-        """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and can't be asked twice."""
+        """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and
+        can't be asked twice.
+        """
         if draws_at_random(self.first_output, self.model):
             return None
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
@@ -91,9 +104,10 @@ def set_up(
     unit: str | None = None,
     built: Callable[[nn.Module, Criterion], None] = lambda model, criterion: None,
 ) -> Setup:
-    """Load all that a config names. Of the parameters only those that fit a pattern in `trainable` are trained; None for those that the
-    factory left trainable; `trainable_key` is the config's name for them. `unit` is the column of the data that says whom each row
-    belongs to. `built` is called with the model and the loss before any row goes through them.
+    """Load all that a config names. Of the parameters only those that fit a pattern in `trainable` are
+    trained; None for those that the factory left trainable; `trainable_key` is the config's name for them.
+    `unit` is the column of the data that says whom each row belongs to. `built` is called with the model and
+    the loss before any row goes through them.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
@@ -110,7 +124,9 @@ def set_up(
     objective = Objective(model, criterion.function, summary, autocast=autocast)
     first_output = partial(output_of_first_row, model, samples, device, dtype)
     reader = CheckedReader(samples, criterion, class_count(first_output, criterion))
-    return Setup(config, device, dtype, loaded, criterion, samples, model, objective, reader, first_output, identity)
+    return Setup(
+        config, device, dtype, loaded, criterion, samples, model, objective, reader, first_output, identity
+    )
 
 
 def pick_device(name: str) -> torch.device:
@@ -130,13 +146,16 @@ def pick_device(name: str) -> torch.device:
 
 
 def use_machine(config: Config, device: torch.device) -> None:
-    """Have the machine's constants that the config names in force, if it names any. Raises ConfigError where they can't be used."""
-    machines.use(None if config.engine.machine is None else config.base / config.engine.machine)
-    machines.machine(device)
+    """Have the machine's constants that the config names in force, if it names any. Raises ConfigError where
+    they can't be used.
+    """
+    machine.use(None if config.engine.machine is None else config.base / config.engine.machine)
+    machine.machine(device)
 
 
 def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None without autocast.
+    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
+    without autocast.
 
     A checkpoint in bfloat16 is loaded as float32 just the same, which holds each of its numbers exactly.
     """
@@ -152,11 +171,13 @@ def output_of_first_row(model: nn.Module, samples: Samples, device: torch.device
 
 
 class CheckedReader:
-    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before any work.
+    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before
+    any work.
 
-    `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset that yields its targets
-    with its rows only, they are noted as the rows pass by, and are zero until then. So are `contents`, [n] digests of what each row
-    holds, empty until then, and `lengths`, [n] how many positions of each row count, zero until then, where they are asked for.
+    `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset
+    that yields its targets with its rows only, they are noted as the rows pass by, and are zero until then.
+    So are `contents`, [n] digests of what each row holds, empty until then, and `lengths`, [n] how many
+    positions of each row count, zero until then, where they are asked for.
     """
 
     contents: np.ndarray[Any, Any] | None = None
@@ -188,7 +209,9 @@ class CheckedReader:
             block = self.samples.take(rows)
         if not self._known and block.target is not None:
             for place, row in enumerate(rows):  # one by one: a message names the row
-                check_targets(self.criterion, block.target[place : place + 1], self.classes, first_row=int(row))
+                check_targets(
+                    self.criterion, block.target[place : place + 1], self.classes, first_row=int(row)
+                )
             self._note(rows, block.target)
         elif not self._known:
             check_targets(self.criterion, None, self.classes)
@@ -224,11 +247,15 @@ def digests(block: Block) -> list[str]:
 
 def digest_of(identifier: object) -> str:
     """32 hexadecimal digits of a sample's id."""
-    return hashlib.blake2b(f"id {identifier!r}".encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        f"id {identifier!r}".encode("utf-8", "backslashreplace"), digest_size=16
+    ).hexdigest()
 
 
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
-    """The size of the output's class axis, from one sample; None where the loss knows no classes, or the model fails (told later)."""
+    """The size of the output's class axis, from one sample; None where the loss knows no classes, or the
+    model fails (told later).
+    """
     if criterion.kind not in ("class", "token"):
         return None
     try:
@@ -244,9 +271,40 @@ def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
     """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
     if not model.training:
         return False  # psgrad's own pass refuses random operators there
-    before = generators.everywhere()
+    before = random_draws.everywhere()
     try:
         first_output()
     except Exception:
         return False
-    return generators.everywhere() != before
+    return random_draws.everywhere() != before
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the block is done, and are then handled as they would have been. Of each
+    the second waits no longer.
+
+    Outside of the main thread, which alone hears signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    before: dict[int, Any] = {}
+
+    def wait(signum: int, frame: FrameType | None) -> None:
+        waiting.append((signum, frame))
+        signal.signal(signum, before[signum])
+
+    for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
+        before[signum] = signal.getsignal(signum)
+        if callable(before[signum]):
+            signal.signal(signum, wait)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            if callable(handler):
+                signal.signal(signum, handler)
+    for arrived, frame in waiting:
+        before[arrived](arrived, frame)

@@ -1,9 +1,20 @@
-"""Small versions of the networks that people train, a file for each family, each with its loss and a way to draw data."""
+"""Small versions of the networks that people train, a file for each family, each with its loss and a way to
+draw data.
+"""
 
 from __future__ import annotations
 
 from tests import models
-from tests.architectures import convolutional, generative, graphs, multilayer, recurrent, representation, transformers, weights
+from tests.architectures import (
+    convolutional,
+    generative,
+    graphs,
+    multilayer,
+    recurrent,
+    representation,
+    transformers,
+    weights,
+)
 
 ARCHITECTURES = (
     *models.ARCHITECTURES,

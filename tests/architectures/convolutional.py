@@ -77,7 +77,9 @@ class Bottleneck(nn.Module):
             nn.Conv2d(inner, outputs, kernel_size=1, bias=False),
             batch_norm(outputs),
         )
-        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), batch_norm(outputs))
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), batch_norm(outputs)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inside(x)
@@ -104,9 +106,13 @@ class Dense(nn.Module):
     def __init__(self, channels: int, growth: int, layers: int) -> None:
         super().__init__()
         widths = [channels + growth * i for i in range(layers)]
-        self.layers = nn.ModuleList(nn.Sequential(batch_norm(width), nn.ReLU(), conv3x3(width, growth)) for width in widths)
+        self.layers = nn.ModuleList(
+            nn.Sequential(batch_norm(width), nn.ReLU(), conv3x3(width, growth)) for width in widths
+        )
         last = channels + growth * layers
-        self.transition = nn.Sequential(batch_norm(last), nn.ReLU(), nn.Conv2d(last, last // 2, 1, bias=False), nn.AvgPool2d(2))
+        self.transition = nn.Sequential(
+            batch_norm(last), nn.ReLU(), nn.Conv2d(last, last // 2, 1, bias=False), nn.AvgPool2d(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found = [x]
@@ -170,7 +176,9 @@ class ConvNeXtBlock(nn.Module):
 
 
 def convnext() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, kernel_size=2, stride=2), ConvNeXtBlock(6), ConvNeXtBlock(6), head(6))
+    return nn.Sequential(
+        nn.Conv2d(3, 6, kernel_size=2, stride=2), ConvNeXtBlock(6), ConvNeXtBlock(6), head(6)
+    )
 
 
 class Inception(nn.Module):
@@ -179,9 +187,13 @@ class Inception(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.point = nn.Conv2d(3, 2, 1)
-        self.wide = nn.Sequential(nn.Conv2d(3, 2, (1, 3), padding=(0, 1)), nn.Conv2d(2, 3, (3, 1), padding=(1, 0)))
+        self.wide = nn.Sequential(
+            nn.Conv2d(3, 2, (1, 3), padding=(0, 1)), nn.Conv2d(2, 3, (3, 1), padding=(1, 0))
+        )
         self.dilated = nn.Conv2d(3, 2, 3, padding=2, dilation=2, padding_mode="replicate")
-        self.pooled = nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False), nn.Conv2d(3, 2, 1, bias=False))
+        self.pooled = nn.Sequential(
+            nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False), nn.Conv2d(3, 2, 1, bias=False)
+        )
         self.norm = nn.InstanceNorm2d(9, affine=True)
         self.head = nn.Linear(9, CLASSES)
 
@@ -232,7 +244,9 @@ class SuperResolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(1, 4, 3), nn.PReLU(4), conv3x3(4, 4), nn.PixelShuffle(2))
+        self.features = nn.Sequential(
+            nn.ReflectionPad2d(1), nn.Conv2d(1, 4, 3), nn.PReLU(4), conv3x3(4, 4), nn.PixelShuffle(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True) + self.features(x)
@@ -244,7 +258,9 @@ class CausalConvolutions(nn.Module):
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, channels)
-        self.layers = nn.ModuleList(nn.Conv1d(channels, 2 * channels, kernel_size=2, dilation=2**i) for i in range(3))
+        self.layers = nn.ModuleList(
+            nn.Conv1d(channels, 2 * channels, kernel_size=2, dilation=2**i) for i in range(3)
+        )
         self.mixing = nn.ModuleList(nn.Conv1d(channels, channels, 1) for _ in range(3))
         self.head = nn.Conv1d(channels, CLASSES, 1)
 
@@ -292,7 +308,9 @@ class SpatialTransformer(nn.Module):
 
 
 class FeaturePyramid(nn.Module):
-    """A detector: levels of several sizes, joined from the top down, with class and box heads that all levels share."""
+    """A detector: levels of several sizes, joined from the top down, with class and box heads that all levels
+    share.
+    """
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -324,15 +342,41 @@ ARCHITECTURES = (
     Architecture("resnet-batch-norm", lambda: bottlenecks(groups=1), draw_images(3, 16)),
     Architecture("resnext", lambda: bottlenecks(groups=2), draw_images(3, 16)),
     Architecture("densenet", densenet, draw_images(3, 8)),
-    Architecture("mobilenet", lambda: nn.Sequential(conv3x3(3, 4, 2), InvertedResidual(4, 2), head(4)), draw_images(3, 8)),
-    Architecture("squeeze-excitation", lambda: nn.Sequential(conv3x3(3, 6), SqueezeExcitation(6), head(6)), draw_images(3, 6)),
+    Architecture(
+        "mobilenet",
+        lambda: nn.Sequential(conv3x3(3, 4, 2), InvertedResidual(4, 2), head(4)),
+        draw_images(3, 8),
+    ),
+    Architecture(
+        "squeeze-excitation",
+        lambda: nn.Sequential(conv3x3(3, 6), SqueezeExcitation(6), head(6)),
+        draw_images(3, 6),
+    ),
     Architecture("convnext", convnext, draw_images(3, 8)),
     Architecture("inception", Inception, draw_images(3, 6)),
-    Architecture("unet-transposed", lambda: UNet(nn.ConvTranspose2d(4, 4, kernel_size=2, stride=2)), draw_labelled_pixels, pixel_loss),
-    *(Architecture(f"unet-{name}", lambda up=up: UNet(up), draw_labelled_pixels, pixel_loss) for name, up in UPSAMPLINGS.items()),
-    Architecture("super-resolution", SuperResolution, lambda n: (torch.randn(n, 1, 4, 4), torch.randn(n, 1, 8, 8)), F.l1_loss),
+    Architecture(
+        "unet-transposed",
+        lambda: UNet(nn.ConvTranspose2d(4, 4, kernel_size=2, stride=2)),
+        draw_labelled_pixels,
+        pixel_loss,
+    ),
+    *(
+        Architecture(f"unet-{name}", lambda up=up: UNet(up), draw_labelled_pixels, pixel_loss)
+        for name, up in UPSAMPLINGS.items()
+    ),
+    Architecture(
+        "super-resolution",
+        SuperResolution,
+        lambda n: (torch.randn(n, 1, 4, 4), torch.randn(n, 1, 8, 8)),
+        F.l1_loss,
+    ),
     Architecture("wavenet", CausalConvolutions, draw_tokens_ahead, lambda o, y: F.cross_entropy(o.t(), y)),
     Architecture("volumes", volumes, lambda n: (torch.randn(n, 1, 7, 7, 7), torch.randint(CLASSES, (n,)))),
     Architecture("spatial-transformer", SpatialTransformer, draw_images(1, 8)),
-    Architecture("feature-pyramid", FeaturePyramid, lambda n: (torch.randn(n, 2, 8, 8), torch.randint(CLASSES, (n, 20))), detection_loss),
+    Architecture(
+        "feature-pyramid",
+        FeaturePyramid,
+        lambda n: (torch.randn(n, 2, 8, 8), torch.randint(CLASSES, (n, 20))),
+        detection_loss,
+    ),
 )

@@ -28,7 +28,9 @@ def drawn_like(x: Tensor) -> Tensor:
 
 
 class VariationalAutoencoder(nn.Module):
-    """Draws its code around a mean; the same noise at every call, so that a sample's gradient is one number."""
+    """Draws its code around a mean; the same noise at every call, so that a sample's gradient is one
+    number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,10 @@ class VariationalAutoencoder(nn.Module):
 
 def evidence_bound(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
     rebuilt, mean, log_variance = output
-    return F.mse_loss(rebuilt, target, reduction="sum") - 0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+    return (
+        F.mse_loss(rebuilt, target, reduction="sum")
+        - 0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+    )
 
 
 class Diffusion(nn.Module):
@@ -63,12 +68,16 @@ class Diffusion(nn.Module):
 
 
 class Coupling(nn.Module):
-    """RealNVP: half of the entries scale and shift the others, after a rotation whose determinant counts too."""
+    """RealNVP: half of the entries scale and shift the others, after a rotation whose determinant
+    counts too.
+    """
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
         half = WIDTH // 2
-        self.networks = nn.ModuleList(nn.Sequential(nn.Linear(half, 6), nn.Tanh(), nn.Linear(6, WIDTH)) for _ in range(layers))
+        self.networks = nn.ModuleList(
+            nn.Sequential(nn.Linear(half, 6), nn.Tanh(), nn.Linear(6, WIDTH)) for _ in range(layers)
+        )
         self.scales = nn.Parameter(0.1 * torch.randn(layers, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,19 +206,35 @@ class RadianceField(nn.Module):
         angles = points[..., None] * torch.tensor([1.0, 2.0], dtype=points.dtype, device=points.device)
         found = self.network(torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(-2))
         opaque = 1 - torch.exp(-F.softplus(found[..., 3]) * 0.2)
-        through = torch.cumprod(torch.cat([torch.ones_like(opaque[:, :1]), 1 - opaque + 1e-6], dim=1), dim=1)[:, :-1]
+        through = torch.cumprod(torch.cat([torch.ones_like(opaque[:, :1]), 1 - opaque + 1e-6], dim=1), dim=1)[
+            :, :-1
+        ]
         return ((opaque * through)[..., None] * found[..., :3].sigmoid()).sum(1)
 
 
 ARCHITECTURES = (
-    Architecture("variational-autoencoder", VariationalAutoencoder, draw_vectors, evidence_bound, randomness="same"),
+    Architecture(
+        "variational-autoencoder", VariationalAutoencoder, draw_vectors, evidence_bound, randomness="same"
+    ),
     Architecture("diffusion", Diffusion, draw_vectors, lambda o, y: o.square().mean(), randomness="same"),
     Architecture("normalising-flow", Coupling, draw_vectors, negative_log_likelihood),
-    Architecture("mixture-density", MixtureDensity, lambda n: (torch.randn(n, WIDTH), torch.randn(n)), mixture_loss),
-    Architecture("tied-autoencoder", Autoencoder, draw_small_images, lambda o, y: F.binary_cross_entropy_with_logits(o, y)),
+    Architecture(
+        "mixture-density", MixtureDensity, lambda n: (torch.randn(n, WIDTH), torch.randn(n)), mixture_loss
+    ),
+    Architecture(
+        "tied-autoencoder",
+        Autoencoder,
+        draw_small_images,
+        lambda o, y: F.binary_cross_entropy_with_logits(o, y),
+    ),
     Architecture("vector-quantised", VectorQuantised, draw_vectors, lambda o, y: F.mse_loss(o[0], y) + o[1]),
     Architecture("neural-ode-euler", lambda: EulerSteps(runge_kutta=False), draw_classified),
     Architecture("neural-ode-runge-kutta", lambda: EulerSteps(runge_kutta=True), draw_classified),
     Architecture("deep-equilibrium", Equilibrium, draw_classified),
-    Architecture("radiance-field", RadianceField, lambda n: ((torch.randn(n, 3), torch.randn(n, 3)), torch.rand(n, 3)), F.mse_loss),
+    Architecture(
+        "radiance-field",
+        RadianceField,
+        lambda n: ((torch.randn(n, 3), torch.randn(n, 3)), torch.rand(n, 3)),
+        F.mse_loss,
+    ),
 )

@@ -17,7 +17,9 @@ def draw_graphs(n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 class Graph(nn.Module):
-    """Layers on the nodes of one graph. psgrad and the loop both call with a batch of one, so its axis is dropped here."""
+    """Layers on the nodes of one graph. psgrad and the loop both call with a batch of one, so its axis is
+    dropped here.
+    """
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
         return self.read(nodes[0], edges[0, 0], edges[0, 1])[None]
@@ -35,7 +37,9 @@ class Convolution(Graph):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def read(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        degree = torch.ones(NODES, dtype=nodes.dtype, device=nodes.device).index_add(0, target, torch.ones_like(nodes[0, 0]).expand(EDGES))
+        degree = torch.ones(NODES, dtype=nodes.dtype, device=nodes.device).index_add(
+            0, target, torch.ones_like(nodes[0, 0]).expand(EDGES)
+        )
         scale = degree.rsqrt()
         for layer in self.layers:
             messages = layer(nodes)[source] * (scale[source] * scale[target])[:, None]
@@ -44,11 +48,17 @@ class Convolution(Graph):
 
 
 class Attention(Graph):
-    """Scores of edges, normalised over the edges that end at the same node (scatter_reduce, scatter_add, gather)."""
+    """Scores of edges, normalised over the edges that end at the same node (scatter_reduce, scatter_add,
+    gather).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.values, self.scores, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, 1), nn.Linear(WIDTH, CLASSES)
+        self.values, self.scores, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(2 * WIDTH, 1),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def read(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
         values = self.values(nodes)
@@ -66,7 +76,9 @@ class Isomorphism(Graph):
 
     def __init__(self) -> None:
         super().__init__()
-        self.networks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH)) for _ in range(2))
+        self.networks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH)) for _ in range(2)
+        )
         self.itself = nn.Parameter(torch.tensor(0.1))
         self.head = nn.Linear(2 * WIDTH, CLASSES)
 
@@ -84,11 +96,17 @@ class GatedMessages(Graph):
 
     def __init__(self) -> None:
         super().__init__()
-        self.message, self.cell, self.head = nn.Linear(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.message, self.cell, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.GRUCell(WIDTH, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def read(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
         for _ in range(2):
-            arrived = torch.zeros_like(nodes).index_put((target,), self.message(nodes)[source], accumulate=True)
+            arrived = torch.zeros_like(nodes).index_put(
+                (target,), self.message(nodes)[source], accumulate=True
+            )
             nodes = self.cell(arrived, nodes)
         return self.head(nodes.max(0).values)
 
@@ -98,7 +116,11 @@ class Adjacency(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first, self.second, self.head = (
+            nn.Linear(WIDTH, 5),
+            nn.Linear(5, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
         linked = adjacency + torch.eye(NODES, dtype=nodes.dtype, device=nodes.device)
@@ -108,7 +130,9 @@ class Adjacency(nn.Module):
 
 
 class PointSet(nn.Module):
-    """PointNet: the same network at each point, then the largest of each feature; distances to learned points beside it."""
+    """PointNet: the same network at each point, then the largest of each feature; distances to learned points
+    beside it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -135,11 +135,23 @@ def class_weights(like: Tensor) -> Tensor:
 
 # name -> (outputs of the network, target, loss)
 LOSSES: dict[str, tuple[int, Callable[[int], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "smoothed-cross-entropy": (CLASSES, class_numbers, lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1)),
-    "weighted-cross-entropy": (CLASSES, class_numbers, lambda o, y: F.cross_entropy(o, y, weight=class_weights(o), reduction="sum")),
+    "smoothed-cross-entropy": (
+        CLASSES,
+        class_numbers,
+        lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1),
+    ),
+    "weighted-cross-entropy": (
+        CLASSES,
+        class_numbers,
+        lambda o, y: F.cross_entropy(o, y, weight=class_weights(o), reduction="sum"),
+    ),
     "cross-entropy-with-distributions": (CLASSES, distributions, F.cross_entropy),
     "nll": (CLASSES, class_numbers, lambda o, y: F.nll_loss(o.log_softmax(-1), y)),
-    "focal": (CLASSES, class_numbers, lambda o, y: (1 - torch.exp(-F.cross_entropy(o, y))) ** 2 * F.cross_entropy(o, y)),
+    "focal": (
+        CLASSES,
+        class_numbers,
+        lambda o, y: (1 - torch.exp(-F.cross_entropy(o, y))) ** 2 * F.cross_entropy(o, y),
+    ),
     "binary-cross-entropy": (CLASSES, shares, lambda o, y: F.binary_cross_entropy(o.sigmoid(), y)),
     "binary-cross-entropy-with-logits": (
         CLASSES,
@@ -154,7 +166,11 @@ LOSSES: dict[str, tuple[int, Callable[[int], Tensor], Callable[[Tensor, Tensor],
     "quantile": (CLASSES, numbers, lambda o, y: torch.maximum(0.9 * (y - o), -0.1 * (y - o)).mean()),
     "kl-divergence": (CLASSES, distributions, lambda o, y: F.kl_div(o.log_softmax(-1), y, reduction="sum")),
     "poisson": (CLASSES, shares, lambda o, y: F.poisson_nll_loss(o, y, full=True)),
-    "gaussian": (2 * CLASSES, numbers, lambda o, y: F.gaussian_nll_loss(o[:CLASSES], y, F.softplus(o[CLASSES:]))),
+    "gaussian": (
+        2 * CLASSES,
+        numbers,
+        lambda o, y: F.gaussian_nll_loss(o[:CLASSES], y, F.softplus(o[CLASSES:])),
+    ),
     "hinge-embedding": (CLASSES, signs, F.hinge_embedding_loss),
     "soft-margin": (CLASSES, signs, F.soft_margin_loss),
     "multi-label-soft-margin": (CLASSES, shares, F.multilabel_soft_margin_loss),
@@ -162,7 +178,11 @@ LOSSES: dict[str, tuple[int, Callable[[int], Tensor], Callable[[Tensor, Tensor],
     "multi-label-margin": (CLASSES, labels_then_end, F.multilabel_margin_loss),
     "cosine-embedding": (8, one_sign, lambda o, y: F.cosine_embedding_loss(o[:4], o[4:], y, margin=0.1)),
     "margin-ranking": (2, one_sign, lambda o, y: F.margin_ranking_loss(o[0], o[1], y, margin=0.5)),
-    "triplet-margin": (9, one_sign, lambda o, y: F.triplet_margin_loss(o[None, :3], o[None, 3:6], o[None, 6:])),
+    "triplet-margin": (
+        9,
+        one_sign,
+        lambda o, y: F.triplet_margin_loss(o[None, :3], o[None, 3:6], o[None, 6:]),
+    ),
     "ctc": (
         6 * CLASSES,
         lambda n: torch.randint(1, CLASSES, (n, 3)),
@@ -171,12 +191,23 @@ LOSSES: dict[str, tuple[int, Callable[[int], Tensor], Callable[[Tensor, Tensor],
 }
 
 ARCHITECTURES = (
-    *(Architecture(f"mlp-{name}", lambda make=make: perceptron(make), classified) for name, make in ACTIVATIONS.items()),
     *(
-        Architecture(f"mlp-with-{name}", lambda outputs=outputs: perceptron(nn.Tanh, outputs), with_target(target), loss)
+        Architecture(f"mlp-{name}", lambda make=make: perceptron(make), classified)
+        for name, make in ACTIVATIONS.items()
+    ),
+    *(
+        Architecture(
+            f"mlp-with-{name}",
+            lambda outputs=outputs: perceptron(nn.Tanh, outputs),
+            with_target(target),
+            loss,
+        )
         for name, (outputs, target, loss) in LOSSES.items()
     ),
     Architecture(
-        "mlp-dropout", lambda: nn.Sequential(nn.Linear(WIDTH, 8), Dropped(), nn.Linear(8, CLASSES)), classified, randomness="same"
+        "mlp-dropout",
+        lambda: nn.Sequential(nn.Linear(WIDTH, 8), Dropped(), nn.Linear(8, CLASSES)),
+        classified,
+        randomness="same",
     ),
 )

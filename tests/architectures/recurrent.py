@@ -91,7 +91,11 @@ class Attending(nn.Module):
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
         self.encoder = nn.GRU(width, width, bidirectional=True, batch_first=True)
-        self.keys, self.query, self.score = nn.Linear(2 * width, width, bias=False), nn.Linear(width, width), nn.Linear(width, 1)
+        self.keys, self.query, self.score = (
+            nn.Linear(2 * width, width, bias=False),
+            nn.Linear(width, width),
+            nn.Linear(width, 1),
+        )
         self.cell, self.head = nn.GRUCell(3 * width, width), nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -110,7 +114,10 @@ class ByHand(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Parameter(0.5 * torch.randn(width, width)), nn.Parameter(torch.randn(WIDTH, width))
+        self.inner, self.outer = (
+            nn.Parameter(0.5 * torch.randn(width, width)),
+            nn.Parameter(torch.randn(WIDTH, width)),
+        )
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,14 +131,38 @@ ARCHITECTURES = (
     Architecture("lstm", lambda: LastState(nn.LSTM(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("gru", lambda: LastState(nn.GRU(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("rnn", lambda: LastState(nn.RNN(WIDTH, 5, batch_first=True), 5), draw_sequences),
-    Architecture("rnn-relu", lambda: LastState(nn.RNN(WIDTH, 5, nonlinearity="relu", batch_first=True), 5), draw_sequences),
-    Architecture("lstm-without-bias", lambda: LastState(nn.LSTM(WIDTH, 5, bias=False, batch_first=True), 5), draw_sequences),
-    Architecture("lstm-projected", lambda: LastState(nn.LSTM(WIDTH, 5, proj_size=3, batch_first=True), 3), draw_sequences),
-    Architecture("lstm-two-layers-both-ways", lambda: FinalStates(nn.LSTM(WIDTH, 3, num_layers=2, bidirectional=True)), draw_sequences),
-    Architecture("gru-two-layers-both-ways", lambda: FinalStates(nn.GRU(WIDTH, 3, num_layers=2, bidirectional=True)), draw_sequences),
+    Architecture(
+        "rnn-relu",
+        lambda: LastState(nn.RNN(WIDTH, 5, nonlinearity="relu", batch_first=True), 5),
+        draw_sequences,
+    ),
+    Architecture(
+        "lstm-without-bias",
+        lambda: LastState(nn.LSTM(WIDTH, 5, bias=False, batch_first=True), 5),
+        draw_sequences,
+    ),
+    Architecture(
+        "lstm-projected",
+        lambda: LastState(nn.LSTM(WIDTH, 5, proj_size=3, batch_first=True), 3),
+        draw_sequences,
+    ),
+    Architecture(
+        "lstm-two-layers-both-ways",
+        lambda: FinalStates(nn.LSTM(WIDTH, 3, num_layers=2, bidirectional=True)),
+        draw_sequences,
+    ),
+    Architecture(
+        "gru-two-layers-both-ways",
+        lambda: FinalStates(nn.GRU(WIDTH, 3, num_layers=2, bidirectional=True)),
+        draw_sequences,
+    ),
     Architecture("rnn-both-ways", lambda: FinalStates(nn.RNN(WIDTH, 3, bidirectional=True)), draw_sequences),
     Architecture("lstm-packed", lambda: Packed(nn.LSTM(WIDTH, 5, batch_first=True), 5), draw_sequences),
-    Architecture("gru-packed-both-ways", lambda: Packed(nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True), 6), draw_sequences),
+    Architecture(
+        "gru-packed-both-ways",
+        lambda: Packed(nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True), 6),
+        draw_sequences,
+    ),
     Architecture("rnn-packed", lambda: Packed(nn.RNN(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("lstm-cell", lambda: Cells(nn.LSTMCell(WIDTH, 5)), draw_sequences),
     Architecture("gru-cell", lambda: Cells(nn.GRUCell(WIDTH, 5)), draw_sequences),

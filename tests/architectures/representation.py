@@ -27,7 +27,10 @@ class WeightedBag(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.head = nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum", include_last_offset=False), nn.Linear(2 * WIDTH, CLASSES)
+        self.words, self.head = (
+            nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum", include_last_offset=False),
+            nn.Linear(2 * WIDTH, CLASSES),
+        )
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
         offsets = torch.tensor([0, 3], device=tokens.device)
@@ -60,7 +63,9 @@ class Siamese(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, WIDTH))
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, WIDTH)
+        )
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         return F.pairwise_distance(self.network(first), self.network(second))
@@ -83,7 +88,9 @@ class Triplet(nn.Module):
 
 
 class Views(nn.Module):
-    """Contrastive per sample: a view, its partner, and negatives that belong to the sample; a learned temperature."""
+    """Contrastive per sample: a view, its partner, and negatives that belong to the sample; a learned
+    temperature.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,21 +119,32 @@ class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, 4) for _ in range(3))
-        self.numbers, self.head = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU()), nn.Sequential(nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 1))
+        self.numbers, self.head = (
+            nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU()),
+            nn.Sequential(nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 1)),
+        )
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        features = torch.stack([self.numbers(numbers), *(table(categories[:, i]) for i, table in enumerate(self.tables))], dim=1)
+        features = torch.stack(
+            [self.numbers(numbers), *(table(categories[:, i]) for i, table in enumerate(self.tables))], dim=1
+        )
         row, column = torch.tril_indices(4, 4, offset=-1, device=numbers.device)
         pairs = (features @ features.mT)[:, row, column]
         return self.head(torch.cat([features[:, 0], pairs], dim=1))
 
 
 class Factorised(nn.Module):
-    """A factorisation machine: linear and pairwise terms of a table's columns, and a biased bilinear term (torch's Bilinear)."""
+    """A factorisation machine: linear and pairwise terms of a table's columns, and a biased bilinear term
+    (torch's Bilinear).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.factors, self.bilinear = nn.Linear(WIDTH, 1), nn.Parameter(torch.randn(WIDTH, 3)), nn.Bilinear(3, 3, 1)
+        self.linear, self.factors, self.bilinear = (
+            nn.Linear(WIDTH, 1),
+            nn.Parameter(torch.randn(WIDTH, 3)),
+            nn.Bilinear(3, 3, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = x @ self.factors
@@ -158,7 +176,10 @@ def one_number(n: int) -> Tensor:
 
 
 ARCHITECTURES = (
-    *(Architecture(f"bag-of-words-{mode}", lambda mode=mode: Bag(mode), draw_words) for mode in ("sum", "mean", "max")),
+    *(
+        Architecture(f"bag-of-words-{mode}", lambda mode=mode: Bag(mode), draw_words)
+        for mode in ("sum", "mean", "max")
+    ),
     Architecture(
         "bag-of-weighted-words",
         WeightedBag,
@@ -175,7 +196,9 @@ ARCHITECTURES = (
         "triplet",
         Triplet,
         lambda n: (torch.randn(n, 3, WIDTH), torch.zeros(n)),
-        lambda o, y: F.triplet_margin_with_distance_loss(o[[0]], o[[1]], o[[2]], distance_function=lambda a, b: 1 - (a * b).sum(-1)),
+        lambda o, y: F.triplet_margin_with_distance_loss(
+            o[[0]], o[[1]], o[[2]], distance_function=lambda a, b: 1 - (a * b).sum(-1)
+        ),
     ),
     Architecture(
         "contrastive",
@@ -184,8 +207,15 @@ ARCHITECTURES = (
     ),
     Architecture("prototypes", Prototypes, lambda n: (torch.randn(n, WIDTH), torch.randint(CLASSES, (n,)))),
     Architecture(
-        "recommender", Recommender, lambda n: ((torch.randn(n, WIDTH), torch.randint(VOCABULARY, (n, 3))), one_number(n)), F.mse_loss
+        "recommender",
+        Recommender,
+        lambda n: ((torch.randn(n, WIDTH), torch.randint(VOCABULARY, (n, 3))), one_number(n)),
+        F.mse_loss,
     ),
-    Architecture("factorisation-machine", Factorised, lambda n: (torch.randn(n, WIDTH), one_number(n)), F.mse_loss),
-    Architecture("cross-network", CrossNetwork, lambda n: (torch.randn(n, WIDTH), one_number(n)), F.huber_loss),
+    Architecture(
+        "factorisation-machine", Factorised, lambda n: (torch.randn(n, WIDTH), one_number(n)), F.mse_loss
+    ),
+    Architecture(
+        "cross-network", CrossNetwork, lambda n: (torch.randn(n, WIDTH), one_number(n)), F.huber_loss
+    ),
 )

@@ -1,4 +1,6 @@
-"""Attention: encoders with padding, decoders with rotary positions or relative biases, experts, adapters, and kin of theirs."""
+"""Attention: encoders with padding, decoders with rotary positions or relative biases, experts, adapters, and
+kin of theirs.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,26 @@ def draw_padded(n: int) -> tuple[Tensor, Tensor]:
 
 
 class PaddedEncoder(nn.Module):
-    """BERT: words, segments and positions, torch's encoder with a padding mask, and the mean of the words that are there."""
+    """BERT: words, segments and positions, torch's encoder with a padding mask, and the mean of the words
+    that are there.
+    """
 
     def __init__(self, width: int = 8, norm_first: bool = False) -> None:
         super().__init__()
-        self.words, self.segments = nn.Embedding(VOCABULARY, width, padding_idx=PADDING), nn.Embedding(2, width)
+        self.words, self.segments = (
+            nn.Embedding(VOCABULARY, width, padding_idx=PADDING),
+            nn.Embedding(2, width),
+        )
         self.positions = nn.Parameter(0.1 * torch.randn(8, width))
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, activation="gelu", batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            width, 2, 2 * width, activation="gelu", batch_first=True, norm_first=norm_first
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm, self.pooler, self.head = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, CLASSES)
+        self.norm, self.pooler, self.head = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, CLASSES),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         padding = tokens == PADDING
@@ -52,7 +65,10 @@ class MaskedWords(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = torch.arange(tokens.shape[1], device=tokens.device) % 4 == 1
         x = self.words(tokens.masked_fill(hidden, 1))
-        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         scores = scores.masked_fill((tokens == PADDING)[:, None, None], -torch.inf)
         x = self.norm(x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -72,9 +88,16 @@ class Rotary(nn.Module):
         self.register_buffer("frequency", 1 / 10 ** (torch.arange(0, each, 2) / each), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        angle = torch.outer(torch.arange(x.shape[1], device=x.device, dtype=x.dtype), self.frequency.to(x.dtype)).repeat(1, 2)
-        q, k, v = (part(x).unflatten(-1, (-1, self.each)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(rotated(q, angle), rotated(k, angle), v, is_causal=True, enable_gqa=True)
+        angle = torch.outer(
+            torch.arange(x.shape[1], device=x.device, dtype=x.dtype), self.frequency.to(x.dtype)
+        ).repeat(1, 2)
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.each)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            rotated(q, angle), rotated(k, angle), v, is_causal=True, enable_gqa=True
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -109,14 +132,21 @@ class Experts(nn.Module):
 
 
 class Llama(nn.Module):
-    """Rotary attention and a gated network (or experts), each behind an RMS norm; the head is a matrix of its own."""
+    """Rotary attention and a gated network (or experts), each behind an RMS norm; the head is a matrix of its
+    own.
+    """
 
     def __init__(self, experts: bool = False, width: int = 8) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(
             nn.ModuleList(
-                [nn.RMSNorm(width), Rotary(width, 2, 2), nn.RMSNorm(width), Experts(width) if experts else GatedNetwork(width, 16)]
+                [
+                    nn.RMSNorm(width),
+                    Rotary(width, 2, 2),
+                    nn.RMSNorm(width),
+                    Experts(width) if experts else GatedNetwork(width, 16),
+                ]
             )
             for _ in range(2)
         )
@@ -144,7 +174,10 @@ class RelativeAttention(nn.Module):
             part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part, y in ((self.query, x), (self.key, memory), (self.value, memory))
         )
-        distance = torch.arange(memory.shape[1], device=x.device) - torch.arange(x.shape[1], device=x.device)[:, None]
+        distance = (
+            torch.arange(memory.shape[1], device=x.device)
+            - torch.arange(x.shape[1], device=x.device)[:, None]
+        )
         bias = self.bias(distance.clamp(-2, 2) + 2).permute(2, 0, 1)
         if self.causal:
             bias = bias.masked_fill(distance > 0, -torch.inf)
@@ -158,9 +191,13 @@ class EncoderDecoder(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
-        self.inside, self.own, self.across = (RelativeAttention(width, 2, causal) for causal in (False, True, False))
+        self.inside, self.own, self.across = (
+            RelativeAttention(width, 2, causal) for causal in (False, True, False)
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(5))
-        self.network = nn.Sequential(nn.Linear(width, 16, bias=False), nn.ReLU(), nn.Linear(16, width, bias=False))
+        self.network = nn.Sequential(
+            nn.Linear(width, 16, bias=False), nn.ReLU(), nn.Linear(16, width, bias=False)
+        )
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x, y = self.words(source), self.words(target)
@@ -175,7 +212,9 @@ class EncoderDecoder(nn.Module):
 
 def draw_translations(n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     source, target = torch.randint(VOCABULARY, (n, 6)), torch.randint(VOCABULARY, (n, 6))
-    return (source, target[:, :-1]), target[:, 1:].masked_fill(torch.arange(5) >= 3 + (torch.arange(n) % 3)[:, None], -100)
+    return (source, target[:, :-1]), target[:, 1:].masked_fill(
+        torch.arange(5) >= 3 + (torch.arange(n) % 3)[:, None], -100
+    )
 
 
 class TorchTransformer(nn.Module):
@@ -219,7 +258,9 @@ class CrossAttention(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.queries = nn.Parameter(torch.randn(3, width))
-        self.attention = nn.MultiheadAttention(width, 2, kdim=5, vdim=5, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+        self.attention = nn.MultiheadAttention(
+            width, 2, kdim=5, vdim=5, add_bias_kv=True, add_zero_attn=True, batch_first=True
+        )
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -251,7 +292,9 @@ class ShiftedWindows(nn.Module):
     def attend(self, x: Tensor, projection: nn.Module, bias: Tensor) -> Tensor:
         n, h, w, width = x.shape
         size = self.window
-        windows = x.view(n, h // size, size, w // size, size, width).transpose(2, 3).reshape(-1, size * size, width)
+        windows = (
+            x.view(n, h // size, size, w // size, size, width).transpose(2, 3).reshape(-1, size * size, width)
+        )
         q, k, v = projection(windows).chunk(3, dim=-1)
         mixed = (torch.baddbmm(bias[self.offset].expand(len(q), -1, -1), q, k.mT).softmax(-1)) @ v
         return mixed.view(n, h // size, w // size, size, size, width).transpose(2, 3).reshape(n, h, w, width)
@@ -265,7 +308,11 @@ class Mixer(nn.Module):
         self.patches = nn.Conv2d(3, width, kernel_size=4, stride=4)
         self.over_positions = nn.Sequential(nn.Linear(positions, 8), nn.GELU(), nn.Linear(8, positions))
         self.over_channels = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width))
-        self.first, self.second, self.head = nn.LayerNorm(width), nn.LayerNorm(width), nn.Linear(width, CLASSES)
+        self.first, self.second, self.head = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+            nn.Linear(width, CLASSES),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).mT
@@ -291,7 +338,9 @@ class LinearAttention(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """A selective state-space layer (Mamba): the recurrence is a loop, its coefficients depend on the input."""
+    """A selective state-space layer (Mamba): the recurrence is a loop, its coefficients depend on the
+    input.
+    """
 
     def __init__(self, width: int = 4, state: int = 3) -> None:
         super().__init__()
@@ -308,7 +357,10 @@ class StateSpace(nn.Module):
         state = x.new_zeros(len(x), *self.decay.shape)
         outputs = []
         for t in range(x.shape[1]):
-            state = torch.exp(-step[:, t, :, None] * self.decay.exp()) * state + (step[:, t] * x[:, t])[..., None] * write[:, t, None]
+            state = (
+                torch.exp(-step[:, t, :, None] * self.decay.exp()) * state
+                + (step[:, t] * x[:, t])[..., None] * write[:, t, None]
+            )
             outputs.append(torch.einsum("nws,ns->nw", state, read[:, t]))
         return self.head(torch.stack(outputs, dim=1) + self.skip * x)
 
@@ -321,7 +373,9 @@ def with_balance(output: Tensor, target: Tensor) -> Tensor:
 ARCHITECTURES = (
     Architecture("bert", PaddedEncoder, draw_padded),
     Architecture("bert-norm-first", lambda: PaddedEncoder(norm_first=True), draw_padded),
-    Architecture("masked-words", MaskedWords, lambda n: (draw_padded(n)[0], torch.randint(VOCABULARY, (n, 8)))),
+    Architecture(
+        "masked-words", MaskedWords, lambda n: (draw_padded(n)[0], torch.randint(VOCABULARY, (n, 8)))
+    ),
     Architecture("llama", Llama, draw_passages, with_balance),
     Architecture("mixture-of-experts", lambda: Llama(experts=True), draw_passages),
     Architecture("t5", EncoderDecoder, draw_translations, F.cross_entropy),

@@ -1,4 +1,6 @@
-"""Networks whose weights are made from other things: norms and directions, constraints, other networks, each other."""
+"""Networks whose weights are made from other things: norms and directions, constraints, other networks, each
+other.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,9 @@ class Binarised(nn.Module):
 
 
 class Structured(nn.Module):
-    """Weights by Kronecker product, by a circulant (in the frequency domain) and by a butterfly of small blocks."""
+    """Weights by Kronecker product, by a circulant (in the frequency domain) and by a butterfly of small
+    blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,12 +166,16 @@ ARCHITECTURES = (
     Architecture("symmetric-weight", lambda: reparametrised(symmetric), draw_classified),
     Architecture("rotation-by-cayley", lambda: reparametrised(rotation), draw_classified),
     Architecture("orthogonal-by-exponential", lambda: reparametrised(exponential), draw_classified),
-    Architecture("orthogonal-by-householder", lambda: reparametrised(parametrizations.orthogonal), draw_classified),
+    Architecture(
+        "orthogonal-by-householder", lambda: reparametrised(parametrizations.orthogonal), draw_classified
+    ),
     Architecture("standardised-convolutions", standardised_convolutions, draw_images(3, 6)),
     Architecture("hypernetwork", Hypernetwork, draw_classified),
     Architecture("layer-hypernetwork", LayerHypernetwork, draw_classified),
     Architecture("modulated-convolution", Modulated, draw_images(3, 5)),
     Architecture("shared-layers", SharedLayers, draw_passages, F.cross_entropy),
     Architecture("binarised", Binarised, draw_classified),
-    Architecture("structured-matrices", Structured, lambda n: (torch.randn(n, 6), torch.randint(CLASSES, (n,)))),
+    Architecture(
+        "structured-matrices", Structured, lambda n: (torch.randn(n, 6), torch.randint(CLASSES, (n,)))
+    ),
 )

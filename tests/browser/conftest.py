@@ -1,4 +1,6 @@
-"""A browser, and pages in it that tell what went wrong. Without Chromium or Playwright these tests are skipped."""
+"""A browser, and pages in it that tell what went wrong. Without Chromium or Playwright these tests are
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,23 @@ from typing import Any
 
 import pytest
 
-from psgrad.reports.write import write_report
+from psgrad.reports.analyze_page import write_report
 from psgrad.results import AnalyzeResult
 from tests.browser.results import full, nasty
 
 CHROMIUM = (
-    os.environ.get("PSGRAD_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    os.environ.get("PSGRAD_CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
 )
 
 
 @dataclass
 class Opened:
-    """A page: `at` is Playwright's; complaints: what the console said, errors of scripts, and what the page asked of a network."""
+    """A page: `at` is Playwright's; complaints: what the console said, errors of scripts, and what the page
+    asked of a network.
+    """
 
     at: Any
     complaints: list[str] = field(default_factory=list)
@@ -42,7 +49,9 @@ Open = Callable[..., Opened]
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install 'psgrad[browser]'")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed: pip install 'psgrad[browser]'"
+    )
     if CHROMIUM is None:
         pytest.skip("no Chromium on the path; PSGRAD_CHROMIUM names one")
     with sync_api.sync_playwright() as playwright:
@@ -77,10 +86,14 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
     """open_page(result or path, width=..., dark=..., script=...): the report in a new window, from a file."""
     contexts = []
 
-    def open_it(shown: AnalyzeResult | Path, width: int = 1400, dark: bool = False, script: bool = True) -> Opened:
+    def open_it(
+        shown: AnalyzeResult | Path, width: int = 1400, dark: bool = False, script: bool = True
+    ) -> Opened:
         path = shown if isinstance(shown, Path) else written(shown, tmp_path)
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", java_script_enabled=script
+            viewport={"width": width, "height": 900},
+            color_scheme="dark" if dark else "light",
+            java_script_enabled=script,
         )
         contexts.append(context)
         opened = Opened(context.new_page())
@@ -88,7 +101,12 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page.on("console", lambda message: complain(f"console: {message.text}"))
         page.on("pageerror", lambda error: complain(f"error: {error}"))
         page.on("dialog", lambda dialog: (complain(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: None if request.url.startswith(("file:", "data:")) else complain(f"request: {request.url}"))
+        page.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith(("file:", "data:")) else complain(f"request: {request.url}")
+            ),
+        )
         page.goto(path.as_uri())
         return opened
 

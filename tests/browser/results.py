@@ -1,4 +1,6 @@
-"""Results for the browser: a run with all that a page may have, and one with nothing but what is nasty, as large as it may be."""
+"""Results for the browser: a run with all that a page may have, and one with nothing but what is nasty, as
+large as it may be.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,39 @@ SCRIPTS = (
 
 
 def measured(samples: pd.DataFrame, words: str = "margin") -> dict[str, MeasureResult]:
-    """Measures of every form: columns, nested numbers, a spectrum, a matrix, checkpoints, tables. `words` are in all that is text."""
+    """Measures of every form: columns, nested numbers, a spectrum, a matrix, checkpoints, tables. `words` are
+    in all that is text.
+    """
     n, rng = len(samples), np.random.default_rng(1)
     square = rng.normal(size=(12, 12))
-    trajectory = {name: np.abs(rng.normal(size=(n, 3))).astype(np.float32) for name in ("loss", "grad_norm", "confidence")}
+    trajectory = {
+        name: np.abs(rng.normal(size=(n, 3))).astype(np.float32)
+        for name in ("loss", "grad_norm", "confidence")
+    }
     found = [
-        MeasureResult(words, words, words, words, words, {"margin": words}, {"interval": {"low": 0.1, "high": None}, words: words}),
-        MeasureResult("spectrum", "Spectrum", "C = G'G / n", "squared", arrays={"eigenvalues": np.exp(-np.arange(20.0))}),
+        MeasureResult(
+            words,
+            words,
+            words,
+            words,
+            words,
+            {"margin": words},
+            {"interval": {"low": 0.1, "high": None}, words: words},
+        ),
+        MeasureResult(
+            "spectrum", "Spectrum", "C = G'G / n", "squared", arrays={"eigenvalues": np.exp(-np.arange(20.0))}
+        ),
         MeasureResult("kernel", "Kernel", "K = JJ'", "squared", arrays={"gram": square @ square.T}),
-        MeasureResult("trajectory", "Trajectory", "", "", numbers={"checkpoints": [words, "b", "c"]}, arrays=trajectory),
-        MeasureResult("table", "Table", "", "", tables={words: pd.DataFrame({words: [words] * 150, "x": np.arange(150.0)})}),
+        MeasureResult(
+            "trajectory", "Trajectory", "", "", numbers={"checkpoints": [words, "b", "c"]}, arrays=trajectory
+        ),
+        MeasureResult(
+            "table",
+            "Table",
+            "",
+            "",
+            tables={words: pd.DataFrame({words: [words] * 150, "x": np.arange(150.0)})},
+        ),
     ]
     return {each.name: each for each in found}
 
@@ -59,22 +84,35 @@ def full(n: int = 900) -> AnalyzeResult:
         outlier_score=p,
         group="all",
     )
-    finding = Finding("outlier", "warning", samples["id"][0], 0, "f" * 32, "unlike the reference", Location("data.npz"))
-    check = CheckResult((GateOutcome("max_outliers", "failed", "18 outliers, at most 3", 18, 3),), (finding,), "out", n)
+    finding = Finding(
+        "outlier", "warning", samples["id"][0], 0, "f" * 32, "unlike the reference", Location("data.npz")
+    )
+    check = CheckResult(
+        (GateOutcome("max_outliers", "failed", "18 outliers, at most 3", 18, 3),), (finding,), "out", n
+    )
     manifest = {**frames.MANIFEST, "limit": n, "counts": {"in_dataset": 5000}}
-    names = [f"class {name}" for name in ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
-    return replace(frames.result(samples, class_names=names, manifest=manifest), measures=measured(samples), check=check)
+    names = [
+        f"class {name}"
+        for name in ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    ]
+    return replace(
+        frames.result(samples, class_names=names, manifest=manifest), measures=measured(samples), check=check
+    )
 
 
 def nasty() -> AnalyzeResult:
     """Every text nasty, with 200 classes and 500 layers."""
     texts = [*NASTY.values(), *SCRIPTS]
     samples = frames.classification(4000, classes=200)
-    ids = [f"{texts[row % len(texts)]}{row}" if row >= len(texts) else texts[row] for row in range(len(samples))]
+    ids = [
+        f"{texts[row % len(texts)]}{row}" if row >= len(texts) else texts[row] for row in range(len(samples))
+    ]
     # Objects, as not every text is UTF-8.
     groups = pd.Series([texts[row % len(texts)] for row in range(len(samples))], dtype=object)
     samples = samples.assign(id=pd.Series(ids, dtype=object), margin=1.0, group=groups, reasons=groups)
-    samples["rank"] = pd.Series(np.arange(1, len(samples) + 1), dtype="Int64").where(samples["status"] == "ok")
+    samples["rank"] = pd.Series(np.arange(1, len(samples) + 1), dtype="Int64").where(
+        samples["status"] == "ok"
+    )
     parameters = frames.parameters(500)
     parameters["parameter"] = pd.Series([texts[place % len(texts)] for place in range(500)], dtype=object)
     words = SCRIPTS[0]
@@ -96,7 +134,10 @@ def nasty() -> AnalyzeResult:
         parameters,
         manifest,
         Path("runs"),
-        [TopSample(identifier, text=text) for identifier, text in zip(top_samples(samples, 60)["id"], texts, strict=False)],
+        [
+            TopSample(identifier, text=text)
+            for identifier, text in zip(top_samples(samples, 60)["id"], texts, strict=False)
+        ],
         [texts[place % len(texts)] or "x" for place in range(200)],
         measured(samples, words),
         CheckResult((GateOutcome(words, "failed", words),), (finding,) * 300, "out", 10, tuple(texts)),

@@ -1,4 +1,6 @@
-"""The report in a real browser: it opens in silence, sorts, filters, links, fits its window, and runs no script but its own."""
+"""The report in a real browser: it opens in silence, sorts, filters, links, fits its window, and runs no
+script but its own.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from psgrad.reports.comparison_page import render_page
-from psgrad.results.comparison import CHANGE_COLUMNS, Comparison
+from psgrad.reports.comparison import render_page
+from psgrad.results.findings import CHANGE_COLUMNS, Comparison
 from tests.browser.conftest import Open, Opened
 from tests.browser.results import SCRIPTS, full
 from tests.reports import frames
@@ -19,7 +21,8 @@ from tests.reports import frames
 pytestmark = pytest.mark.browser
 
 CONTRAST = """() => {
-  const light = (c) => { const [r, g, b] = c.map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+  const light = (c) => {
+    const [r, g, b] = c.map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
     return .2126 * r + .7152 * g + .0722 * b; };
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const ground = (e) => {
@@ -35,7 +38,8 @@ CONTRAST = """() => {
     if (!own || e.closest("svg") || !e.checkVisibility()) continue;
     const [a, b] = [light(rgb(getComputedStyle(e).color).slice(0, 3)), light(ground(e))];
     const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
-    if (ratio < 4.5) low.push(`${e.tagName} ${e.className} ${ratio.toFixed(2)} ${e.textContent.slice(0, 30)}`);
+    if (ratio < 4.5)
+      low.push(`${e.tagName} ${e.className} ${ratio.toFixed(2)} ${e.textContent.slice(0, 30)}`);
   }
   return [document.querySelectorAll("main *").length, low];
 }"""
@@ -48,9 +52,10 @@ OUTSIDE = """() => [...document.querySelectorAll("main *")]
 def column(page: Opened, key: str, table: str = "samples") -> list[str]:
     """The texts of one column in the rows that are shown, from the top."""
     found: list[str] = page.ask(
-        f"""() => {{ const t = document.getElementById("{table}"), heads = [...t.querySelectorAll("thead th")];
-        const place = heads.findIndex(h => h.dataset.key === "{key}");
-        return [...t.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[place].textContent.trim()); }}"""
+        f"""() => {{ const t = document.getElementById("{table}"), heads = [...t.querySelectorAll("thead
+        th")]; const place = heads.findIndex(h => h.dataset.key === "{key}"); return
+        [...t.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[place].textContent.trim());
+        }}"""
     )
     return found
 
@@ -61,7 +66,9 @@ def numbers(texts: list[str]) -> list[float | None]:
 
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_opens_in_silence_fits_the_window_and_can_be_read(open_page: Open, full_page: Path, width: int, dark: bool) -> None:
+def test_the_page_opens_in_silence_fits_the_window_and_can_be_read(
+    open_page: Open, full_page: Path, width: int, dark: bool
+) -> None:
     page = open_page(full_page, width=width, dark=dark)
     page.ask("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert page.complaints == []
@@ -76,23 +83,53 @@ def test_the_page_opens_in_silence_fits_the_window_and_can_be_read(open_page: Op
 
 def test_whoever_sees_no_pictures_and_has_no_mouse_finds_their_way(open_page: Open, full_page: Path) -> None:
     page = open_page(full_page)
-    assert page.ask("[...document.images].filter(i => !i.alt.trim() || !i.complete || !i.naturalWidth).map(i => i.src.slice(0, 80))") == []
-    assert page.ask("[...document.querySelectorAll('svg.scatter')].map(s => s.getAttribute('aria-label').length > 40)") == [True]
+    assert (
+        page.ask(
+            "[...document.images].filter(i => !i.alt.trim() || !i.complete || !i.naturalWidth).map(i =>"
+            " i.src.slice(0, 80))"
+        )
+        == []
+    )
+    assert page.ask(
+        "[...document.querySelectorAll('svg.scatter')].map(s => s.getAttribute('aria-label').length > 40)"
+    ) == [True]
     assert page.ask("[...document.querySelectorAll('input')].filter(i => !i.labels.length).length") == 0
-    assert page.ask("[...document.querySelectorAll('button')].filter(b => !b.hidden && !b.textContent.trim()).length") == 0
+    assert (
+        page.ask(
+            "[...document.querySelectorAll('button')].filter(b => !b.hidden && !b.textContent.trim()).length"
+        )
+        == 0
+    )
     levels = page.ask("[...document.querySelectorAll('h1,h2,h3,h4')].map(h => +h.tagName[1])")
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(later <= earlier + 1 for earlier, later in pairwise(levels))
-    assert page.ask("[...document.querySelectorAll('[id]')].length === new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size")
-    assert page.ask("[...document.querySelectorAll('a[href^=\"#\"]')].filter(a => !document.querySelector(a.hash)).length") == 0
+    assert page.ask(
+        "[...document.querySelectorAll('[id]')].length === new"
+        " Set([...document.querySelectorAll('[id]')].map(e => e.id)).size"
+    )
+    assert (
+        page.ask(
+            "[...document.querySelectorAll('a[href^=\"#\"]')].filter(a =>"
+            " !document.querySelector(a.hash)).length"
+        )
+        == 0
+    )
     assert page.ask("document.documentElement.lang") == "en"
     # Every box that scrolls can be reached with the keyboard.
-    assert page.ask("[...document.querySelectorAll('.scroll')].filter(b => b.tabIndex < 0 || !b.getAttribute('aria-label')).length") == 0
+    assert (
+        page.ask(
+            "[...document.querySelectorAll('.scroll')].filter(b => b.tabIndex < 0 ||"
+            " !b.getAttribute('aria-label')).length"
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("key", ["loss", "margin", "rank", "confidence"])
-def test_a_click_on_a_heading_sorts_by_its_numbers_and_leaves_missing_ones_last(open_page: Open, full_page: Path, key: str) -> None:
+def test_a_click_on_a_heading_sorts_by_its_numbers_and_leaves_missing_ones_last(
+    open_page: Open, full_page: Path, key: str
+) -> None:
     page = open_page(full_page)
     before = column(page, key)
     head = page.at.locator(f"#samples th[data-key={key}]")
@@ -149,7 +186,10 @@ def test_a_sample_is_found_in_the_plot_the_table_and_the_sheet(open_page: Open, 
     sample, identifier = row.get_attribute("data-s"), column(page, "id")[0]
     row.hover()
     assert page.ask(f"[...document.querySelectorAll('.lit')].every(e => e.dataset.s === '{sample}')")
-    assert page.ask("['svg .pt.lit', 'tr.lit', '.card.lit'].map(q => document.querySelectorAll(q).length > 0)") == [True] * 3
+    assert (
+        page.ask("['svg .pt.lit', 'tr.lit', '.card.lit'].map(q => document.querySelectorAll(q).length > 0)")
+        == [True] * 3
+    )
     assert identifier in page.texts(".picked")[0]
     last = page.ask("[...document.querySelectorAll('#samples tbody tr')].at(-1).dataset.s")
     page.at.locator(f"svg .pt[data-s='{last}']").dispatch_event("click")
@@ -170,8 +210,12 @@ def test_a_class_leaves_only_its_samples(open_page: Open, full_page: Path) -> No
     page.at.locator("#classes tbody tr").first.locator("button").click()
     name = page.texts("#classes tbody tr td:first-child")[0]
     assert set(column(page, "label")) == {name}
-    shown = page.ask("[...document.querySelectorAll('#samples tbody tr:not([hidden])')].map(r => r.dataset.s)")
-    assert set(page.ask("[...document.querySelectorAll('svg .pt:not(.dim)')].map(p => p.dataset.s)")) == set(shown)
+    shown = page.ask(
+        "[...document.querySelectorAll('#samples tbody tr:not([hidden])')].map(r => r.dataset.s)"
+    )
+    assert set(page.ask("[...document.querySelectorAll('svg .pt:not(.dim)')].map(p => p.dataset.s)")) == set(
+        shown
+    )
     page.at.locator(".chip:visible").click()
     assert len(column(page, "label")) == 200
 
@@ -197,11 +241,16 @@ def test_without_scripts_all_is_there_to_read(open_page: Open, full_page: Path) 
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_nasty_texts_run_nothing_break_nothing_and_stay_within_two_megabytes(open_page: Open, nasty_page: Path, width: int) -> None:
+def test_nasty_texts_run_nothing_break_nothing_and_stay_within_two_megabytes(
+    open_page: Open, nasty_page: Path, width: int
+) -> None:
     page = open_page(nasty_page, width=width)
     assert page.ask("document.documentElement.outerHTML.length") <= 2_000_000
     page.ask("document.querySelectorAll('details').forEach(each => each.open = true)")
-    page.ask("document.querySelectorAll('[data-s]').forEach(e => e.dispatchEvent(new PointerEvent('pointerover', {bubbles: true})))")
+    page.ask(
+        "document.querySelectorAll('[data-s]').forEach(e => e.dispatchEvent(new PointerEvent('pointerover',"
+        " {bubbles: true})))"
+    )
     for button in ("#samples th[data-key=id] button", "#classes th button"):
         page.at.locator(button).first.click()
     page.at.get_by_label("Filter", exact=True).first.fill("<img")
@@ -212,7 +261,13 @@ def test_nasty_texts_run_nothing_break_nothing_and_stay_within_two_megabytes(ope
     assert page.ask("window.psgradWasHere") is None
     assert page.complaints == []
     assert page.ask("document.scripts.length") == 1
-    assert page.ask("document.querySelectorAll('main :is(script, iframe, [onerror], [onmouseover], [onfocus], [onload])').length") == 0
+    assert (
+        page.ask(
+            "document.querySelectorAll('main :is(script, iframe, [onerror], [onmouseover], [onfocus],"
+            " [onload])').length"
+        )
+        == 0
+    )
     assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)
     assert SCRIPTS[0][:60] in page.texts("h1")[0]
 
@@ -220,36 +275,53 @@ def test_nasty_texts_run_nothing_break_nothing_and_stay_within_two_megabytes(ope
 def test_a_script_that_gets_into_the_page_does_not_run(open_page: Open) -> None:
     """The policy, not the escaping: what is put into the page by hand is refused."""
     page = open_page(frames.result(frames.regression(60), inputs=None))
-    page.ask("""() => { const s = document.createElement("script"); s.textContent = "window.psgradWasHere = true"; document.body.append(s);
-      document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.psgradWasHere = true'>"); }""")
+    page.ask(
+        """() => { const s = document.createElement("script"); s.textContent = "window.psgradWasHere = true";
+        document.body.append(s);
+      document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.psgradWasHere = true'>"); }"""
+    )
     page.at.wait_for_timeout(100)
     assert page.ask("window.psgradWasHere") is None
     assert any("Content Security Policy" in each for each in page.complaints)
 
 
 def test_regression_text_and_a_bare_run_open_too(open_page: Open) -> None:
-    for result in (frames.result(frames.regression(), inputs="text"), frames.result(frames.classification(3, nonfinite=3), manifest={})):
+    for result in (
+        frames.result(frames.regression(), inputs="text"),
+        frames.result(frames.classification(3, nonfinite=3), manifest={}),
+    ):
         page = open_page(result, width=400)
         assert page.complaints == []
         assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)
 
 
 @pytest.mark.parametrize("width", [500, 1920])
-def test_comparison_fits_the_window_whatever_a_warning_holds(open_page: Open, tmp_path: Path, width: int) -> None:
+def test_comparison_fits_the_window_whatever_a_warning_holds(
+    open_page: Open, tmp_path: Path, width: int
+) -> None:
     columns = pd.DataFrame({"score_a": [1.0, 2.0], "score_b": [1.0, 3.0]})
-    counts = dict.fromkeys(("samples_a", "samples_b", "common", "came", "went", "rose", "fell", "entered", "left"), 2)
+    counts = dict.fromkeys(
+        ("samples_a", "samples_b", "common", "came", "went", "rose", "fell", "entered", "left"), 2
+    )
     empty = pd.DataFrame(columns=list(CHANGE_COLUMNS)), pd.DataFrame(columns=["group"])
     warning = f"checkpoint: '{'0123456789abcdef' * 8}' and '{'fedcba9876543210' * 8}'"
-    (tmp_path / "diff.html").write_text(render_page(Comparison("a", "b", "grad_norm", "upper", counts, 1.0, *empty, columns, (warning,))))
+    (tmp_path / "diff.html").write_text(
+        render_page(Comparison("a", "b", "grad_norm", "upper", counts, 1.0, *empty, columns, (warning,)))
+    )
     page = open_page(tmp_path / "diff.html", width=width)
     assert page.complaints == []
     assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)
 
 
 @pytest.mark.parametrize("width", [500, 1180, 1920])
-def test_tables_use_the_width_and_hide_nothing_that_fits(open_page: Open, full_page: Path, width: int) -> None:
+def test_tables_use_the_width_and_hide_nothing_that_fits(
+    open_page: Open, full_page: Path, width: int
+) -> None:
     page = open_page(full_page, width=width)
-    found = page.ask("[...document.querySelectorAll('#samples')].map(t => [t.scrollWidth, t.closest('.scroll').clientWidth])[0]")
+    found = page.ask(
+        "[...document.querySelectorAll('#samples')].map(t => [t.scrollWidth,"
+        " t.closest('.scroll').clientWidth])[0]"
+    )
     needed, room = found
     assert room > 0.9 * width - 60  # margins, and a scroll bar
     if width == 1920:
@@ -260,15 +332,23 @@ def test_tables_use_the_width_and_hide_nothing_that_fits(open_page: Open, full_p
 
 @pytest.mark.parametrize("width", [500, 1180, 1920])
 def test_the_comparison_of_rankings_is_the_first_thing_said(open_page: Open, width: int) -> None:
-    facts = {"score": "grad_norm", "loss_agreement": {"spearman": 0.99996, "top": 18, "shared": 8, "other": "loss", "words": ""}}
+    facts = {
+        "score": "grad_norm",
+        "loss_agreement": {"spearman": 0.99996, "top": 18, "shared": 8, "other": "loss", "words": ""},
+    }
     run = full(200)
     page = open_page(replace(run, manifest={**run.manifest, "outliers": facts}), width=width)
     first = page.ask("document.querySelector('#stands-out > :nth-child(2)').id")
     assert first == "rankings"
     assert "0.9999" in page.texts("#rankings")[0]
-    weight, border = page.ask("(s => [s.fontWeight, s.borderLeftWidth])(getComputedStyle(document.querySelector('#rankings')))")
+    weight, border = page.ask(
+        "(s => [s.fontWeight, s.borderLeftWidth])(getComputedStyle(document.querySelector('#rankings')))"
+    )
     assert int(weight) >= 600
     assert border == "4px"
     for query in (".figures b", "#rankings + p code"):
-        cut = page.ask(f"[...document.querySelectorAll('{query}')].filter(e => e.scrollWidth > e.parentElement.clientWidth).length")
+        cut = page.ask(
+            f"[...document.querySelectorAll('{query}')].filter(e => e.scrollWidth >"
+            " e.parentElement.clientWidth).length"
+        )
         assert cut == 0

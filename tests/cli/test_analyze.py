@@ -60,7 +60,17 @@ def test_options_reach_the_workflow(config: Path, workflow: Install, monkeypatch
         return frames.result(frames.classification(30))
 
     workflow(analyze)
-    options = ["--output", "1e3: no", "--set", "analyze.top=5", "--set", "engine.device=cpu", "--set", "output=other", "--overwrite"]
+    options = [
+        "--output",
+        "1e3: no",
+        "--set",
+        "analyze.top=5",
+        "--set",
+        "engine.device=cpu",
+        "--set",
+        "output=other",
+        "--overwrite",
+    ]
     options += ["--limit", "0.25", "--no-report"]
     assert _run(monkeypatch, "analyze", config, *options) == 0
     assert seen["config"].output == Path("1e3: no")
@@ -80,7 +90,12 @@ def test_options_reach_the_workflow(config: Path, workflow: Install, monkeypatch
     ],
 )
 def test_errors_become_a_message_and_an_exit_code(
-    config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: BaseException, code: int
+    config: Path,
+    workflow: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
 ) -> None:
     workflow(_raise(error))
     assert _run(monkeypatch, "analyze", config) == code

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psgrad.reports.class_tables import class_statistics
+from psgrad.reports.outlier_sections import class_statistics
 from tests.workplace import ROWS, Workplace
 
 LIGHT = ("--no-report", "--progress", "none")
@@ -22,7 +22,9 @@ def test_json_is_one_object_on_stdout(workplace: Workplace) -> None:
     assert found["schema_version"] == 1
     assert (found["samples"], found["in_dataset"], found["partial"]) == (ROWS, ROWS, False)
     assert [each["id"] for each in found["top"]] == frame.sort_values("rank")["id"].tolist()[:5]
-    assert [each["grad_norm"] for each in found["top"]] == pytest.approx(sorted(frame["grad_norm"], reverse=True)[:5], rel=1e-12)
+    assert [each["grad_norm"] for each in found["top"]] == pytest.approx(
+        sorted(frame["grad_norm"], reverse=True)[:5], rel=1e-12
+    )
     assert found["check"]["exit_code"] == 0
     assert set(found["measures"]) == {"el2n"}
 
@@ -50,7 +52,10 @@ def test_check_leaves_with_the_gates_exit_code(workplace: Workplace, options: tu
     assert "nonfinite" in outcome.out
     if options:
         assert json.loads(outcome.out)["check"]["exit_code"] == 1
-    assert workplace.analyze(*LIGHT, *options, "--overwrite", "--check", "--set", "gate.nonfinite=ignore").code == 0
+    assert (
+        workplace.analyze(*LIGHT, *options, "--overwrite", "--check", "--set", "gate.nonfinite=ignore").code
+        == 0
+    )
 
 
 def test_limit_is_a_number_or_a_fraction(workplace: Workplace) -> None:

@@ -1,4 +1,6 @@
-"""Everything that may be wrong with what a user gives, through the command line: its words, its exit code, no traceback."""
+"""Everything that may be wrong with what a user gives, through the command line: its words, its exit code, no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from safetensors.torch import save_file
 
 from tests.workplace import ROWS, Workplace
 
-# The config -----------------------------------------------------------------------------------------------------------------------
+# The config
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_key(workplace: Workplace) -> None:
@@ -61,7 +64,8 @@ def test_a_device_that_is_not_there(workplace: Workplace) -> None:
     workplace.refused(2, "engine.device", "cuda:99", options=("--set", "engine.device=cuda:99"))
 
 
-# Model and checkpoint -------------------------------------------------------------------------------------------------------------
+# Model and checkpoint
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_missing_factory_file(workplace: Workplace) -> None:
@@ -76,7 +80,9 @@ def test_missing_factory_in_its_file(workplace: Workplace) -> None:
 
 def test_a_factory_that_raises(workplace: Workplace) -> None:
     workplace.use_model("def Model():\n    raise ValueError('width must be even')\n")
-    workplace.refused(3, "the factory model.py:Model raised ValueError: width must be even", "model.py:", "in Model")
+    workplace.refused(
+        3, "the factory model.py:Model raised ValueError: width must be even", "model.py:", "in Model"
+    )
 
 
 def test_a_factory_whose_arguments_do_not_fit(workplace: Workplace) -> None:
@@ -90,7 +96,9 @@ def test_a_factory_that_returns_no_module(workplace: Workplace) -> None:
 
 
 def test_batch_norm_in_train_mode(workplace: Workplace) -> None:
-    workplace.use_model("def Model():\n    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))\n")
+    workplace.use_model(
+        "def Model():\n    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))\n"
+    )
     workplace.config["model"]["mode"] = "train"
     workplace.refused(3, "the layer 1 (BatchNorm1d)", "train mode", "model.mode: eval", "GroupNorm")
 
@@ -151,7 +159,8 @@ def test_a_sharded_index_that_leads_out_of_its_folder(workplace: Workplace, shar
     workplace.refused(3, shard)
 
 
-# Data -----------------------------------------------------------------------------------------------------------------------------
+# Data
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_missing_data_file(workplace: Workplace) -> None:
@@ -253,10 +262,15 @@ def test_a_dataset_that_raises_in_the_middle(workplace: Workplace) -> None:
     manifest = workplace.manifest()
     assert manifest["state"] == "failed"
     assert "no such picture" in manifest["error"]
-    assert manifest["counts"]["finished_samples"] == len(pd.read_parquet(workplace.folder / "out" / "parts" / "samples")) == 8
+    assert (
+        manifest["counts"]["finished_samples"]
+        == len(pd.read_parquet(workplace.folder / "out" / "parts" / "samples"))
+        == 8
+    )
 
 
-# Loss and model together ----------------------------------------------------------------------------------------------------------
+# Loss and model together
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +305,13 @@ def test_an_output_that_the_loss_does_not_take(workplace: Workplace) -> None:
 
 def linear_model(*forward: str) -> str:
     """The source of a model with a linear layer, whose forward has these lines."""
-    head = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()", "        self.layer = nn.Linear(4, 3)", ""]
+    head = [
+        "class Model(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.layer = nn.Linear(4, 3)",
+        "",
+    ]
     return "\n".join([*head, "    def forward(self, x):", *(f"        {line}" for line in forward), ""])
 
 
@@ -330,7 +350,9 @@ def test_a_token_beyond_the_vocabulary(workplace: Workplace, verify: int) -> Non
     tokens = np.zeros((ROWS, 5), dtype=np.int64)
     tokens[11, 2] = 9
     workplace.save(x=tokens)
-    workplace.use_model("def Model():\n    return nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(15, 3))\n")
+    workplace.use_model(
+        "def Model():\n    return nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(15, 3))\n"
+    )
     workplace.config["engine"] = {"verify": verify}
     workplace.refused(3, "raised IndexError on row 11", "beyond the vocabulary")
 
@@ -338,11 +360,14 @@ def test_a_token_beyond_the_vocabulary(workplace: Workplace, verify: int) -> Non
 def test_pixels_saved_as_whole_numbers(workplace: Workplace) -> None:
     # A cast would hide that the model was trained on other numbers, such as 0 to 1.
     workplace.save(x=np.random.default_rng(0).integers(0, 256, (ROWS, 1, 8, 8), dtype=np.uint8))
-    workplace.use_model("def Model():\n    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))\n")
+    workplace.use_model(
+        "def Model():\n    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))\n"
+    )
     workplace.refused(3, "row 0", "int64 [1, 1, 8, 8]", "pixels saved as whole numbers")
 
 
-# The output -----------------------------------------------------------------------------------------------------------------------
+# The output
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_output_folder_that_holds_a_run(workplace: Workplace) -> None:

@@ -59,11 +59,16 @@ def test_exit_codes(workplace: Workplace) -> None:
 def test_one_that_is_ignored_leaves_the_others(workplace: Workplace) -> None:
     judged(workplace)
     (workplace.folder / "ignore.yaml").write_text("- {id: s2, reason: looked at}\n")
-    outcome = workplace.command("check", "run", "--set", "gate.ignore=ignore.yaml", "--set", "gate.max_outliers=0")
+    outcome = workplace.command(
+        "check", "run", "--set", "gate.ignore=ignore.yaml", "--set", "gate.max_outliers=0"
+    )
     assert (outcome.code, outcome.err) == (1, "")
     assert "outlier 2 (1 ignored)" in outcome.out
     lines = (workplace.folder / "run" / "findings.jsonl").read_text().splitlines()
-    assert {(each["id"], each["ignored_because"]) for each in map(json.loads, lines)} == {("s2", "looked at"), ("s5", None)}
+    assert {(each["id"], each["ignored_because"]) for each in map(json.loads, lines)} == {
+        ("s2", "looked at"),
+        ("s5", None),
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,9 @@ def test_one_that_is_ignored_leaves_the_others(workplace: Workplace) -> None:
         (lambda frame: frame.drop(columns="grad_norm"), "has no column grad_norm"),
     ],
 )
-def test_a_table_that_was_changed_gets_no_verdict(workplace: Workplace, change: Callable[[pd.DataFrame], pd.DataFrame], words: str) -> None:
+def test_a_table_that_was_changed_gets_no_verdict(
+    workplace: Workplace, change: Callable[[pd.DataFrame], pd.DataFrame], words: str
+) -> None:
     path = judged(workplace) / "samples.parquet"
     change(pd.read_parquet(path)).to_parquet(path)
     for command in (("check", "run"), ("report", "run"), ("diff", "run", "run"), ("baseline", "save", "run")):
@@ -87,7 +94,12 @@ def test_a_manifest_that_was_changed_or_a_folder_in_place_of_a_table(workplace: 
     content = json.loads(path.read_text())
     for key in ("config", "counts", "outliers"):
         path.write_text(json.dumps({**content, key: [1]}))
-        for command in (("check", "run"), ("report", "run"), ("diff", "run", "run"), ("baseline", "save", "run")):
+        for command in (
+            ("check", "run"),
+            ("report", "run"),
+            ("diff", "run", "run"),
+            ("baseline", "save", "run"),
+        ):
             workplace.command(*command).refused(3, f"{key} holds no keys and values")
     path.write_text(json.dumps(content))
     (path.parent / "samples.parquet").unlink()
@@ -102,23 +114,39 @@ def test_a_baseline_lets_what_is_known_pass(workplace: Workplace) -> None:
     assert (saved.code, saved.out) == (0, "psgrad-baseline.json\n")
     assert "2 accepted findings: 2 taken in, 0 dropped" in saved.err
     judged(workplace, "later", (5, 7))
-    checked = workplace.command("check", "later", "--baseline", "psgrad-baseline.json", "--set", "gate.max_outliers=0")
+    checked = workplace.command(
+        "check", "later", "--baseline", "psgrad-baseline.json", "--set", "gate.max_outliers=0"
+    )
     assert checked.code == 1
     assert "1 new outlier, and 0 may be" in checked.out
-    assert "1 of 2 entries of the baseline psgrad-baseline.json are not found any more" not in checked.out  # an absolute path is shown
+    assert (
+        "1 of 2 entries of the baseline psgrad-baseline.json are not found any more" not in checked.out
+    )  # an absolute path is shown
     assert "1 of 2 entries of the baseline" in checked.out
     again = workplace.command("baseline", "save", "later")
     assert "1 accepted finding: 0 taken in, 1 dropped" in again.err
     assert "1 new finding refused: a baseline only shrinks" in again.err
     assert "2 accepted findings: 1 taken in" in workplace.command("baseline", "save", "later", "--grow").err
-    assert workplace.command("check", "later", "--baseline", "psgrad-baseline.json", "--set", "gate.max_outliers=0").code == 0
-    workplace.command("check", "later", "--baseline", "nowhere.json").refused(2, "there is no baseline nowhere.json")
+    assert (
+        workplace.command(
+            "check", "later", "--baseline", "psgrad-baseline.json", "--set", "gate.max_outliers=0"
+        ).code
+        == 0
+    )
+    workplace.command("check", "later", "--baseline", "nowhere.json").refused(
+        2, "there is no baseline nowhere.json"
+    )
 
 
 def test_the_files_of_a_gate_are_relative_to_the_config(workplace: Workplace) -> None:
     (workplace.folder / "configs").mkdir()
-    (workplace.folder / "configs" / "ignore.yaml").write_text("- {id: s2, reason: looked at}\n- {id: s5, rule: outlier, reason: fine}\n")
-    config = {"data": {"path": "data.parquet"}, "gate": {"ignore": "ignore.yaml", "max_outliers": 0, "baseline": "none.json"}}
+    (workplace.folder / "configs" / "ignore.yaml").write_text(
+        "- {id: s2, reason: looked at}\n- {id: s5, rule: outlier, reason: fine}\n"
+    )
+    config = {
+        "data": {"path": "data.parquet"},
+        "gate": {"ignore": "ignore.yaml", "max_outliers": 0, "baseline": "none.json"},
+    }
     judged(workplace, config=config, config_folder="configs")
     outcome = workplace.command("check", "run")
     assert outcome.code == 0, outcome.out
@@ -141,13 +169,15 @@ def test_a_partial_run_is_gated_and_said_and_is_no_baseline(workplace: Workplace
     workplace.command("baseline", "save", "run").refused(2, "can't be a baseline", "without --limit")
 
 
-def test_a_run_that_can_not_be_written_to_is_still_checked(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_can_not_be_written_to_is_still_checked(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from psgrad.errors import OutputError
 
     def refuse(*_: object) -> None:
         raise OutputError("run/findings.jsonl can't be written: Read-only file system")
 
-    monkeypatch.setattr("psgrad.workflows.checking.write_check", refuse)
+    monkeypatch.setattr("psgrad.workflows.check.write_check", refuse)
     judged(workplace)
     outcome = workplace.command("check", "run")
     assert (outcome.code, "the verdict is not kept in the run folder" in outcome.out) == (0, True)
@@ -156,7 +186,12 @@ def test_a_run_that_can_not_be_written_to_is_still_checked(workplace: Workplace,
 def test_lines_of_a_csv_file_are_told_as_long_as_it_is_the_same(workplace: Workplace) -> None:
     rows = ["uid,a,b,c,d,y", *(f'"row\n{row}",{row},1,0,0.5,{row % 3}' for row in range(6))]
     (workplace.folder / "data.csv").write_text("\n".join(rows) + "\n")
-    workplace.config["data"] = {"path": "data.csv", "inputs": ["a", "b", "c", "d"], "target": "y", "id": "uid"}
+    workplace.config["data"] = {
+        "path": "data.csv",
+        "inputs": ["a", "b", "c", "d"],
+        "target": "y",
+        "id": "uid",
+    }
     workplace.config["analyze"] = {"review_fraction": 0.9}
     workplace.succeeded()
     content = json.loads(workplace.command("check", "out", "--format", "json").out)
@@ -193,7 +228,10 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
     assert outcome.code == 0
     assert "10 samples in both, 0 came, 0 went" in outcome.out
     assert "1 entered the list of B and 1 left that of A" in outcome.out
-    assert json.loads(workplace.command("diff", "run", "later", "--format", "json").out)["counts"]["common"] == 10
+    assert (
+        json.loads(workplace.command("diff", "run", "later", "--format", "json").out)["counts"]["common"]
+        == 10
+    )
     drawn = workplace.command("diff", "run", "later", "--output", "diff.svg")
     assert (drawn.code, drawn.out) == (0, "")
     assert "rank correlation (Spearman) 1" in drawn.err
@@ -204,11 +242,11 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
 def test_check_and_diff_do_without_torch(workplace: Workplace) -> None:
     judged(workplace)
     code = (
-        "import sys; from pathlib import Path; from psgrad import workflows; from psgrad.reports.ci import FORMATS, render_check\n"
-        "from psgrad.reports.comparison_page import render_page\n"
-        "result = workflows.check(Path('run')); [render_check(result, each) for each in FORMATS]\n"
-        "workflows.save_baseline(Path('run')); render_page(workflows.diff(Path('run'), Path('run')))\n"
-        "print(sorted({'torch', 'sklearn', 'transformers'} & set(sys.modules)))"
+        "import sys; from pathlib import Path; from psgrad import workflows; from psgrad.reports.ci import"
+        " FORMATS, render_check\nfrom psgrad.reports.comparison import render_page\nresult ="
+        " workflows.check(Path('run')); [render_check(result, each) for each in"
+        " FORMATS]\nworkflows.save_baseline(Path('run')); render_page(workflows.diff(Path('run'),"
+        " Path('run')))\nprint(sorted({'torch', 'sklearn', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr

@@ -1,4 +1,6 @@
-"""`psgrad dp-audit` as a user meets it: the verdict and its exit code, what is written where, mistakes planted in the run's parts."""
+"""`psgrad dp-audit` as a user meets it: the verdict and its exit code, what is written where, mistakes
+planted in the run's parts.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ import yaml
 
 from psgrad.config import PrivacyConfig
 from psgrad.engine.gradients import weighted_sums
-from psgrad.engine.privacy import clipped, records
+from psgrad.engine.privacy import clipped_sums, records
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.record_draws import RUN, StepDraws
-from psgrad.workflows import auditing, neighbours, private_setup
+from psgrad.workflows import dp_audit, neighbours, private_setup
 from tests.workplace import Outcome, Workplace
 
 PRIVACY: dict[str, Any] = {
@@ -33,7 +35,9 @@ PRIVACY: dict[str, Any] = {
     "noise": {"multiplier": 1.0},
     "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
 }
-TRUNCATED = {"sampling": {"scheme": "truncated_poisson", "sample_rate": 0.5, "max_batch_size": 20, "dataset_size": 24}}
+TRUNCATED = {
+    "sampling": {"scheme": "truncated_poisson", "sample_rate": 0.5, "max_batch_size": 20, "dataset_size": 24}
+}
 WIDE = {"factory": "model.py:mlp", "kwargs": {"hidden": 100}}  # 803 coordinates
 
 
@@ -52,9 +56,9 @@ def _drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded(kind: Any) -> Generator:
         return make_generator(kind, seed=1, position=next(made))
 
-    monkeypatch.setattr(auditing, "make_generator", seeded)
+    monkeypatch.setattr(dp_audit, "make_generator", seeded)
     monkeypatch.setattr(neighbours, "make_generator", seeded)
-    monkeypatch.setattr(auditing, "coins", lambda: np.random.default_rng(1))
+    monkeypatch.setattr(dp_audit, "coins", lambda: np.random.default_rng(1))
 
 
 def audited(workplace: Workplace, *options: str) -> Outcome:
@@ -74,7 +78,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# -- what is right ----------------------------------------------------------------------------------------------------------------------
+# -- what is right
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workplace) -> None:
@@ -91,20 +96,30 @@ def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workpla
     assert "VIOLATION" not in outcome.out
     assert lines[-2] == "consistent: nothing contradicts the declared guarantee, which is no proof of it"
     assert lines[-1] == str(Path("out-audit/private/NOT_PRIVATE_audit.json"))
-    assert outcome.err.splitlines()[-1].startswith("NOT PRIVATE: the audit took single records' gradients without noise")
+    assert outcome.err.splitlines()[-1].startswith(
+        "NOT PRIVATE: the audit took single records' gradients without noise"
+    )
     assert not (private.folder / "out").exists()
 
 
 def test_json_and_the_file_say_the_same(private: Workplace) -> None:
     found = as_json(private)
     assert found.pop("file") == "out-audit/private/NOT_PRIVATE_audit.json"
-    assert (found["verdict"], found["violations"], found["canaries"], found["steps"], found["records"]) == ("consistent", [], 803, 2, 24)
+    assert (found["verdict"], found["violations"], found["canaries"], found["steps"], found["records"]) == (
+        "consistent",
+        [],
+        803,
+        2,
+        24,
+    )
     assert 0 <= found["epsilon"] < found["accounted"]
     assert found["right"] <= found["guesses"] <= 803
     assert found["warning"].startswith("NOT PRIVATE")
     written = json.loads((private.folder / "out-audit/private/NOT_PRIVATE_audit.json").read_text())
     assert written["warning"].startswith("NOT PRIVATE")
-    assert {key: value for key, value in written.items() if key != "warning"} == {k: v for k, v in found.items() if k != "warning"}
+    assert {key: value for key, value in written.items() if key != "warning"} == {
+        k: v for k, v in found.items() if k != "warning"
+    }
     assert list((private.folder / "out-audit").glob("public/*")) == []
 
 
@@ -177,7 +192,7 @@ def test_every_kind_of_run_can_be_audited(private: Workplace, change: dict[str, 
 
 
 def test_a_seed_is_left_aside_and_that_is_said(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auditing, "make_generator", make_generator)
+    monkeypatch.setattr(dp_audit, "make_generator", make_generator)
     private.config["privacy"]["noise"] = {"multiplier": 1.0, "seed": 3}
     found = [as_json(private, "--canaries-only", "--overwrite") for _ in range(2)]
     assert found[0]["noise"]["spread"] != found[1]["noise"]["spread"]
@@ -220,7 +235,9 @@ def shaken(x):
 
 @pytest.fixture
 def drawing(private: Workplace) -> Workplace:
-    """A private run of a model with dropout, whose factory seeds PyTorch, on rows that are changed at random."""
+    """A private run of a model with dropout, whose factory seeds PyTorch, on rows that are changed at
+    random.
+    """
     private.use_model(DRAWING)
     private.config["model"]["mode"] = "train"
     (private.folder / "augment.py").write_text(SHAKEN)
@@ -238,21 +255,29 @@ def test_audit_compares_neighbours_of_models_and_augmentations_that_draw(drawing
 
 def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workplace) -> None:
     (drawing.folder / "augment.py").write_text(
-        SHAKEN + "    \n\ndef careful(x):\n    if x.isnan().any():\n        raise ValueError('a NaN')\n    return shaken(x)\n"
+        SHAKEN
+        + "    \n\ndef careful(x):\n    if x.isnan().any():\n        raise ValueError('a NaN')\n    return"
+        " shaken(x)\n"
     )
     drawing.config["privacy"]["augmentation"]["function"] = "augment.py:careful"
     found = as_json(drawing, "--steps", "1")
     assert (found["violations"], len(found["notes"])) == ([], 1)
-    assert "not compared: a record comes whose inputs are NaN, on which augment.py:careful raised ValueError: a NaN" in found["notes"][0]
+    assert (
+        "not compared: a record comes whose inputs are NaN, on which augment.py:careful raised ValueError:"
+        " a NaN" in found["notes"][0]
+    )
     assert len(found["pairs"]) >= 6
 
 
-# -- what is wrong ----------------------------------------------------------------------------------------------------------------------
+# -- what is wrong
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Noise.add
-    monkeypatch.setattr(Noise, "add", lambda self, *rest: plain(replace(self, multiplier=self.multiplier / 2), *rest))
+    monkeypatch.setattr(
+        Noise, "add", lambda self, *rest: plain(replace(self, multiplier=self.multiplier / 2), *rest)
+    )
     outcome = audited(private, "--steps", "4")
     assert outcome.code == 1
     assert "VIOLATION: the declared guarantee does not hold" in outcome.out
@@ -261,43 +286,69 @@ def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.M
     assert float(noise.split()[1]) == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_bound_that_is_not_kept_to_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_is_not_kept_to_is_a_violation(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Clipping, "factors", lambda self, norms, *_, **__: torch.ones_like(norms))
     found = as_json(private)
-    assert found["violations"][0].startswith("canaries are told apart better than the declared steps allow: epsilon is at least ")
-    broken = next(pair for pair in found["pairs"] if pair["pair"] == "the record with the longest gradient goes")
+    assert found["violations"][0].startswith(
+        "canaries are told apart better than the declared steps allow: epsilon is at least "
+    )
+    broken = next(
+        pair for pair in found["pairs"] if pair["pair"] == "the record with the longest gradient goes"
+    )
     assert not broken["holds"]
     assert broken["ratio"] > 1
 
 
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auditing, "make_generator", lambda kind: make_generator(kind, seed=3))
-    assert "the noise is not as declared: alike in two steps" in as_json(private, "--canaries-only")["violations"]
+    monkeypatch.setattr(dp_audit, "make_generator", lambda kind: make_generator(kind, seed=3))
+    assert (
+        "the noise is not as declared: alike in two steps"
+        in as_json(private, "--canaries-only")["violations"]
+    )
 
 
-def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = neighbours.ledger_header
-    monkeypatch.setattr(neighbours, "ledger_header", lambda setup, base: {**plain(setup, base), "records": len(setup.records)})
+    monkeypatch.setattr(
+        neighbours, "ledger_header", lambda setup, base: {**plain(setup, base), "records": len(setup.records)}
+    )
     found = as_json(private)
-    assert any("what is published differs in the ledger's records" in violation for violation in found["violations"])
+    assert any(
+        "what is published differs in the ledger's records" in violation for violation in found["violations"]
+    )
 
 
 @pytest.mark.parametrize("planted", ["in the model", "in the augmentation"])
-def test_audit_finds_draws_that_go_by_the_place_in_the_batch(drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+def test_audit_finds_draws_that_go_by_the_place_in_the_batch(
+    drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
     for module in (neighbours, private_setup):  # the same batch and the same draws in every run of this test
         monkeypatch.setattr(module, "make_generator", lambda kind, seed=3: make_generator(kind, seed=3))
     if planted == "in the model":
-        monkeypatch.setattr(records, "by_record", lambda loss, now: lambda params, inputs, target: loss(params, inputs[:-1], target))
+        monkeypatch.setattr(
+            records,
+            "by_record",
+            lambda loss, now: lambda params, inputs, target: loss(params, inputs[:-1], target),
+        )
     else:
         plain = StepDraws.seed
-        monkeypatch.setattr(StepDraws, "seed", lambda self, label, number: plain(self, label, number) if number == RUN else None)
+        monkeypatch.setattr(
+            StepDraws,
+            "seed",
+            lambda self, label, number: plain(self, label, number) if number == RUN else None,
+        )
     found = as_json(drawing, "--steps", "1")
     broken = [pair for pair in found["pairs"] if not pair["holds"]]
     assert max(pair["ratio"] for pair in broken) > 1.5
     assert any(broken[0]["pair"] in violation for violation in found["violations"])
 
 
-# -- how many -----------------------------------------------------------------------------------------------------------------------------
+# -- how many
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,13 +362,18 @@ def test_audit_finds_draws_that_go_by_the_place_in_the_batch(drawing: Workplace,
         ({"scheme": "fixed", "batch_size": 12}, 1, False, 1),
     ],
 )
-def test_steps_are_as_many_as_say_something(sampling: dict[str, Any], planned: int, alone: bool, steps: int) -> None:
+def test_steps_are_as_many_as_say_something(
+    sampling: dict[str, Any], planned: int, alone: bool, steps: int
+) -> None:
     size = 12.0 if sampling["scheme"] == "fixed" else 100.0
-    privacy = PrivacyConfig.model_validate(PRIVACY | {"sampling": sampling, "steps": planned, "expected_batch_size": size})
-    assert auditing.steps_for(privacy, alone) == steps
+    privacy = PrivacyConfig.model_validate(
+        PRIVACY | {"sampling": sampling, "steps": planned, "expected_batch_size": size}
+    )
+    assert dp_audit.steps_for(privacy, alone) == steps
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------------------------
+# -- refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,7 +406,8 @@ def test_a_config_without_privacy_is_refused(workplace: Workplace) -> None:
     assert "the config has no section privacy" in outcome.err
 
 
-# -- records that cancel -----------------------------------------------------------------------------------------------------------------
+# -- records that cancel
+# ------------------------------------------------------------------------------------------------------------
 
 
 def cancelling_pair(workplace: Workplace) -> dict[str, Any]:
@@ -359,20 +416,27 @@ def cancelling_pair(workplace: Workplace) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("groups", ["flat", "parameter"])
-def test_audit_finds_float32_clipped_sums_of_cancelling_positions(private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str) -> None:
-    """The norm sees the cancellation, and the sum is a float32 product of the scaled factors, which does not."""
+def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str
+) -> None:
+    """The norm sees the cancellation, and the sum is a float32 product of the scaled factors, which
+    does not.
+    """
     private.config["privacy"]["clipping"] |= {"groups": groups}
     pair = cancelling_pair(private)
     assert pair["holds"]
     assert 0.4 < pair["ratio"] <= 1
-    monkeypatch.setattr(clipped, "MOST_ABSOLUTE", float("inf"))
-    monkeypatch.setattr(weighted_sums, "bounded_sum", lambda gradient, weights, norms: gradient.weighted_sum(weights).double())
+    monkeypatch.setattr(clipped_sums, "MOST_ABSOLUTE", float("inf"))
+    monkeypatch.setattr(
+        weighted_sums, "bounded_sum", lambda gradient, weights, norms: gradient.weighted_sum(weights).double()
+    )
     outcome = audited(private, "--overwrite")
     assert outcome.code == 1
     assert "a record comes whose positions cancel" in outcome.out
 
 
-# -- state that the model keeps, and rounding ------------------------------------------------------------------------------------------
+# -- state that the model keeps, and rounding
+# ------------------------------------------------------------------------------------------
 
 KEEPS = """\
 class Model(nn.Module):
@@ -394,7 +458,9 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_audit_finds_state_that_is_not_put_back(private: Workplace, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+def test_audit_finds_state_that_is_not_put_back(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
     inputs = np.clip(private.arrays["x"], -0.9, 0.9)
     inputs[5, 0] = 1.5
     private.save(x=inputs)
@@ -403,8 +469,15 @@ def test_audit_finds_state_that_is_not_put_back(private: Workplace, monkeypatch:
     assert outcome.code == 0, outcome.err + outcome.out
     monkeypatch.setattr("psgrad.engine.privacy.model_state.ModelState.restore", lambda self: None)
     found = as_json(private, "--steps", "1", "--overwrite")
-    expected = "its contribution moves by" if "known" in write else "what is published differs in the published largest"
-    assert any(violation.startswith("a record again, after the others: " + expected) for violation in found["violations"])
+    expected = (
+        "its contribution moves by"
+        if "known" in write
+        else "what is published differs in the published largest"
+    )
+    assert any(
+        violation.startswith("a record again, after the others: " + expected)
+        for violation in found["violations"]
+    )
 
 
 def test_audit_finds_sums_that_are_not_rounded(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,4 +485,6 @@ def test_audit_finds_sums_that_are_not_rounded(private: Workplace, monkeypatch: 
         return values + deviation * generator.normal(values.shape, values.dtype)
 
     monkeypatch.setattr("psgrad.engine.privacy.noise.noisy", unrounded)
-    assert as_json(private, "--steps", "1")["violations"] == ["the noise is not as declared: off the public grid"]
+    assert as_json(private, "--steps", "1")["violations"] == [
+        "the noise is not as declared: off the public grid"
+    ]

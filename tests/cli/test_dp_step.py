@@ -1,4 +1,6 @@
-"""`psgrad dp-step` as a user meets it: what goes where, what stays private, and which exit code comes back."""
+"""`psgrad dp-step` as a user meets it: what goes where, what stays private, and which exit code comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import psgrad
 from psgrad.cli import main
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.results import Progress
-from psgrad.workflows.private_planning import curve_points
+from psgrad.workflows.plan import curve_points
 from tests.reports import private_runs
 
 Install = Callable[..., None]
@@ -39,7 +41,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["psgrad", "dp-step", *map(str, arguments)])
         with pytest.raises(SystemExit) as leave:
@@ -72,7 +76,9 @@ def test_what_is_public_goes_to_stdout_and_words_to_stderr(config: Path, install
     assert "clip fraction" not in out + err
 
 
-def test_private_diagnostics_are_asked_for_and_stay_off_stdout(config: Path, install: Install, run: Run) -> None:
+def test_private_diagnostics_are_asked_for_and_stay_off_stdout(
+    config: Path, install: Install, run: Run
+) -> None:
     install(dp_step=taken)
     _, plain, _ = run(config)
     _, out, err = run(config, "--show-private")
@@ -98,7 +104,17 @@ def test_options_reach_the_workflow(config: Path, install: Install, run: Run, tm
     assert run(config)[0] == 0
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (1, False, False)
     output = tmp_path / "elsewhere"
-    done = run(config, "--steps", 20, "--resume", "--insecure-deterministic", "--output", output, "--set", "engine.chunk_size=8")
+    done = run(
+        config,
+        "--steps",
+        20,
+        "--resume",
+        "--insecure-deterministic",
+        "--output",
+        output,
+        "--set",
+        "engine.chunk_size=8",
+    )
     assert done[0] == 0, done[2]
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (20, True, True)
     assert (seen["config"].output, seen["config"].engine.chunk_size) == (output, 8)
@@ -137,14 +153,20 @@ def test_a_plan_is_what_dp_accounting_says_and_needs_neither_model_nor_data(
     assert (told["sensitivity"], told["relation"], told["unit"]) == (0.5, "add_or_remove_one", "one row")
     assert [plan["noise_multiplier"] for plan in told["plans"] if plan["configured"]] == [1.25]
     for plan in told["plans"]:
-        step = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(plan["noise_multiplier"]))
+        step = dp_accounting.PoissonSampledDpEvent(
+            0.02, dp_accounting.GaussianDpEvent(plan["noise_multiplier"])
+        )
         steps = dp_accounting.SelfComposedDpEvent(step, 40)
         assert plan["noise_std"] == plan["noise_multiplier"] * 0.5
-        assert plan["epsilon_rdp"] == pytest.approx(rdp.RdpAccountant().compose(steps).get_epsilon(1e-5), rel=1e-6)
+        assert plan["epsilon_rdp"] == pytest.approx(
+            rdp.RdpAccountant().compose(steps).get_epsilon(1e-5), rel=1e-6
+        )
         if not plan["configured"]:
             continue  # what follows takes its time
         # Both are upper bounds, and differ by how finely losses are rounded up.
-        assert plan["epsilon_pld"] == pytest.approx(pld.PLDAccountant().compose(steps).get_epsilon(1e-5), rel=5e-3)
+        assert plan["epsilon_pld"] == pytest.approx(
+            pld.PLDAccountant().compose(steps).get_epsilon(1e-5), rel=5e-3
+        )
     assert Path(told["plot"]).is_file()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "out-plan.png", "runs"]
 
@@ -176,8 +198,12 @@ def test_steps_are_a_number_of_at_least_one(config: Path, run: Run, steps: str) 
     assert "--steps" in err
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("the config is wrong"), 2), (OutputExistsError("there is a run"), 2)])
-def test_errors_end_with_their_words_and_code(config: Path, install: Install, run: Run, error: Exception, code: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("the config is wrong"), 2), (OutputExistsError("there is a run"), 2)]
+)
+def test_errors_end_with_their_words_and_code(
+    config: Path, install: Install, run: Run, error: Exception, code: int
+) -> None:
     def dp_step(*arguments: Any, **options: Any) -> Any:
         raise error
 

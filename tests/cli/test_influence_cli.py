@@ -1,4 +1,6 @@
-"""`psgrad influence` as a user meets it: its two commands, what reaches the workflows, and what goes where."""
+"""`psgrad influence` as a user meets it: its two commands, what reaches the workflows, and what goes
+where.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import psgrad
 from psgrad.cli import main
 from psgrad.errors import InfluenceError
 from psgrad.results import IndexResult, Progress
-from psgrad.results.evaluation import EVALUATION_COLUMNS, EvaluationResult
+from psgrad.results.influence import EVALUATION_COLUMNS, EvaluationResult
 from tests.reports.influence_runs import UNIT, result
 
 
@@ -35,12 +37,22 @@ class Stage:
         return self._called("influence_index", arguments, options, progress, found)
 
     def evaluate_influence(self, *arguments: Any, progress: Any, **options: Any) -> Any:
-        table = pd.DataFrame({"method": ["influence"], "control": [False], **{key: [0.5] for key in EVALUATION_COLUMNS["mislabel"]}})
+        table = pd.DataFrame(
+            {
+                "method": ["influence"],
+                "control": [False],
+                **{key: [0.5] for key in EVALUATION_COLUMNS["mislabel"]},
+            }
+        )
         facts = {"models": 5, "flips": 5, "share": 0.1}
-        found = EvaluationResult("mislabel", "influence", table, facts, pd.DataFrame(), UNIT, Path("runs/out-mislabel"))
+        found = EvaluationResult(
+            "mislabel", "influence", table, facts, pd.DataFrame(), UNIT, Path("runs/out-mislabel")
+        )
         return self._called("evaluate_influence", arguments, options, progress, found)
 
-    def _called(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], progress: Any, found: Any) -> Any:
+    def _called(
+        self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], progress: Any, found: Any
+    ) -> Any:
         self.calls.append((name, arguments, options))
         progress(Progress(1, 2, "scores", "a message"))
         if self.error is not None:
@@ -73,7 +85,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> A
     return command
 
 
-def test_the_tables_and_the_path_go_to_stdout_and_words_to_stderr(config: Path, stage: Stage, run: Any) -> None:
+def test_the_tables_and_the_path_go_to_stdout_and_words_to_stderr(
+    config: Path, stage: Stage, run: Any
+) -> None:
     code, out, err = run("influence", config)
     assert code == 0, err
     lines = out.splitlines()
@@ -90,15 +104,31 @@ def test_the_tables_and_the_path_go_to_stdout_and_words_to_stderr(config: Path, 
 
 
 def test_options_reach_the_workflow_and_the_config(config: Path, stage: Stage, run: Any) -> None:
-    words = ("--method", "tracin", "--top", 2, "--matrix", "--no-report", "--overwrite", "--output", "elsewhere")
-    code, out, err = run("influence", config, *words, "--set", "influence.method=gradient_dot", "--set", "influence.top=7")
+    words = (
+        "--method",
+        "tracin",
+        "--top",
+        2,
+        "--matrix",
+        "--no-report",
+        "--overwrite",
+        "--output",
+        "elsewhere",
+    )
+    code, out, err = run(
+        "influence", config, *words, "--set", "influence.method=gradient_dot", "--set", "influence.top=7"
+    )
     assert code == 2, "tracin needs its checkpoints: --method comes after --set"
     assert "tracin" in err
     assert not stage.calls
     code, out, err = run("influence", config, *words[2:], "--method", "ekfac")
     assert code == 0, err
     ((_, (resolved,), options),) = stage.calls
-    assert (resolved.influence.method.name, resolved.influence.top, str(resolved.output)) == ("ekfac", 2, "elsewhere")
+    assert (resolved.influence.method.name, resolved.influence.top, str(resolved.output)) == (
+        "ekfac",
+        2,
+        "elsewhere",
+    )
     assert options == {"overwrite": True, "matrix": True, "report": False}
     assert [line.split()[0] for line in out.splitlines()[4:8] if line] == ["rank", "1", "2"]
 
@@ -122,7 +152,9 @@ def test_the_index_is_a_command_of_two_words(config: Path, stage: Stage, run: An
     assert resolved.influence.top == 3
 
 
-def test_a_config_named_index_can_be_ranked(config: Path, stage: Stage, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_named_index_can_be_ranked(
+    config: Path, stage: Stage, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (config.parent / "index").write_text(config.read_text())
     monkeypatch.chdir(config.parent)
     code, _, err = run("influence", "./index")
@@ -171,21 +203,27 @@ def test_wrong_words_are_a_usage_error(words: tuple[str, ...], config: Path, sta
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["influence", "--help"], ["influence [OPTIONS]", "psgrad influence index CONFIG", "--evaluate", "--matrix", "--method"]),
+        (
+            ["influence", "--help"],
+            ["influence [OPTIONS]", "psgrad influence index CONFIG", "--evaluate", "--matrix", "--method"],
+        ),
         (["influence", "index", "--help"], ["influence index [OPTIONS]", "--resume", "--overwrite"]),
         (["--help"], ["influence index", "dp-step"]),
     ],
 )
 def test_help_shows_both_commands_and_loads_nothing_heavy(words: list[str], expected: list[str]) -> None:
     script = (
-        "import sys\nfrom psgrad.cli import main\n"
-        f"sys.argv = ['psgrad', *{words!r}]\n"
-        "try:\n    main()\nfinally:\n"
-        "    print([n for n in ('torch', 'pandas', 'matplotlib', 'numpy', 'psgrad.config') if n in sys.modules], file=sys.stderr)\n"
+        f"import sys\nfrom psgrad.cli import main\nsys.argv = ['psgrad', *{words!r}]\ntry:\n   "
+        " main()\nfinally:\n    print([n for n in ('torch', 'pandas', 'matplotlib', 'numpy',"
+        " 'psgrad.config') if n in sys.modules], file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
     for each in expected:
         assert each in done.stdout
-    flags = [line for line in done.stdout.splitlines() if "<bool>" in line and not any(own in line for own in ("--help", "completion"))]
+    flags = [
+        line
+        for line in done.stdout.splitlines()
+        if "<bool>" in line and not any(own in line for own in ("--help", "completion"))
+    ]
     assert not flags, "a flag takes no value"

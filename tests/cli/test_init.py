@@ -1,4 +1,6 @@
-"""`psgrad init`: what it writes, that nothing of it can be forgotten, and that it never takes anything away."""
+"""`psgrad init`: what it writes, that nothing of it can be forgotten, and that it never takes
+anything away.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ import pytest
 
 from psgrad.cli import main
 from psgrad.config import Config, load_config
-from psgrad.config.commented import commented
-from psgrad.config.describing import sections_in
+from psgrad.config.schema import commented, sections_in
 from psgrad.config.values import Section
 from psgrad.yaml12 import parse
 
@@ -42,7 +43,11 @@ def keys_of(section: type[Section], above: str = "") -> Iterator[str]:
     for key, info in section.model_fields.items():
         yield f"{above}{key}"
         for inside in set(sections_in(info.annotation)):
-            if inside in (info.annotation, *get_args(info.annotation), *(part for a in get_args(info.annotation) for part in get_args(a))):
+            if inside in (
+                info.annotation,
+                *get_args(info.annotation),
+                *(part for a in get_args(info.annotation) for part in get_args(a)),
+            ):
                 yield from keys_of(inside, f"{above}{key}.")
 
 
@@ -59,7 +64,11 @@ def keys_in(content: Any, above: str = "") -> Iterator[str]:
 
 def uncommented(text: str) -> Any:
     """The content of a config of which every key is set: the first "# " of each line taken off."""
-    lines = [line.removeprefix("# ") for line in text.splitlines() if not line.startswith(("## ", "# yaml-language-server"))]
+    lines = [
+        line.removeprefix("# ")
+        for line in text.splitlines()
+        if not line.startswith(("## ", "# yaml-language-server"))
+    ]
     return parse("\n".join(lines), "config").content
 
 
@@ -92,7 +101,9 @@ def test_a_commented_config_says_what_each_key_means() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_right(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_is_right(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", "new", "--kind", kind) == 0
     out, err = capfd.readouterr()
@@ -111,16 +122,25 @@ def test_what_is_written_is_right(kind: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_code_that_is_written_is_clean(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_that_is_written_is_clean(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(monkeypatch, "init", tmp_path, "--kind", kind) == 0
     config = Path(__file__).parents[2] / "pyproject.toml"
     for command in (["check", "--config", str(config)], ["format", "--check", "--config", str(config)]):
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, str(tmp_path)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_runs_as_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_as_written(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", "--kind", kind) == 0
     assert run(monkeypatch, "analyze", "psgrad.yaml", "--no-report", "--limit", "64", "-q") == 0
@@ -143,13 +163,17 @@ def test_nothing_is_overwritten_without_being_told(
     assert "build" in mine.read_text()
 
 
-def test_a_link_that_leads_nowhere_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_leads_nowhere_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "psgrad.yaml").symlink_to(tmp_path / "elsewhere")
     assert run(monkeypatch, "init", tmp_path) == 2
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_file_in_the_way_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_the_way_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file", "file/below"):
         assert run(monkeypatch, "init", tmp_path / place) in (2, 3)
@@ -158,7 +182,9 @@ def test_a_file_in_the_way_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
         assert "Traceback" not in err
 
 
-def test_a_kind_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", Path("tabular")) == 2
     err = capfd.readouterr().err

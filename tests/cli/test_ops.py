@@ -9,7 +9,7 @@ import json
 import pytest
 
 from psgrad.cli import main
-from psgrad.engine.transforms.rules.coverage import Coverage, coverage
+from psgrad.engine.transforms.rules.registry import Coverage, coverage
 
 
 @pytest.fixture

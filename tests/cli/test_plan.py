@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from psgrad.engine.gradients.planning import machines
-from psgrad.reports.planning import amount, duration
+from psgrad.engine.gradients import machine
+from psgrad.reports.costs import amount, duration
 from tests.workplace import Outcome, Workplace
 
 ROWS = 5000
@@ -23,8 +23,7 @@ def planned(workplace: Workplace, *options: str) -> Outcome:
 @pytest.fixture
 def reluctant(workplace: Workplace) -> Workplace:
     """A dataset of which only the first few rows can be read."""
-    (workplace.folder / "rows.py").write_text(
-        f"""\
+    (workplace.folder / "rows.py").write_text(f"""\
 import torch
 
 
@@ -36,8 +35,7 @@ class Rows(torch.utils.data.Dataset):
         if 8 <= row < {ROWS - 8}:  # the last ones are looked at, for the dataset's fingerprint
             raise RuntimeError("this row is not for planning")
         return {{"x": torch.arange(4.0) + row, "y": row % 3}}
-"""
-    )
+""")
     workplace.config["data"] = {"factory": "rows.py:Rows", "inputs": "x", "target": "y"}
     return workplace
 
@@ -78,7 +76,10 @@ def test_json_says_the_same(reluctant: Workplace) -> None:
 
 def test_memory_sizes_the_chunk(reluctant: Workplace) -> None:
     reluctant.config["model"] = {"factory": "model.py:mlp", "kwargs": {"hidden": 2000}}
-    found = [json.loads(planned(reluctant, "--json", "--set", f"engine.memory={budget}MB").out) for budget in (4, 8)]
+    found = [
+        json.loads(planned(reluctant, "--json", "--set", f"engine.memory={budget}MB").out)
+        for budget in (4, 8)
+    ]
     for plan, budget in zip(found, (4e6, 8e6), strict=True):
         assert 0.8 * budget < plan["peak_bytes"] + plan["input_bytes"] <= budget
     assert found[0]["chunk_size"] < found[1]["chunk_size"]
@@ -99,17 +100,21 @@ class Model(nn.Module):
     assert "written out  weight" in outcome.out
 
 
-def test_a_first_plan_measures_and_keeps_the_machine(reluctant: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(machines.VARIABLE)
+def test_a_first_plan_measures_and_keeps_the_machine(
+    reluctant: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(machine.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("psgrad.workflows.foretelling.measure", machines.built_in)  # what it measures is tested elsewhere
+    monkeypatch.setattr(
+        "psgrad.workflows.plan.measure", machine.built_in
+    )  # what it measures is tested elsewhere
     first, second = planned(reluctant), planned(reluctant)
     assert first.err.startswith("measuring ")
     assert second.err == "" or "measuring" in second.err  # built-in constants are those of no machine
     kept = list((tmp_path / "cache" / "psgrad").glob("*.json"))
     assert len(kept) == 1
     assert str(kept[0]) in second.out
-    machines.use(None)
+    machine.use(None)
 
 
 def test_constants_of_ones_own_are_read(reluctant: Workplace) -> None:
@@ -119,7 +124,7 @@ def test_constants_of_ones_own_are_read(reluctant: Workplace) -> None:
     assert "engine.machine: " in outcome.err
     assert "'attention' is missing" in outcome.err
     assert outcome.out == ""
-    machines.use(None)
+    machine.use(None)
 
 
 def test_a_model_that_fails_is_told_as_by_analyze(reluctant: Workplace) -> None:
@@ -139,12 +144,15 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (18_156_000, "18.2 MB"), (3e12, "3 TB"), (5e15, "5e+03 TB")]
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (18_156_000, "18.2 MB"), (3e12, "3 TB"), (5e15, "5e+03 TB")],
 )
 def test_bytes_have_units(size: float, text: str) -> None:
     assert amount(size) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (4.56, "4.56 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0123, "12.3 ms"), (4.56, "4.56 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
 def test_seconds_have_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text

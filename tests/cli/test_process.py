@@ -48,7 +48,9 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
         finally:
             print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
     assert done.stdout
     assert done.stderr.strip() == "[]"
 
@@ -61,7 +63,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("arguments", [["schema"], ["validate", "psgrad.yaml"], ["init", "there"], ["analyze", "nowhere.yaml"]])
+@pytest.mark.parametrize(
+    "arguments", [["schema"], ["validate", "psgrad.yaml"], ["init", "there"], ["analyze", "nowhere.yaml"]]
+)
 def test_what_needs_no_model_loads_no_torch(begun: Path, arguments: list[str]) -> None:
     script = f"""
         import sys
@@ -72,16 +76,24 @@ def test_what_needs_no_model_loads_no_torch(begun: Path, arguments: list[str]) -
         except SystemExit:
             print("LOADED", [name for name in {HEAVIEST!r} if name in sys.modules], file=sys.stderr)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True
+    )
     assert done.stderr.splitlines()[-1] == "LOADED []"
 
 
-@pytest.mark.parametrize(("arguments", "bar"), [(["--help"], 0.4), (["validate", "psgrad.yaml"], 1.5), (["schema"], 1.5)])
+@pytest.mark.parametrize(
+    ("arguments", "bar"), [(["--help"], 0.4), (["validate", "psgrad.yaml"], 1.5), (["schema"], 1.5)]
+)
 def test_answers_come_at_once(begun: Path, arguments: list[str], bar: float) -> None:
     def seconds() -> float:
-        """The processor's time, which is the clock's where nothing else runs; here other tests may run beside this one."""
+        """The processor's time, which is the clock's where nothing else runs; here other tests may run beside
+        this one.
+        """
         before = os.times()
-        subprocess.run([sys.executable, "-m", "psgrad", *arguments], cwd=begun, capture_output=True, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "psgrad", *arguments], cwd=begun, capture_output=True, check=True
+        )
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -91,7 +103,11 @@ def test_answers_come_at_once(begun: Path, arguments: list[str], bar: float) -> 
 @pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["ops"], ["validate", "psgrad.yaml"]])
 def test_a_pipe_that_closes_early_is_no_error(begun: Path, arguments: list[str]) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "psgrad", *arguments], cwd=begun, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "psgrad", *arguments],
+        cwd=begun,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -111,7 +127,9 @@ def test_a_closed_output_is_no_error(begun: Path) -> None:
 def test_completion_knows_commands_options_and_values() -> None:
     def completed(words: str) -> str:
         environment = {**os.environ, "_PSGRAD_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": words}
-        return subprocess.run([sys.executable, "-m", "psgrad"], env=environment, capture_output=True, text=True, check=False).stdout
+        return subprocess.run(
+            [sys.executable, "-m", "psgrad"], env=environment, capture_output=True, text=True, check=False
+        ).stdout
 
     assert "validate" in completed("psgrad va")
     assert "--limit" in completed("psgrad analyze --l")
@@ -122,7 +140,9 @@ def test_completion_knows_commands_options_and_values() -> None:
 
 
 def test_a_command_that_was_mistyped_is_suggested() -> None:
-    done = subprocess.run([sys.executable, "-m", "psgrad", "analize"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "psgrad", "analize"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "analyze" in done.stderr
     assert done.stdout == ""
@@ -130,17 +150,27 @@ def test_a_command_that_was_mistyped_is_suggested() -> None:
 
 def test_colours_are_left_out_on_request() -> None:
     environment = {**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "", "TERM": "xterm-256color"}
-    done = subprocess.run([sys.executable, "-m", "psgrad", "analize"], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "psgrad", "analize"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
     assert "\x1b[3" not in done.stderr
 
 
 def test_every_command_is_in_the_help() -> None:
-    text = subprocess.run([sys.executable, "-m", "psgrad", "--help"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [sys.executable, "-m", "psgrad", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     assert "analyze" in text
     assert "Exit codes" in text
 
 
-@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
 def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, code: int, word: str) -> None:
     process = _start(config, "time.sleep(60)")
     assert process.stderr is not None
@@ -165,7 +195,9 @@ def test_ctrl_c_before_a_command_begins_is_told_by_the_exit_code_alone() -> None
         from psgrad.cli import main
         main()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -203,5 +235,11 @@ def test_a_full_disk_under_standard_output_is_told(config: Path) -> None:
 
 
 def test_python_m_psgrad_is_psgrad() -> None:
-    done = subprocess.run([sys.executable, "-m", "psgrad", "--version"], capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-m", "psgrad", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
+    )
     assert done.stdout.startswith("psgrad ")

@@ -43,7 +43,11 @@ def test_each_phase_has_a_last_line_and_messages_come_at_once() -> None:
         display(Progress(3, 3, "self-check"))
         clock.now = 2.0
         display(Progress(5, 10, "gradients"))
-    assert stream.getvalue().splitlines() == ["imports: digits", "self-check: 3/3 samples", "gradients: 5/10 samples"]
+    assert stream.getvalue().splitlines() == [
+        "imports: digits",
+        "self-check: 3/3 samples",
+        "gradients: 5/10 samples",
+    ]
 
 
 def _with_messages(display: PlainDisplay | BarDisplay) -> None:
@@ -59,7 +63,12 @@ def test_a_message_amid_or_after_a_phase_is_no_progress_of_it() -> None:
     stream = io.StringIO()
     with PlainDisplay(stream, Clock()) as display:
         _with_messages(display)
-    assert stream.getvalue().splitlines() == ["amid", "samples: 10/10 samples", "the checkpoints disagree", "checkpoint-0: 7/7 samples"]
+    assert stream.getvalue().splitlines() == [
+        "amid",
+        "samples: 10/10 samples",
+        "the checkpoints disagree",
+        "checkpoint-0: 7/7 samples",
+    ]
 
 
 def test_a_message_after_a_phase_gets_no_bar() -> None:
@@ -75,7 +84,9 @@ def test_steps_are_counted_as_steps_with_what_goes_along() -> None:
         for done in range(100, 111):
             clock.now = (done - 100) / 2
             display(Progress(done, 300, "steps", unit="step", detail=f"epsilon {done / 100} (RDP)"))
-    assert stream.getvalue().splitlines() == ["steps: 110/300 steps, 2 steps/s, 1 min 35 s left, epsilon 1.1 (RDP)"]
+    assert stream.getvalue().splitlines() == [
+        "steps: 110/300 steps, 2 steps/s, 1 min 35 s left, epsilon 1.1 (RDP)"
+    ]
 
 
 def test_a_run_that_fails_still_says_how_far_it_came() -> None:
@@ -133,6 +144,8 @@ def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(progress_display(stream=Terminal()), PlainDisplay)
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
 def test_durations(seconds: float, words: str) -> None:
     assert duration(seconds) == words

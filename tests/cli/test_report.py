@@ -1,4 +1,6 @@
-"""`psgrad report`: the same bytes as the run wrote, from its folder alone, and words for a folder that is none."""
+"""`psgrad report`: the same bytes as the run wrote, from its folder alone, and words for a folder that is
+none.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,18 @@ import pytest
 
 from tests.workplace import Workplace
 
-MEASURES = "analyze.measures=[el2n, margin, covariance_spectrum, noise_scale, {name: ntk, samples: 16}, relative_norm, gradient_x_input]"
+MEASURES = (
+    "analyze.measures=[el2n, margin, covariance_spectrum, noise_scale, {name: ntk, samples: 16},"
+    " relative_norm, gradient_x_input]"
+)
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_the_report_made_again_is_the_same_byte_for_byte(workplace: Workplace) -> None:
@@ -43,7 +52,9 @@ def test_another_folder_takes_the_report_and_the_run_stays_as_it_was(workplace: 
     assert outcome.code == 0, outcome.err
     assert _files(workplace.folder / "out") == before
     written = _files(workplace.folder / "elsewhere" / "deep")
-    assert written == {name: data for name, data in before.items() if name == "report.html" or name.startswith("plots/")}
+    assert written == {
+        name: data for name, data in before.items() if name == "report.html" or name.startswith("plots/")
+    }
 
 
 def test_inputs_stay_out_where_the_run_left_them_out(workplace: Workplace) -> None:
@@ -59,10 +70,25 @@ def test_an_older_run_without_what_came_later_still_has_its_page(workplace: Work
     run = workplace.folder / "out"
     for name in ("check.json", "findings.jsonl", "measures.json"):
         (run / name).unlink(missing_ok=True)
-    old = ["id", "index", "target", "prediction", "confidence", "loss", "grad_norm", "log_norm", "rank", "percentile"]
-    pd.read_parquet(run / "samples.parquet")[[*old, "is_outlier_issue", "reasons", "status"]].to_parquet(run / "samples.parquet")
+    old = [
+        "id",
+        "index",
+        "target",
+        "prediction",
+        "confidence",
+        "loss",
+        "grad_norm",
+        "log_norm",
+        "rank",
+        "percentile",
+    ]
+    pd.read_parquet(run / "samples.parquet")[[*old, "is_outlier_issue", "reasons", "status"]].to_parquet(
+        run / "samples.parquet"
+    )
     manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps({key: manifest[key] for key in ("tool", "command", "state")}))
+    (run / "manifest.json").write_text(
+        json.dumps({key: manifest[key] for key in ("tool", "command", "state")})
+    )
     outcome = workplace.command("report", "out")
     assert outcome.code == 0, outcome.err
     assert "not a verdict" in (run / "report.html").read_text()
@@ -76,7 +102,9 @@ def test_an_older_run_without_what_came_later_still_has_its_page(workplace: Work
         (lambda run: (run / "measures.json").write_text("{"), "measures.json can't be read"),
     ],
 )
-def test_a_folder_that_is_no_finished_run_is_refused(workplace: Workplace, change: object, words: str) -> None:
+def test_a_folder_that_is_no_finished_run_is_refused(
+    workplace: Workplace, change: object, words: str
+) -> None:
     workplace.succeeded("--no-report")
     change(workplace.folder / "out")  # type: ignore[operator]
     workplace.command("report", "out").refused(3, words)
@@ -85,5 +113,8 @@ def test_a_folder_that_is_no_finished_run_is_refused(workplace: Workplace, chang
 
 def test_no_torch_is_loaded(workplace: Workplace) -> None:
     workplace.succeeded()
-    script = "import sys, pathlib, psgrad.workflows; psgrad.workflows.report(pathlib.Path('out')); assert 'torch' not in sys.modules"
+    script = (
+        "import sys, pathlib, psgrad.workflows; psgrad.workflows.report(pathlib.Path('out')); assert 'torch'"
+        " not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import save_file
 
 from psgrad.engine.influence.methods import known_methods
-from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.builtin import known_measures
 from psgrad.workflows.known_names import measure_options, method_options
 from tests.workplace import ROWS, Outcome, Workplace
 
@@ -36,18 +36,28 @@ def refused(workplace: Workplace, code: int, *words: str, options: tuple[str, ..
     return outcome.err
 
 
-# What is known without importing it ---------------------------------------------------------------------------------------------
+# What is known without importing it
+# ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(measure_options, known_measures), (method_options, known_methods)])
-def test_names_and_options_are_those_of_the_code(ours: Callable[[], Any], theirs: Callable[[], dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(measure_options, known_measures), (method_options, known_methods)]
+)
+def test_names_and_options_are_those_of_the_code(
+    ours: Callable[[], Any], theirs: Callable[[], dict[str, Any]]
+) -> None:
     def options(kind: Any) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(kind) if field.init) if dataclasses.is_dataclass(kind) else ()
+        return (
+            tuple(field.name for field in dataclasses.fields(kind) if field.init)
+            if dataclasses.is_dataclass(kind)
+            else ()
+        )
 
     assert ours() == {name: options(kind) for name, kind in theirs().items()}
 
 
-# What is right --------------------------------------------------------------------------------------------------------------------
+# What is right
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_found_is_told(workplace: Workplace) -> None:
@@ -82,7 +92,8 @@ def test_json_is_one_object(workplace: Workplace) -> None:
     assert found["problems"][1]["expected"] == "one of its columns: x, y, uid"
 
 
-# All at once ----------------------------------------------------------------------------------------------------------------------
+# All at once
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_of_the_config_and_of_what_it_names_are_told_together(workplace: Workplace) -> None:
@@ -110,14 +121,19 @@ def test_what_analyze_would_say_is_said_in_the_same_words(workplace: Workplace) 
     assert all(line.strip() in err for line in told)
 
 
-# The model ------------------------------------------------------------------------------------------------------------------------
+# The model
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("factory", "kwargs", "words"),
     [
         ("models.py:mlp", {}, "there is no file models.py"),
-        ("model.py:mlp", {"hiden": 3}, "the kwargs of model.py:mlp don't fit it: got an unexpected keyword argument 'hiden'"),
+        (
+            "model.py:mlp",
+            {"hiden": 3},
+            "the kwargs of model.py:mlp don't fit it: got an unexpected keyword argument 'hiden'",
+        ),
         ("no_such_package.nets:mlp", {}, "there is no module 'no_such_package'"),
         ("model.py:F", {}, None),  # an import is a name, too
         ("torch.nn:Identity", {}, None),
@@ -132,7 +148,9 @@ def test_factories(workplace: Workplace, factory: str, kwargs: dict[str, Any], w
 
 
 def test_code_is_not_run(workplace: Workplace) -> None:
-    (workplace.folder / "model.py").write_text("open('ran', 'w')\nraise SystemExit\ndef mlp(hidden=5):\n    pass\n")
+    (workplace.folder / "model.py").write_text(
+        "open('ran', 'w')\nraise SystemExit\ndef mlp(hidden=5):\n    pass\n"
+    )
     assert validated(workplace).code == 0
     assert not (workplace.folder / "ran").exists()
 
@@ -159,7 +177,8 @@ def test_code_that_is_no_python(workplace: Workplace) -> None:
     refused(workplace, 3, "importing model.py would raise")
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint(workplace: Workplace) -> None:
@@ -186,7 +205,12 @@ def test_a_pickle_is_said_to_be_unchecked(workplace: Workplace) -> None:
 
 def test_an_index_whose_shard_is_missing_or_lacks_a_tensor(workplace: Workplace) -> None:
     workplace.config["model"]["checkpoint"] = "model.safetensors.index.json"
-    index = {"weight_map": {**dict.fromkeys(workplace.model.state_dict(), "model.safetensors"), "3.bias": "gone.safetensors"}}
+    index = {
+        "weight_map": {
+            **dict.fromkeys(workplace.model.state_dict(), "model.safetensors"),
+            "3.bias": "gone.safetensors",
+        }
+    }
     (workplace.folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(workplace, 2, "there is no shard gone.safetensors")
     index["weight_map"]["3.bias"] = "model.safetensors"
@@ -198,27 +222,52 @@ def test_an_index_whose_shard_is_missing_or_lacks_a_tensor(workplace: Workplace)
 def test_checkpoints_of_one_training_have_the_same_tensors(workplace: Workplace, section: str) -> None:
     state = workplace.model.state_dict()
     save_file({**state, "0.bias": torch.zeros(9)}, workplace.folder / "later.safetensors")
-    save_file({name: tensor for name, tensor in state.items() if name != "2.bias"}, workplace.folder / "less.safetensors")
+    save_file(
+        {name: tensor for name, tensor in state.items() if name != "2.bias"},
+        workplace.folder / "less.safetensors",
+    )
     paths = ["model.safetensors", "later.safetensors", "less.safetensors"]
-    workplace.config[section] = {"checkpoints": [{"path": path} for path in paths] if section == "influence" else paths}
-    err = refused(workplace, 3, "has 2 problems", "later.safetensors has 0.bias [9] instead of [5]", "less.safetensors lacks 2.bias")
+    workplace.config[section] = {
+        "checkpoints": [{"path": path} for path in paths] if section == "influence" else paths
+    }
+    err = refused(
+        workplace,
+        3,
+        "has 2 problems",
+        "later.safetensors has 0.bias [9] instead of [5]",
+        "less.safetensors lacks 2.bias",
+    )
     assert f"{section}.checkpoints.1" in err
 
 
-# The data -------------------------------------------------------------------------------------------------------------------------
+# The data
+# ------------------------------------------------------------------------------------------------------------
 
 
 def write_data(workplace: Workplace, kind: str, **columns: Any) -> None:
-    content = {"x": workplace.arrays["x"], "y": workplace.arrays["y"], "uid": workplace.arrays["uid"], **columns}
+    content = {
+        "x": workplace.arrays["x"],
+        "y": workplace.arrays["y"],
+        "uid": workplace.arrays["uid"],
+        **columns,
+    }
     path = workplace.folder / f"data.{kind}"
     if kind == "npz":
         np.savez(path, **content)
     elif kind == "safetensors":
-        save_file({name: torch.as_tensor(np.arange(len(v)) if v.dtype.kind == "U" else v) for name, v in content.items()}, path)
+        save_file(
+            {
+                name: torch.as_tensor(np.arange(len(v)) if v.dtype.kind == "U" else v)
+                for name, v in content.items()
+            },
+            path,
+        )
     else:
         frame = pd.DataFrame({name: list(v) if v.ndim > 1 else v for name, v in content.items()})
         if kind == "csv":
-            frame.assign(x=workplace.arrays["x"][:, 0] if "x" not in columns else columns["x"]).to_csv(path, index=False)
+            frame.assign(x=workplace.arrays["x"][:, 0] if "x" not in columns else columns["x"]).to_csv(
+                path, index=False
+            )
         else:
             frame.to_parquet(path)
     workplace.config["data"]["path"] = path.name
@@ -283,7 +332,8 @@ def test_a_large_file_is_not_read(workplace: Workplace) -> None:
     assert "100,000,000 rows" in validated(workplace).out
 
 
-# What else a config names ---------------------------------------------------------------------------------------------------------
+# What else a config names
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,11 +344,17 @@ def test_a_large_file_is_not_read(workplace: Workplace) -> None:
         ({"analyze": {"outliers": {"detectors": ["isolation_forrest"]}}}, "did you mean isolation_forest?"),
         ({"analyze": {"outliers": {"reference": "gone.json"}}}, "there is no baseline gone.json"),
         ({"analyze": {"outliers": {"reference": "gone"}}}, "gone holds no run of psgrad"),
-        ({"analyze": {"outliers": {"reference": {"data": {"path": "gone.npz"}}}}}, "there is no dataset gone.npz"),
+        (
+            {"analyze": {"outliers": {"reference": {"data": {"path": "gone.npz"}}}}},
+            "there is no dataset gone.npz",
+        ),
         ({"gate": {"ignore": "gone.yaml"}}, "there is no ignore list gone.yaml"),
         ({"influence": {"method": "ekfak"}}, "did you mean ekfac?"),
         ({"influence": {"method": {"name": "trak", "dimensions": 3}}}, "did you mean dimension?"),
-        ({"influence": {"queries": {"path": "gone.npz", "inputs": "x", "target": "y"}}}, "there is no dataset gone.npz"),
+        (
+            {"influence": {"queries": {"path": "gone.npz", "inputs": "x", "target": "y"}}},
+            "there is no dataset gone.npz",
+        ),
         ({"engine": {"machine": "gone.json"}}, "there is no machine file gone.json"),
         ({"loss": "losses.py:mine"}, "there is no file losses.py"),
     ],
@@ -325,7 +381,8 @@ def test_options_of_measures_have_values_that_deep_checks(workplace: Workplace) 
     refused(workplace, 2, "hessian_trace.probes", "whole number", options=("--deep",))
 
 
-# The output -----------------------------------------------------------------------------------------------------------------------
+# The output
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_earlier_run_is_noted_and_a_strangers_folder_refused(workplace: Workplace) -> None:
@@ -345,7 +402,8 @@ def test_a_disk_without_room_is_told(workplace: Workplace, monkeypatch: pytest.M
     refused(workplace, 3, "has 1,000 bytes left", "another disk")
 
 
-# The config itself ----------------------------------------------------------------------------------------------------------------
+# The config itself
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["validate", "analyze", "plan", "influence", "dp-step"])
@@ -357,6 +415,11 @@ def test_files_that_are_no_config(workplace: Workplace, command: str, kind: str)
     elif kind == "unreadable name":
         path = Path("a\x00b")
     elif kind != "missing":
-        content = {"binary": b"\x00\xff\x80" * 99, "empty": b"", "list": b"- 1\n", "huge": b"# " + b"x" * (2 << 20)}
+        content = {
+            "binary": b"\x00\xff\x80" * 99,
+            "empty": b"",
+            "list": b"- 1\n",
+            "huge": b"# " + b"x" * (2 << 20),
+        }
         path.write_bytes(content[kind])
     workplace.command(command, str(path)).refused(2)

@@ -53,12 +53,16 @@ def runs_as_it_is(function, *args, words):
 
 def perceptron(dropout=0.0):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
+    )
 
 
 def convolutional():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4)
+    )
 
 
 def per_sample(model, **options):
@@ -76,7 +80,9 @@ def detached(model):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("model", "shape"), [(perceptron(), (6,)), (convolutional(), (1, 8, 8))], ids=["mlp", "cnn"])
+@pytest.mark.parametrize(
+    ("model", "shape"), [(perceptron(), (6,)), (convolutional(), (1, 8, 8))], ids=["mlp", "cnn"]
+)
 def test_a_replay_is_the_function(model, shape):
     function = Counted(per_sample(model))
     captured = capture(function, detached(model), *batch(*shape))
@@ -130,7 +136,8 @@ def test_an_unused_draw_is_drawn():
     same(captured(torch.ones(3)), expected)
 
 
-# -- signatures -----------------------------------------------------------------------------------------------------------------------
+# -- signatures
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_other_shapes_types_and_numbers_are_recorded_too():
@@ -205,7 +212,12 @@ def test_autocast_that_is_off_inside_stays_off():
 
 
 def test_trees_in_and_out():
-    captured = capture(lambda tree, *, scale: {"sum": tree["a"] + tree["b"][0], "rest": (tree["b"][1], None, "name", 3 * scale)})
+    captured = capture(
+        lambda tree, *, scale: {
+            "sum": tree["a"] + tree["b"][0],
+            "rest": (tree["b"][1], None, "name", 3 * scale),
+        }
+    )
     a, b, c = torch.randn(3, 2).unbind()
     for _ in range(2):
         found = captured({"a": a, "b": [b, c]}, scale=2)
@@ -214,7 +226,8 @@ def test_trees_in_and_out():
     assert found["rest"][1:] == (None, "name", 6)
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_from_outside_are_read_at_each_call():
@@ -237,7 +250,9 @@ def test_what_is_made_of_tensors_from_outside_alone_is_made_anew():
 
 def test_what_changes_from_call_to_call_runs_as_it_is():
     steps = iter(range(100))
-    captured = runs_as_it_is(lambda x: x * next(steps), torch.ones(2), words="changes from one call to the next")
+    captured = runs_as_it_is(
+        lambda x: x * next(steps), torch.ones(2), words="changes from one call to the next"
+    )
     assert captured(torch.ones(2))[0] + 1 == captured(torch.ones(2))[0]
 
 
@@ -277,17 +292,27 @@ def test_writes_into_arguments_and_views_of_them():
     assert view.data_ptr() == x.data_ptr()
 
 
-# -- what is not replayed -------------------------------------------------------------------------------------------------------------
+# -- what is not replayed
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_course_that_depends_on_data_runs_as_it_is():
-    captured = runs_as_it_is(lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depends on data")
+    captured = runs_as_it_is(
+        lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depends on data"
+    )
     same(captured(torch.ones(2)), torch.full((2,), 2.0))
     same(captured(-torch.ones(2)), torch.full((2,), -3.0))
 
 
 @pytest.mark.parametrize(
-    "read", [float, lambda x: x.item(), lambda x: x.tolist(), lambda x: float(x.numpy()), lambda x: float(np.asarray(x))]
+    "read",
+    [
+        float,
+        lambda x: x.item(),
+        lambda x: x.tolist(),
+        lambda x: float(x.numpy()),
+        lambda x: float(np.asarray(x)),
+    ],
 )
 def test_a_number_read_from_outside_is_not_kept(read):
     scale = torch.tensor(2.0)
@@ -296,7 +321,15 @@ def test_a_number_read_from_outside_is_not_kept(read):
     same(captured(torch.ones(2)), torch.full((2,), 3.0))
 
 
-@pytest.mark.parametrize("pick", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(), lambda x: torch.masked_select(x, x > 0)])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: torch.masked_select(x, x > 0),
+    ],
+)
 def test_shapes_that_depend_on_data_run_as_they_are(pick):
     captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depends on data")
     x = torch.tensor([-1.0, -1.0, 3.0])
@@ -345,7 +378,9 @@ def test_who_sets_the_random_state_runs_as_it_is(function):
 
 def test_a_generator_of_its_own_runs_as_it_is():
     captured = runs_as_it_is(
-        lambda x: x + torch.rand(2, generator=torch.Generator().manual_seed(1)), torch.zeros(2), words="generator of its own"
+        lambda x: x + torch.rand(2, generator=torch.Generator().manual_seed(1)),
+        torch.zeros(2),
+        words="generator of its own",
     )
     same(captured(torch.zeros(2)), captured(torch.zeros(2)))
 
@@ -353,7 +388,9 @@ def test_a_generator_of_its_own_runs_as_it_is():
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
 def test_pythons_draws_run_as_they_are(draw):
     random.seed(0), np.random.seed(0)
-    captured = runs_as_it_is(lambda x: x + draw(), torch.zeros(1, dtype=torch.float64), words="Python's or NumPy's generator")
+    captured = runs_as_it_is(
+        lambda x: x + draw(), torch.zeros(1, dtype=torch.float64), words="Python's or NumPy's generator"
+    )
     random.seed(0), np.random.seed(0)
     found = [captured(torch.zeros(1, dtype=torch.float64)).item() for _ in range(2)]
     random.seed(0), np.random.seed(0)
@@ -397,7 +434,9 @@ def test_an_objection_that_is_handled_stands():
         except Exception:
             return x
 
-    same(runs_as_it_is(function, torch.ones(2), words="depends on data")(torch.ones(2)), torch.full((2,), 2.0))
+    same(
+        runs_as_it_is(function, torch.ones(2), words="depends on data")(torch.ones(2)), torch.full((2,), 2.0)
+    )
 
 
 @dataclass
@@ -414,7 +453,9 @@ def test_mutable_arguments_are_no_signature():
     class Holder:
         factor = 2
 
-    captured = runs_as_it_is(lambda x, holder: x * holder.factor, torch.ones(2), Holder, words="whose content may change")
+    captured = runs_as_it_is(
+        lambda x, holder: x * holder.factor, torch.ones(2), Holder, words="whose content may change"
+    )
     Holder.factor = 3
     same(captured(torch.ones(2), Holder), torch.full((2,), 3.0))
 
@@ -471,7 +512,8 @@ def test_an_exception_is_the_functions_own_and_leaves_no_trace():
     same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
 
 
-# -- other ways to run a record -------------------------------------------------------------------------------------------------------
+# -- other ways to run a record
+# -------------------------------------------------------------------------------------------------------
 
 
 def graph_of(function, *devices):
@@ -508,7 +550,10 @@ class GraphOnCPU(CudaGraph):
 
     def _record(self, tensors, addresses):
         self.recorded += 1
-        self.addresses, self.given = addresses, [x.clone() if i in self.moving else x for i, x in enumerate(tensors)]
+        self.addresses, self.given = (
+            addresses,
+            [x.clone() if i in self.moving else x for i, x in enumerate(tensors)],
+        )
         self.results = self.run(*self.given)
         self.graph = self
 

@@ -1,4 +1,6 @@
-"""Faults that random programs have found (tests/random_programs), a test for each class: infinite numbers, look-ups, normalisations."""
+"""Faults that random programs have found (tests/random_programs), a test for each class: infinite numbers,
+look-ups, normalisations.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def test_per_sample_gradients_of_parts_beside_infinite_numbers(name: str, number
     """Zeros outside of the part that is used stay zeros, and infinities that cancel are NaN."""
     f = lambda w, x: INFINITE_COTANGENTS[name](w, x).sum()
     w = torch.linspace(-1.0, 1.5, 12, dtype=torch.float64).reshape(4, 3)
-    x = torch.linspace(-1.0, 2.0, 20, dtype=torch.float64).reshape(2, 5, 2).masked_fill(torch.eye(5, 2).bool(), number)
+    x = (
+        torch.linspace(-1.0, 2.0, 20, dtype=torch.float64)
+        .reshape(2, 5, 2)
+        .masked_fill(torch.eye(5, 2).bool(), number)
+    )
     found = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
     loop = torch.stack([by_loop(lambda w, one=one: f(w, one), w.unsqueeze(0))[0] for one in x])
     torch.testing.assert_close(found, loop, equal_nan=True)
@@ -61,7 +67,9 @@ def test_vmap_outer_autograd_write_after_lookup() -> None:
 
         x = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(2, 3, 3).requires_grad_()
         loop = torch.stack([f(one, i) for one, i in zip(x, places, strict=True)])
-        torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in (vmap(f)(x, places), loop)))
+        torch.testing.assert_close(
+            *(torch.autograd.grad(out.sum(), x)[0] for out in (vmap(f)(x, places), loop))
+        )
         with pytest.raises((IndexError, RuntimeError, TransformError)):
             vmap(f)(x, places - 1)
 
@@ -81,15 +89,22 @@ def test_logsumexp_of_nothing_but_minus_infinity() -> None:
 
 
 def test_instance_norm_of_halves() -> None:
-    """The statistics of values that lie close together are not rounded to halves before they are taken off."""
+    """The statistics of values that lie close together are not rounded to halves before they are
+    taken off.
+    """
     x = torch.tensor([[[[2.0, 2.125, 2.25]]], [[[-3.0, -3.0625, -3.25]]]], dtype=torch.bfloat16)
     f = lambda x: (F.instance_norm(x) * torch.tensor([0.5, 0.75, 1.5], dtype=x.dtype)).sum()
     exact = vmap(grad(f))(x.double())
-    torch.testing.assert_close(vmap(grad(f))(x).double(), exact, rtol=0.02, atol=float(exact.abs().max()) * 0.02)
+    torch.testing.assert_close(
+        vmap(grad(f))(x).double(), exact, rtol=0.02, atol=float(exact.abs().max()) * 0.02
+    )
 
 
 def test_instance_norm_leaves_statistics_of_another_level_alone() -> None:
-    x, mean = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(2, 1, 3, 4).sin(), torch.zeros(2, 3, dtype=torch.float64)
+    x, mean = (
+        torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(2, 1, 3, 4).sin(),
+        torch.zeros(2, 3, dtype=torch.float64),
+    )
     f = lambda x, mean: F.instance_norm(x, mean, mean + 1, use_input_stats=True).square().sin().sum()
     found = vmap(lambda x, mean: grad(lambda x: f(x, mean))(x))(x, mean)
     torch.testing.assert_close(found, by_loop(lambda x: f(x, torch.zeros(3, dtype=torch.float64)), x))
@@ -98,7 +113,9 @@ def test_instance_norm_leaves_statistics_of_another_level_alone() -> None:
 def test_second_derivative_of_group_norm_then_transpose() -> None:
     w = torch.linspace(-1, 1, 4, dtype=torch.float64).reshape(2, 2)
     x = torch.linspace(0.3, 2, 8, dtype=torch.float64).reshape(2, 2, 2)
-    f = lambda w, x: (F.group_norm((x @ w).sin().mT.reshape(1, 1, 2, 2), 1).mT.cos() * torch.tensor([0.5, 2.0])).sum()
+    f = lambda w, x: (
+        F.group_norm((x @ w).sin().mT.reshape(1, 1, 2, 2), 1).mT.cos() * torch.tensor([0.5, 2.0])
+    ).sum()
     found = vmap(grad(lambda w, x: grad(f)(w, x).sin().sum()), in_dims=(None, 0))(w, x)
 
     def loop(one: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, replay
+from psgrad.engine.execution import replay
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.self_check import self_check
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
-from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
-from psgrad.engine.verify import self_check
 from psgrad.errors import SelfCheckError
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 from tests.oracles import one_sample_gradients
 
 HALF = torch.bfloat16
@@ -73,9 +74,19 @@ class Einsum(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "perceptron": (lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)), lambda: torch.randn(ROWS, 6)),
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+        lambda: torch.randn(ROWS, 6),
+    ),
     "images": (
-        lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 3)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3),
+            nn.GroupNorm(2, 8),
+            nn.ReLU(),
+            nn.Conv2d(8, 4, 3),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ),
         lambda: torch.randn(ROWS, 1, 8, 8),
     ),
     "tied": (Tied, lambda: torch.randint(20, (ROWS, 9))),
@@ -112,7 +123,10 @@ def test_norms_are_those_of_autocast_one_sample_at_a_time(case: tuple[nn.Module,
     torch.testing.assert_close(found, square_norms(plain).sqrt(), rtol=2 * rounding + EPS, atol=0)
     torch.testing.assert_close(found, exact, rtol=2 * rounding + EPS, atol=0)
     apart = {name: g - plain[name] for name, g in gradients.materialise().items()}
-    exactly = {name: g - plain[name] for name, g in one_sample_gradients(model, F.cross_entropy, (inputs,), target).items()}
+    exactly = {
+        name: g - plain[name]
+        for name, g in one_sample_gradients(model, F.cross_entropy, (inputs,), target).items()
+    }
     assert (square_norms(apart).sqrt() <= 2 * square_norms(exactly).sqrt() + EPS * exact).all()
 
 
@@ -131,7 +145,8 @@ def test_the_result_is_float32_and_the_factors_are_not(case: tuple[nn.Module, Te
     assert {name for name, x in objective.params.items() if x.dim() > 1 and "direct" in ways[name]} == set()
 
 
-# Sums -----------------------------------------------------------------------------------------------------------------------------
+# Sums
+# ------------------------------------------------------------------------------------------------------------
 
 POSITIONS = 4000
 
@@ -153,15 +168,24 @@ def test_a_sum_in_halves_would_stand_still() -> None:
     assert ((total.double() / inputs.double().sum(1) - 1).abs() > 0.5).all()
 
 
-@pytest.mark.parametrize(("positions", "width", "features"), [(POSITIONS, 2, 3), (40, 200, 100)], ids=["written out", "Gram"])
-def test_products_and_sums_over_positions_are_taken_in_float32(positions: int, width: int, features: int, device: torch.device) -> None:
-    model, inputs = nn.Linear(features, width).to(device), exact_in_halves(ROWS, positions, features).to(device)
+@pytest.mark.parametrize(
+    ("positions", "width", "features"), [(POSITIONS, 2, 3), (40, 200, 100)], ids=["written out", "Gram"]
+)
+def test_products_and_sums_over_positions_are_taken_in_float32(
+    positions: int, width: int, features: int, device: torch.device
+) -> None:
+    model, inputs = (
+        nn.Linear(features, width).to(device),
+        exact_in_halves(ROWS, positions, features).to(device),
+    )
     target = torch.zeros(ROWS, device=device)
     objective = Objective(model, summed, autocast=HALF)
     gradients = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
     if width > 2:
         assert {f.dtype for p in gradients.gradients["weight"].terms for f in p.term.factors} == {HALF}
-    sums = inputs.double().sum(1)  # [n, 3]: the gradient of every row of the weight; nothing was rounded on the way
+    sums = inputs.double().sum(
+        1
+    )  # [n, 3]: the gradient of every row of the weight; nothing was rounded on the way
     exact = {"weight": sums.unsqueeze(1).expand(-1, width, -1)}
     norms = per_sample_square_norms(objective.loss, objective.params, (inputs,), target, has_aux=True)
     assert norms.describe()["weight"] == ("materialise" if width == 2 else "gram")
@@ -177,20 +201,29 @@ def test_products_and_sums_over_positions_are_taken_in_float32(positions: int, w
     )
     vector = {"weight": torch.rand(width, features, device=device)}
     torch.testing.assert_close(
-        weight.dot(vector).double(), torch.einsum("noi,oi->n", exact["weight"], vector["weight"].double()), rtol=1e-5, atol=0
+        weight.dot(vector).double(),
+        torch.einsum("noi,oi->n", exact["weight"], vector["weight"].double()),
+        rtol=1e-5,
+        atol=0,
     )
 
 
-# The state around it --------------------------------------------------------------------------------------------------------------
+# The state around it
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_weight_that_changes_is_cast_anew(device: torch.device) -> None:
-    model, inputs = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device), torch.randn(ROWS, 6, device=device)
+    model, inputs = (
+        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device),
+        torch.randn(ROWS, 6, device=device),
+    )
     target = torch.zeros(ROWS, dtype=torch.int64, device=device)
 
     def norms() -> Tensor:
         objective = Objective(model, F.cross_entropy, autocast=HALF)
-        found: Tensor = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True).square_norms()
+        found: Tensor = per_sample_gradients(
+            objective.loss, objective.params, (inputs,), target, has_aux=True
+        ).square_norms()
         return found
 
     with torch.autocast(device.type, HALF):  # whose cache outlives what runs inside
@@ -208,7 +241,13 @@ def test_halves_and_floats_are_not_mixed_where_there_is_no_autocast(device: torc
     layer, target = Einsum().to(device), torch.zeros(2, dtype=torch.int64, device=device)
     objective = Objective(layer, F.cross_entropy)
     with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
-        per_sample_gradients(objective.loss, objective.params, (torch.randn(2, 4, 5, device=device).bfloat16(),), target, has_aux=True)
+        per_sample_gradients(
+            objective.loss,
+            objective.params,
+            (torch.randn(2, 4, 5, device=device).bfloat16(),),
+            target,
+            has_aux=True,
+        )
 
 
 def test_a_loss_sees_float32(device: torch.device) -> None:
@@ -220,7 +259,9 @@ def test_a_loss_sees_float32(device: torch.device) -> None:
 
     objective = Objective(nn.Linear(6, 3).to(device), loss, autocast=HALF)
     target = torch.zeros(2, dtype=torch.int64, device=device)
-    per_sample_gradients(objective.loss, objective.params, (torch.randn(2, 6, device=device),), target, has_aux=True)
+    per_sample_gradients(
+        objective.loss, objective.params, (torch.randn(2, 6, device=device),), target, has_aux=True
+    )
     assert seen == [torch.float32]
 
 
@@ -230,15 +271,26 @@ def test_a_loss_that_fails_leaves_autocast_off(device: torch.device) -> None:
 
     objective = Objective(nn.Linear(6, 3).to(device), loss, autocast=HALF)
     with pytest.raises(ValueError, match="no"):
-        per_sample_gradients(objective.loss, objective.params, (torch.randn(2, 6, device=device),), torch.zeros(2), has_aux=True)
+        per_sample_gradients(
+            objective.loss,
+            objective.params,
+            (torch.randn(2, 6, device=device),),
+            torch.zeros(2),
+            has_aux=True,
+        )
     assert not torch.is_autocast_enabled(device.type)
 
 
 def test_a_loss_in_halves_comes_as_float32(device: torch.device) -> None:
     objective = Objective(
-        nn.Linear(6, 3).to(device), lambda output, target: output.sum(), lambda output, target: {"output": output}, autocast=HALF
+        nn.Linear(6, 3).to(device),
+        lambda output, target: output.sum(),
+        lambda output, target: {"output": output},
+        autocast=HALF,
     )
-    found = per_sample_gradients(objective.loss, objective.params, (torch.randn(2, 6, device=device),), torch.zeros(2), has_aux=True)
+    found = per_sample_gradients(
+        objective.loss, objective.params, (torch.randn(2, 6, device=device),), torch.zeros(2), has_aux=True
+    )
     assert found.losses.dtype == found.aux["output"].dtype == torch.float32
 
 
@@ -252,10 +304,16 @@ class Rows:
 
 @pytest.fixture
 def objective(device: torch.device) -> Objective:
-    return Objective(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(device), F.cross_entropy, autocast=HALF)
+    return Objective(
+        nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(device),
+        F.cross_entropy,
+        autocast=HALF,
+    )
 
 
-def test_chunks_are_replayed_with_the_same_numbers(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_replayed_with_the_same_numbers(
+    objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay, "PAYS_FROM", {"cpu": 2, "cuda": 2})
     rows = Rows(50)
     found = []
@@ -266,7 +324,8 @@ def test_chunks_are_replayed_with_the_same_numbers(objective: Objective, monkeyp
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
-# The self-check -------------------------------------------------------------------------------------------------------------------
+# The self-check
+# ------------------------------------------------------------------------------------------------------------
 
 
 def check(objective: Objective) -> Any:
@@ -283,7 +342,9 @@ def test_the_check_says_how_far_halves_are_from_float32(objective: Objective) ->
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 0.9, 1.1])
-def test_a_wrong_gradient_is_caught_in_halves_too(objective: Objective, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_caught_in_halves_too(
+    objective: Objective, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = Stream.gradients_at
 
     def wrong(stream: Stream, rows: Any) -> PerSampleGradients:

@@ -1,4 +1,6 @@
-"""A model and a loss as one function of one sample: what models may return, and that they are left as they were."""
+"""A model and a loss as one function of one sample: what models may return, and that they are left as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Objective, first
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
-from psgrad.engine.objective import Objective, first
 from psgrad.errors import LossError, ModelError
 from tests.oracles import one_sample_gradients
 
 
-def grads_of(objective: Objective, inputs: tuple[Tensor, ...], target: Tensor | None = None, **options: Any) -> PerSampleGradients:
+def grads_of(
+    objective: Objective, inputs: tuple[Tensor, ...], target: Tensor | None = None, **options: Any
+) -> PerSampleGradients:
     in_dims = (0, None if target is None else 0)
-    return per_sample_gradients(objective.loss, objective.params, inputs, target, in_dims=in_dims, has_aux=True, **options)
+    return per_sample_gradients(
+        objective.loss, objective.params, inputs, target, in_dims=in_dims, has_aux=True, **options
+    )
 
 
 class Returns(nn.Module):
@@ -72,7 +78,9 @@ def test_whatever_the_model_returns_loses_its_batch_axis(wrap: Any, pick: Any) -
         return F.cross_entropy(logits, target)
 
     found = grads_of(Objective(model, loss), (inputs,), target).materialise()
-    expected = one_sample_gradients(Returns(lambda y: y), F.cross_entropy, (inputs,), target)  # another layer: for the names alone
+    expected = one_sample_gradients(
+        Returns(lambda y: y), F.cross_entropy, (inputs,), target
+    )  # another layer: for the names alone
     assert found.keys() == expected.keys()
     model.wrap = lambda y: y
     torch.testing.assert_close(found, one_sample_gradients(model, F.cross_entropy, (inputs,), target))
@@ -146,7 +154,11 @@ class TwoInputs(nn.Module):
 
 
 def test_several_inputs_come_in_their_order() -> None:
-    model, inputs, target = TwoInputs().double(), (torch.randn(5, 4, dtype=torch.float64), torch.randint(5, (5,))), torch.randint(3, (5,))
+    model, inputs, target = (
+        TwoInputs().double(),
+        (torch.randn(5, 4, dtype=torch.float64), torch.randint(5, (5,))),
+        torch.randint(3, (5,)),
+    )
     found = grads_of(Objective(model, F.cross_entropy), inputs, target).materialise()
     torch.testing.assert_close(found, one_sample_gradients(model, F.cross_entropy, inputs, target))
 
@@ -163,7 +175,9 @@ def test_without_a_target_the_loss_gets_none() -> None:
 
 
 def test_the_summary_comes_beside_the_loss() -> None:
-    objective = Objective(nn.Linear(4, 3), F.cross_entropy, lambda output, target: {"top": output.argmax(), "known": target})
+    objective = Objective(
+        nn.Linear(4, 3), F.cross_entropy, lambda output, target: {"top": output.argmax(), "known": target}
+    )
     inputs, target = torch.randn(5, 4), torch.randint(3, (5,))
     grads = grads_of(objective, (inputs,), target)
     assert grads.aux["known"].tolist() == target.tolist()
@@ -171,7 +185,9 @@ def test_the_summary_comes_beside_the_loss() -> None:
 
 
 class Everything(nn.Module):
-    """Buffers, tied and frozen parameters, recurrent layers (which keep a second list of their weights), hooks."""
+    """Buffers, tied and frozen parameters, recurrent layers (which keep a second list of their weights),
+    hooks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +205,10 @@ class Everything(nn.Module):
 def test_the_model_is_left_as_it_was_bit_for_bit(fails: bool) -> None:
     model = Everything().eval()
     identities = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
-    before, keys = copy.deepcopy(model.state_dict()), {name: set(vars(module)) for name, module in model.named_modules()}
+    before, keys = (
+        copy.deepcopy(model.state_dict()),
+        {name: set(vars(module)) for name, module in model.named_modules()},
+    )
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if fails:

@@ -1,4 +1,6 @@
-"""Random programs of operators under every nest of transforms, beside a loop of torch.autograd (tests/random_programs)."""
+"""Random programs of operators under every nest of transforms, beside a loop of torch.autograd
+(tests/random_programs).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.random_programs.writer import write
 
 PROGRAMS, BLOCKS = 200, 8
 SECONDS = 60
-# How many of a run's programs may fail, as long as not all that were found are mended: so many, or this share of them.
+# How many of a run's programs may fail, as long as not all that were found are mended: so many, or this share
+# of them.
 FEW, SHARE = 3, 0.0005
 
 
@@ -48,10 +51,12 @@ def test_random_operator_programs_fixed_seeds(block: int) -> None:
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
     """One minute of programs that nobody has seen; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
-    The aim is that none fails. About one of eight thousand still does, most of them with infinities, NaN or numbers of 1e30; each is
-    printed. What turns this test red is more than that: a fault that is new.
+    The aim is that none fails. About one of eight thousand still does, most of them with infinities, NaN or
+    numbers of 1e30; each is printed. What turns this test red is more than that: a fault that is new.
     """
-    day = int(os.environ.get("PSGRAD_PROGRAMS_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
+    day = int(
+        os.environ.get("PSGRAD_PROGRAMS_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
+    )
     end, counts, found = time.monotonic() + SECONDS, Counter[str](), list[str]()
     seed = day * 1_000_000
     while time.monotonic() < end:
@@ -61,17 +66,22 @@ def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[
         seed += 1
     with capsys.disabled():
         print(f"\nrandom programs, PSGRAD_PROGRAMS_SEED={day}: {dict(counts)}", *found, sep="\n\n")
-    assert len(found) <= max(FEW, SHARE * counts.total()), f"PSGRAD_PROGRAMS_SEED={day}: {len(found)} of {counts.total()} programs fail"
+    assert len(found) <= max(FEW, SHARE * counts.total()), (
+        f"PSGRAD_PROGRAMS_SEED={day}: {len(found)} of {counts.total()} programs fail"
+    )
 
 
-# -- one test for each class of fault that was found ----------------------------------------------------------------------------------
+# -- one test for each class of fault that was found
+# ----------------------------------------------------------------------------------
 
 V = torch.linspace(-1.2, 1.4, 48, dtype=torch.float64).reshape(3, 4, 4)
 P = torch.tensor([0.3, -0.8, 0.5, 1.1], dtype=torch.float64)
 
 
 def by_outer_autograd(write_into: Any, mapped: bool) -> Tensor:
-    """The gradient in p that the caller's autograd finds, of a loss in which p is used beside the write, too."""
+    """The gradient in p that the caller's autograd finds, of a loss in which p is used beside the
+    write, too.
+    """
     p = P.clone().requires_grad_()
 
     def f(v: Tensor) -> Tensor:
@@ -117,7 +127,9 @@ def test_vmap_outer_autograd_write_of_number_through_empty_view() -> None:
 
 @pytest.mark.parametrize("name", ["unsqueeze", "unsqueeze_", "two views"])
 def test_vmap_outer_autograd_write_into_whole_view_after_write_through_another(name: str) -> None:
-    """PyTorch takes a view for a leaf as long as nobody asks for its history, though its base was written to."""
+    """PyTorch takes a view for a leaf as long as nobody asks for its history, though its base was
+    written to.
+    """
     p, v = P.clone().requires_grad_(), V[:, 0]
 
     def f(v: Tensor) -> Tensor:
@@ -133,15 +145,23 @@ def test_vmap_outer_autograd_write_into_whole_view_after_write_through_another(n
     torch.testing.assert_close(found, (2 * p * v * v).sum(0).detach())
 
 
-SEVERAL_VIEWS = {"unbind": lambda w: w.unbind(0)[1], "split": lambda w: w.split(2)[0], "chunk": lambda w: w.chunk(2)[0]}
+SEVERAL_VIEWS = {
+    "unbind": lambda w: w.unbind(0)[1],
+    "split": lambda w: w.split(2)[0],
+    "chunk": lambda w: w.chunk(2)[0],
+}
 
 
 @pytest.mark.parametrize("name", SEVERAL_VIEWS)
 def test_vmap_outer_autograd_write_into_one_of_several_views_refused(name: str) -> None:
     write_into = lambda w, p: SEVERAL_VIEWS[name](w).mul_(p)
-    with pytest.raises(TransformError, match=r"writes in place into one of several views.*test_operator_programs.py"):
+    with pytest.raises(
+        TransformError, match=r"writes in place into one of several views.*test_operator_programs.py"
+    ):
         by_outer_autograd(write_into, True)
-    found = vmap(grad(lambda p, v: (SEVERAL_VIEWS[name](w := v.clone()).mul_(p), w.sum())[1]), (None, 0))(P, V)
+    found = vmap(grad(lambda p, v: (SEVERAL_VIEWS[name](w := v.clone()).mul_(p), w.sum())[1]), (None, 0))(
+        P, V
+    )
     part = {"unbind": V[:, 1], "split": V[:, :2].sum(1), "chunk": V[:, :2].sum(1)}[name]
     torch.testing.assert_close(found, part)
 
@@ -168,7 +188,10 @@ def test_ldexp_gradient_whole_exponents_below_zero() -> None:
 
 @pytest.mark.parametrize("distance", [math.inf, -math.inf, math.nan, 1e300, 0.6, -0.2, 0.0])
 def test_huber_loss_gradient_far_from_target(distance: float) -> None:
-    x, y = torch.tensor([distance], dtype=torch.float64, requires_grad=True), torch.zeros(1, dtype=torch.float64)
+    x, y = (
+        torch.tensor([distance], dtype=torch.float64, requires_grad=True),
+        torch.zeros(1, dtype=torch.float64),
+    )
     (expected,) = torch.autograd.grad(F.huber_loss(x, y, delta=0.6), x)
     found = vmap(grad(lambda x: F.huber_loss(x, y[0], delta=0.6)))(x.detach())
     torch.testing.assert_close(found, expected, equal_nan=True)
@@ -179,12 +202,16 @@ def test_huber_loss_gradient_far_from_target(distance: float) -> None:
 def test_activation_second_derivative_large_argument(name: str, dtype: torch.dtype) -> None:
     """Where the exponential of the argument is infinite, too. float32: from 89 on."""
     f = getattr(F, name)
-    xs = torch.tensor([-1e30, -100.0, -0.3, 0.0, 0.4, 19.0, 100.0, 1e4, 1e30], dtype=dtype, requires_grad=True)
+    xs = torch.tensor(
+        [-1e30, -100.0, -0.3, 0.0, 0.4, 19.0, 100.0, 1e4, 1e30], dtype=dtype, requires_grad=True
+    )
     (first,) = torch.autograd.grad(f(xs).sum(), xs, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), xs)
     torch.testing.assert_close(vmap(grad(f))(xs.detach()), first.detach())
     torch.testing.assert_close(vmap(grad(grad(f)))(xs.detach()), second)
-    torch.testing.assert_close(vmap(lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1])(xs.detach()), second)
+    torch.testing.assert_close(
+        vmap(lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1])(xs.detach()), second
+    )
 
 
 @pytest.mark.parametrize("shapes", [((0,), (2, 0)), ((0,), (0, 3)), ((4, 0), (0,)), ((0,), (2, 0, 3))])
@@ -227,7 +254,9 @@ def test_vmap_index_of_own_places_contiguous_as_one_sample() -> None:
 
 
 def test_vmap_jvp_outer_autograd_write_under_no_grad_tangent_made_inside() -> None:
-    """The second derivative of x * x * x: what is clamped under no_grad stays as it is, for the caller's autograd too."""
+    """The second derivative of x * x * x: what is clamped under no_grad stays as it is, for the caller's
+    autograd too.
+    """
     x = P.clone().requires_grad_()
 
     def f(x: Tensor) -> Tensor:
@@ -236,7 +265,9 @@ def test_vmap_jvp_outer_autograd_write_under_no_grad_tangent_made_inside() -> No
             v.clamp_(min=1e-6)
         return (v * x).sum()
 
-    out = vmap(lambda x, y: jvp(f, (x,), (torch.ones(4, dtype=torch.float64),))[1] + 0 * y, (None, 0))(x, P[:2])
+    out = vmap(lambda x, y: jvp(f, (x,), (torch.ones(4, dtype=torch.float64),))[1] + 0 * y, (None, 0))(
+        x, P[:2]
+    )
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], 12 * P)
 
 
@@ -295,7 +326,9 @@ USES_OF_ONE_NUMBER = {
 def test_per_sample_queries_of_parameter_of_one_number(f: Any) -> None:
     p, x = torch.tensor(0.7, dtype=torch.float32), torch.tensor([[1e-20, 2e-20], [0.3, -0.4], [0.0, 0.0]])
     grads = per_sample_gradients(lambda params, x: f(params["p"], x), {"p": p}, x)
-    loop = torch.stack([torch.autograd.grad(f(leaf := p.clone().requires_grad_(), one), leaf)[0] for one in x]).double()
+    loop = torch.stack(
+        [torch.autograd.grad(f(leaf := p.clone().requires_grad_(), one), leaf)[0] for one in x]
+    ).double()
     torch.testing.assert_close(grads.square_norms(), loop**2, rtol=1e-5, atol=0)
     torch.testing.assert_close(grads.gram(), loop[:, None] * loop, rtol=1e-5, atol=0)
     torch.testing.assert_close(grads.inner(grads), loop[:, None] * loop, rtol=1e-5, atol=0)
@@ -323,13 +356,20 @@ def test_overwritten_value_without_finite_derivative(name: str) -> None:
     assert loop[0].isnan().any()
     assert loop[1].isfinite().all()
     torch.testing.assert_close(vmap(grad(f))(x), loop, equal_nan=True)
-    norms = per_sample_gradients(lambda params, x: f(x * params["w"]), {"w": torch.ones(2, dtype=torch.float64)}, x).square_norms()
+    norms = per_sample_gradients(
+        lambda params, x: f(x * params["w"]), {"w": torch.ones(2, dtype=torch.float64)}, x
+    ).square_norms()
     assert norms.isfinite().tolist() == [False, True]
 
 
 def test_vmap_index_fill_negative_places() -> None:
-    f = lambda x: (x.clone().index_fill_(0, torch.tensor([0, -1]), 2.0), x.index_fill(0, torch.tensor(-2), x.sum()))
-    torch.testing.assert_close(vmap(f)(V[0]), tuple(torch.stack(some) for some in zip(*map(f, V[0]), strict=True)))
+    f = lambda x: (
+        x.clone().index_fill_(0, torch.tensor([0, -1]), 2.0),
+        x.index_fill(0, torch.tensor(-2), x.sum()),
+    )
+    torch.testing.assert_close(
+        vmap(f)(V[0]), tuple(torch.stack(some) for some in zip(*map(f, V[0]), strict=True))
+    )
 
 
 @pytest.mark.parametrize("y", [float("inf"), float("nan"), 0.5])
@@ -354,11 +394,16 @@ def test_sinc_derivatives_around_zero(x: float) -> None:
     expected = [square * x + math.pi**4 / 30 * x**3, square + math.pi**4 / 10 * x**2, math.pi**4 / 5 * x]
     at = torch.tensor([x], dtype=torch.float64)
     found = [vmap(f)(at) for f in (first, grad(first), grad(grad(first)))]
-    torch.testing.assert_close(torch.cat(found), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        torch.cat(found), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
+    )
 
 
 def test_xlog1py_derivatives_at_zero() -> None:
-    x, y = torch.tensor([0.0, 0.0, 0.3], dtype=torch.float64), torch.tensor([0.6, -1.0, 0.2], dtype=torch.float64)
+    x, y = (
+        torch.tensor([0.0, 0.0, 0.3], dtype=torch.float64),
+        torch.tensor([0.6, -1.0, 0.2], dtype=torch.float64),
+    )
     leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
     loop = torch.autograd.grad(torch.special.xlog1py(*leaves).sum(), leaves)
     torch.testing.assert_close(vmap(grad(torch.special.xlog1py, (0, 1)))(x, y), loop, equal_nan=True)
@@ -373,7 +418,9 @@ def by_loop(f: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
 def test_hypot_derivative_at_origin_is_nan() -> None:
     x, y = torch.tensor([0.0, 0.0, 3.0]), torch.tensor([0.0, -2.0, 4.0])
     assert by_loop(torch.hypot, x, y)[0].isnan().tolist() == [True, False, False]
-    torch.testing.assert_close(vmap(grad(torch.hypot, (0, 1)))(x, y), by_loop(torch.hypot, x, y), equal_nan=True)
+    torch.testing.assert_close(
+        vmap(grad(torch.hypot, (0, 1)))(x, y), by_loop(torch.hypot, x, y), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("f", [torch.xlogy, torch.special.xlog1py])
@@ -381,7 +428,9 @@ def test_xlogy_cotangent_of_zero_meets_infinity(f: Any) -> None:
     x, y = torch.tensor([0.7, 0.0, -0.3]), torch.tensor([torch.inf, torch.inf, 2.0])
     weighted = lambda x, y, weight: f(x, y) * weight
     weight = torch.tensor([0.0, 0.0, 0.5])
-    torch.testing.assert_close(vmap(grad(weighted, (0, 1)))(x, y, weight), by_loop(weighted, x, y, weight)[:2], equal_nan=True)
+    torch.testing.assert_close(
+        vmap(grad(weighted, (0, 1)))(x, y, weight), by_loop(weighted, x, y, weight)[:2], equal_nan=True
+    )
 
 
 BAGS_WITH_NAN = {
@@ -397,7 +446,9 @@ BAGS_WITH_NAN = {
 @pytest.mark.parametrize("bags", [[0], [0, 1, 1, 3]])
 @pytest.mark.parametrize("name", BAGS_WITH_NAN)
 def test_embedding_bag_max_with_nan(name: str, bags: list[int], padding: int | None) -> None:
-    weight = torch.tensor([BAGS_WITH_NAN[name], BAGS_WITH_NAN[name][::-1]])[..., None] * torch.tensor([1.0, -1.0])
+    weight = torch.tensor([BAGS_WITH_NAN[name], BAGS_WITH_NAN[name][::-1]])[..., None] * torch.tensor(
+        [1.0, -1.0]
+    )
     index = torch.arange(4)
     f = lambda w: F.embedding_bag(index, w, torch.tensor(bags), mode="max", padding_idx=padding)
     torch.testing.assert_close(vmap(f)(weight), torch.stack([f(w) for w in weight]), equal_nan=True)
@@ -406,12 +457,20 @@ def test_embedding_bag_max_with_nan(name: str, bags: list[int], padding: int | N
 
 
 def test_group_norm_second_derivative_bfloat16() -> None:
-    """Of groups of two values the result hardly depends on the values, so that the rounding of their mean and deviation would prevail."""
+    """Of groups of two values the result hardly depends on the values, so that the rounding of their mean and
+    deviation would prevail.
+    """
     x = torch.tensor([[[0.5, 0.7, -0.3, 1.1]], [[0.2, -0.9, 0.4, 0.6]]], dtype=torch.bfloat16)
-    weight, bias = torch.tensor([0.4, -1.3, 0.8, 0.2], dtype=torch.bfloat16), torch.tensor([2.0, 1.0, 0.0, -1.0], dtype=torch.bfloat16)
+    weight, bias = (
+        torch.tensor([0.4, -1.3, 0.8, 0.2], dtype=torch.bfloat16),
+        torch.tensor([2.0, 1.0, 0.0, -1.0], dtype=torch.bfloat16),
+    )
 
     def second(x: Tensor) -> Tensor:
-        f = lambda x: (F.group_norm(x, 2, weight.to(x.dtype), bias.to(x.dtype)) * torch.tensor([0.5, 0.8, 1.2, 1.5], dtype=x.dtype)).sum()
+        f = lambda x: (
+            F.group_norm(x, 2, weight.to(x.dtype), bias.to(x.dtype))
+            * torch.tensor([0.5, 0.8, 1.2, 1.5], dtype=x.dtype)
+        ).sum()
         return vmap(grad(lambda x: grad(f)(x).sum()))(x)
 
     exact = second(x.double())
@@ -422,7 +481,10 @@ NAN, INF = torch.nan, torch.inf
 LOSSES_NOT_FINITE = {
     "amax of one number": (lambda x: x[0].amax() + x[1].amin(), [[NAN, 2.0], [0.5, 1.0]]),
     "vector_norm(inf)": (lambda x: torch.linalg.vector_norm(x, INF), [[NAN, 2.0], [0.5, -1.0]]),
-    "renorm": (lambda x: x.reshape(2, 2).renorm(2, 0, 1.0).exp().sum(), [[NAN, 2.0, 3.0, 0.1], [0.5, 0.1, 9.0, 1.0], [0.0, INF, 0.0, 0.0]]),
+    "renorm": (
+        lambda x: x.reshape(2, 2).renorm(2, 0, 1.0).exp().sum(),
+        [[NAN, 2.0, 3.0, 0.1], [0.5, 0.1, 9.0, 1.0], [0.0, INF, 0.0, 0.0]],
+    ),
     "floor": (lambda x: x.log().floor().sum() + x.sin().sum(), [[0.0, 2.0], [0.5, 1.0]]),
     "sign": (lambda x: x.sqrt().sign().sum(), [[0.0, 2.0], [0.5, 1.0]]),
     "round(decimals)": (lambda x: x.log().round(decimals=1).sum(), [[0.0, 2.0], [0.5, 1.0]]),
@@ -457,7 +519,9 @@ def test_multi_margin_loss_of_rows(reduction: str, p: int) -> None:
 
 def test_std_of_equal_values_forward_derivative() -> None:
     x = torch.tensor([[2.0, 2.0], [1.0, 3.0]], dtype=torch.float64)
-    found = vmap(lambda x: jvp(lambda x: x.std(0, correction=0), (x,), (torch.tensor([1.0, 2.0]).double(),))[1])(x)
+    found = vmap(
+        lambda x: jvp(lambda x: x.std(0, correction=0), (x,), (torch.tensor([1.0, 2.0]).double(),))[1]
+    )(x)
     torch.testing.assert_close(found, torch.tensor([0.0, 0.5], dtype=torch.float64))
 
 
@@ -494,7 +558,8 @@ def test_vmap_returns_view_of_fresh_tensor_written_to_since() -> None:
     torch.testing.assert_close(tangents[0], vmap(f)(x))
 
 
-# -- the checker itself -------------------------------------------------------------------------------------------------------------
+# -- the checker itself
+# ------------------------------------------------------------------------------------------------------------
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -506,7 +571,11 @@ def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     elif name == "atan2 with a sign":
         back = lambda out, y, x: lambda g: g * y / (x * x + y * y)  # which is minus the derivative in x
         kept = registry._derivatives[torch.ops.aten.atan2.default].vjp
-        monkeypatch.setitem(registry._derivatives, torch.ops.aten.atan2.default, registry.DerivativeRule({0: kept[0], 1: back}))
+        monkeypatch.setitem(
+            registry._derivatives,
+            torch.ops.aten.atan2.default,
+            registry.DerivativeRule({0: kept[0], 1: back}),
+        )
     else:
         monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
 
@@ -520,12 +589,18 @@ def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("a write through a view is dropped", "grad(vmap)"),
     ],
 )
-def test_random_programs_checker_notices_planted_error(monkeypatch: pytest.MonkeyPatch, name: str, mode: str) -> None:
+def test_random_programs_checker_notices_planted_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, mode: str
+) -> None:
     arguments = (
         Argument("a0", (2, 2), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
         Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
     )
-    lines = (Statement("t0 = a0.clone()", "t0"), Statement("t0[1] = a1", "t0", writes=True), Statement("t1 = (t0 * a1).tanh()", "t1"))
+    lines = (
+        Statement("t0 = a0.clone()", "t0"),
+        Statement("t0[1] = a1", "t0", writes=True),
+        Statement("t1 = (t0 * a1).tanh()", "t1"),
+    )
     program = Program(arguments, lines, ("t1",), 3, torch.float32, mode)
     assert check(program) == Outcome("equal")
     planted(monkeypatch, name)
@@ -533,7 +608,9 @@ def test_random_programs_checker_notices_planted_error(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("mode", ["vmap(grad)", "per sample"])
-def test_random_programs_checker_notices_planted_error_beside_large_number(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_random_programs_checker_notices_planted_error_beside_large_number(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     arguments = (
         Argument("a0", (2,), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
         Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
@@ -547,10 +624,21 @@ def test_random_programs_checker_notices_planted_error_beside_large_number(monke
 
 
 @pytest.mark.parametrize("text", ["t1 = (t0 * a1).atan2(t0)", "t1 = t0.atan2(t0)"])
-def test_random_programs_checker_notices_sign_where_uses_cancel(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """The cotangents of two uses of one value cancel; how far rounding leads there is measured, and is far less than a wrong sign."""
+def test_random_programs_checker_notices_sign_where_uses_cancel(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The cotangents of two uses of one value cancel; how far rounding leads there is measured, and is far
+    less than a wrong sign.
+    """
     arguments = (
-        Argument("a0", (2,), "torch.randn({shape}, dtype=torch.float64)", ("{name}[0, 0] = 1e15",), batched=True, seed=1),
+        Argument(
+            "a0",
+            (2,),
+            "torch.randn({shape}, dtype=torch.float64)",
+            ("{name}[0, 0] = 1e15",),
+            batched=True,
+            seed=1,
+        ),
         Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
     )
     lines = (Statement("t0 = a1 / 3.0 + a0 * 0", "t0"), Statement(text, "t1"))
@@ -563,8 +651,12 @@ def test_random_programs_checker_notices_sign_where_uses_cancel(monkeypatch: pyt
 
 
 def test_random_programs_checker_names_first_use_and_others() -> None:
-    """A statement's target, and the first use of a value, stay the tensors that they are: views are taken of them, and writes go there."""
-    program = Program((), (Statement("t0 = 1", "t0"), Statement("t1 = 1", "t1")), ("t0",), 1, torch.float64, "vmap")
+    """A statement's target, and the first use of a value, stay the tensors that they are: views are taken of
+    them, and writes go there.
+    """
+    program = Program(
+        (), (Statement("t0 = 1", "t0"), Statement("t1 = 1", "t1")), ("t0",), 1, torch.float64, "vmap"
+    )
     told = {
         "t0.atan2_(t0)": "t0.atan2_(again(t0))",
         "t0[...] = t1 * t0": "t0[...] = t1 * again(t0)",

@@ -1,4 +1,6 @@
-"""What the oracle of random programs (tests/random_programs) takes for rounding, or for a convention, and what it notices beside that."""
+"""What the oracle of random programs (tests/random_programs) takes for rounding, or for a convention, and
+what it notices beside that.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,25 @@ from tests.random_programs.programs import Argument, Program, Statement
 aten = torch.ops.aten
 
 
-def program(lines: tuple[str, ...], mode: str, extreme: bool = False, edit: str = "", dtype: torch.dtype = torch.float64) -> Program:
+def program(
+    lines: tuple[str, ...],
+    mode: str,
+    extreme: bool = False,
+    edit: str = "",
+    dtype: torch.dtype = torch.float64,
+) -> Program:
     """The last line's value, of a0 [3, 2, 3] and a1 [3], which are differentiated; a0 has a sample axis."""
     make = "torch.randn({shape}, dtype=torch.float64)"
     arguments = (
-        Argument("a0", (2, 3), make, (edit,) if edit else (), batched=True, differentiated=mode != "per sample", seed=1),
+        Argument(
+            "a0",
+            (2, 3),
+            make,
+            (edit,) if edit else (),
+            batched=True,
+            differentiated=mode != "per sample",
+            seed=1,
+        ),
         Argument("a1", (3,), make, differentiated=True, seed=2),
     )
     statements = tuple(Statement(f"t{i} = {text}", f"t{i}") for i, text in enumerate(lines))
@@ -28,15 +44,27 @@ NOT_WRONG = {
     "the tangent of a padding row, beside an operator without forward mode": program(
         ("F.embedding_bag(torch.tensor([[0, 1]]), a0, mode='max')", PADDED), "vmap(jvp)"
     ),
-    "the Jacobian of a padding row": program(("a0.index_reduce(0, torch.tensor([0, 1]), a0, 'prod')", PADDED), "vmap(jacfwd)"),
+    "the Jacobian of a padding row": program(
+        ("a0.index_reduce(0, torch.tensor([0, 1]), a0, 'prod')", PADDED), "vmap(jacfwd)"
+    ),
     "a branch on the deviation of equal numbers": program(
-        ("a0[0]", "t0.std(-1, correction=0)", "torch.where(t1 > 0, a0 * 2, a0.sin())"), "vmap(grad)", edit="{name}[...] = 0.8"
+        ("a0[0]", "t0.std(-1, correction=0)", "torch.where(t1 > 0, a0 * 2, a0.sin())"),
+        "vmap(grad)",
+        edit="{name}[...] = 0.8",
     ),
-    "groups of one number, forward": program(("F.group_norm(a0, 3, a1, a1)",), "vmap(jvp)", dtype=torch.float32),
+    "groups of one number, forward": program(
+        ("F.group_norm(a0, 3, a1, a1)",), "vmap(jvp)", dtype=torch.float32
+    ),
     "groups of one number, second derivative": program(
-        ("F.group_norm(a0, 3)",), "vmap(grad(grad))", extreme=True, edit="{name}[0, 0, 1] = 1e30", dtype=torch.float32
+        ("F.group_norm(a0, 3)",),
+        "vmap(grad(grad))",
+        extreme=True,
+        edit="{name}[0, 0, 1] = 1e30",
+        dtype=torch.float32,
     ),
-    "layers of one number, of halves": program(("F.layer_norm(a1[:2, None], (1,), a0[0, :1])",), "grad(vmap)", dtype=torch.bfloat16),
+    "layers of one number, of halves": program(
+        ("F.layer_norm(a1[:2, None], (1,), a0[0, :1])",), "grad(vmap)", dtype=torch.bfloat16
+    ),
     "the sign of NaN": program(
         ("F.cross_entropy(a0, torch.tensor([0, 1]), a1.abs(), reduction='sum')", "a0.sin().copysign(t0)"),
         "vmap",
@@ -96,7 +124,11 @@ def test_oracle_notices_nan_in_place_of_number(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.undo()
     other = program(("a0 * a1", "t0.cumprod(-1)"), mode, extreme=True, edit="{name}[0, 0, 0] = float('inf')")
     assert not check(other).failed
-    monkeypatch.setitem(registry._derivatives, aten.cumprod.default, registry.DerivativeRule({0: lambda out, x, dim: lambda g: g * 0}))
+    monkeypatch.setitem(
+        registry._derivatives,
+        aten.cumprod.default,
+        registry.DerivativeRule({0: lambda out, x, dim: lambda g: g * 0}),
+    )
     assert check(other).failed
 
 

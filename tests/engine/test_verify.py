@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.self_check import self_check, spread_rows
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
-from psgrad.engine.verify import self_check, spread_rows
 from psgrad.errors import ModelError, SelfCheckError
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 
 ROWS = 10
 
@@ -33,10 +33,14 @@ class Setup:
         return Block((self.inputs[start:stop],), self.target[start:stop])
 
     def check(self, wanted: int = 3) -> Any:
-        return self_check(self.objective, Stream(self.objective.loss, self.objective.params, self.read), ROWS, wanted)
+        return self_check(
+            self.objective, Stream(self.objective.loss, self.objective.params, self.read), ROWS, wanted
+        )
 
 
-@pytest.mark.parametrize(("dtype", "worst"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 1e-1)])
+@pytest.mark.parametrize(
+    ("dtype", "worst"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 1e-1)]
+)
 def test_right_gradients_pass(dtype: torch.dtype, worst: float) -> None:
     setup = Setup()
     setup.model.to(dtype)
@@ -48,7 +52,8 @@ def test_right_gradients_pass(dtype: torch.dtype, worst: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "wanted", "rows"), [(10, 3, [0, 3, 6]), (2, 3, [0, 1]), (10, 0, []), (1, 1, [0]), (7, 7, list(range(7)))]
+    ("count", "wanted", "rows"),
+    [(10, 3, [0, 3, 6]), (2, 3, [0, 1]), (10, 0, []), (1, 1, [0]), (7, 7, list(range(7)))],
 )
 def test_rows_are_spread_over_the_dataset(count: int, wanted: int, rows: list[int]) -> None:
     assert spread_rows(count, wanted) == rows
@@ -66,13 +71,17 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
     def wrong(stream: Stream, rows: Any) -> PerSampleGradients:
         grads = honest(stream, rows)
-        return PerSampleGradients({name: change(name, g) for name, g in grads.gradients.items()}, grads.losses, grads.aux)
+        return PerSampleGradients(
+            {name: change(name, g) for name, g in grads.gradients.items()}, grads.losses, grads.aux
+        )
 
     monkeypatch.setattr(Stream, "gradients_at", wrong)
 
 
 def scaled(gradient: DeferredGradient, factor: float) -> DeferredGradient:
-    return gradient.with_terms([Placed(placed.term.scaled(factor), placed.layout) for placed in gradient.terms])
+    return gradient.with_terms(
+        [Placed(placed.term.scaled(factor), placed.layout) for placed in gradient.terms]
+    )
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 0.99, 1.01, 1e6, math.nan, math.inf])
@@ -91,7 +100,9 @@ def test_a_missing_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_norm_of_a_right_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PerSampleGradients.square_norms
-    monkeypatch.setattr(PerSampleGradients, "square_norms", lambda grads, per="total": 1.01 * honest(grads, per))
+    monkeypatch.setattr(
+        PerSampleGradients, "square_norms", lambda grads, per="total": 1.01 * honest(grads, per)
+    )
     with pytest.raises(SelfCheckError):
         Setup().check()
 

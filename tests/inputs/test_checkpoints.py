@@ -19,15 +19,20 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, CheckpointError, ConfigError, PsgradError
-from psgrad.inputs.checkpoint_headers import checkpoint_files
-from psgrad.inputs.checkpoints import load_into, read_state_dict
+from psgrad.inputs.models.checkpoint_headers import checkpoint_files
+from psgrad.inputs.models.checkpoints import load_into, read_state_dict
 
-TENSORS = {"weight": torch.arange(6.0).reshape(2, 3), "steps": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
+TENSORS = {
+    "weight": torch.arange(6.0).reshape(2, 3),
+    "steps": torch.tensor(7),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+}
 
 
 def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return got.keys() == expected.keys() and all(
-        got[name].dtype == expected[name].dtype and torch.equal(got[name], expected[name]) for name in expected
+        got[name].dtype == expected[name].dtype and torch.equal(got[name], expected[name])
+        for name in expected
     )
 
 
@@ -43,7 +48,8 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> Path:
     return path
 
 
-# Reading --------------------------------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -64,9 +70,13 @@ def test_torch_with_a_key(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "state_dict": TENSORS, "optimizer": {"state": {}}}, path)
 
     assert same(read_state_dict(path, "state_dict"), TENSORS)
-    with pytest.raises(CheckpointError, match=r"is no state dict\n.*\n  next step: set model.state_dict_key .*: state_dict$"):
+    with pytest.raises(
+        CheckpointError, match=r"is no state dict\n.*\n  next step: set model.state_dict_key .*: state_dict$"
+    ):
         read_state_dict(path)
-    with pytest.raises(ConfigError, match=r"has no 'ema'\n  next step: set model.state_dict_key .*: state_dict$"):
+    with pytest.raises(
+        ConfigError, match=r"has no 'ema'\n  next step: set model.state_dict_key .*: state_dict$"
+    ):
         read_state_dict(path, "ema")
     with pytest.raises(CheckpointError, match=r"'optimizer' in the checkpoint .* is no state dict"):
         read_state_dict(path, "optimizer")
@@ -88,7 +98,10 @@ def test_sharded_through_links_as_in_a_download_cache(tmp_path: Path) -> None:
     save_file({"steps": TENSORS["steps"]}, tmp_path / "blobs" / "0123")
     (tmp_path / "snapshot" / "a.safetensors").symlink_to("../blobs/0123")
 
-    assert same(read_state_dict(write_index(tmp_path / "snapshot", {"steps": "a.safetensors"})), {"steps": TENSORS["steps"]})
+    assert same(
+        read_state_dict(write_index(tmp_path / "snapshot", {"steps": "a.safetensors"})),
+        {"steps": TENSORS["steps"]},
+    )
 
 
 def test_sharded_with_a_shard_or_a_tensor_missing(tmp_path: Path) -> None:
@@ -100,7 +113,8 @@ def test_sharded_with_a_shard_or_a_tensor_missing(tmp_path: Path) -> None:
         read_state_dict(index)
 
 
-# Not executed, not followed -------------------------------------------------------------------------------------------------------
+# Not executed, not followed
+# -------------------------------------------------------------------------------------------------------
 
 
 class Payload:
@@ -118,7 +132,9 @@ def repacked(archive: bytes, pickled: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(buffer, "w") as new:
         for record in old.infolist():
-            new.writestr(record.filename, pickled if record.filename.endswith("data.pkl") else old.read(record))
+            new.writestr(
+                record.filename, pickled if record.filename.endswith("data.pkl") else old.read(record)
+            )
     return buffer.getvalue()
 
 
@@ -198,7 +214,9 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
         ["a.safetensors"],
     ],
 )
-def test_an_index_reaches_nothing_outside_its_folder(tmp_path: Path, shard: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_reaches_nothing_outside_its_folder(
+    tmp_path: Path, shard: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "inside").mkdir()
     save_file({"weight": torch.ones(1)}, tmp_path / "secret.safetensors")
     save_file({"good": torch.ones(1)}, tmp_path / "inside" / "good.safetensors")
@@ -212,7 +230,9 @@ def test_an_index_reaches_nothing_outside_its_folder(tmp_path: Path, shard: obje
     assert not opened
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000]
+)
 def test_a_damaged_index(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
@@ -220,7 +240,8 @@ def test_a_damaged_index(tmp_path: Path, text: str) -> None:
         read_state_dict(path)
 
 
-# Damage ---------------------------------------------------------------------------------------------------------------------------
+# Damage
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.safetensors.index.json"])
@@ -233,7 +254,9 @@ def test_missing_empty_and_pointer_files(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="is empty"):
         read_state_dict(path)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 9\n")
-    with pytest.raises(CheckpointError, match=r"is a git-lfs pointer, not the file itself[^$]*run `git lfs pull` in "):
+    with pytest.raises(
+        CheckpointError, match=r"is a git-lfs pointer, not the file itself[^$]*run `git lfs pull` in "
+    ):
         read_state_dict(path)
     path.unlink()
     path.mkdir()
@@ -244,7 +267,9 @@ def test_missing_empty_and_pointer_files(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["model.pt2", "model.bin", "model.pkl", "model"])
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(torch_bytes(TENSORS))
-    with pytest.raises(ConfigError, match=r"has a suffix that psgrad does not read\n  expected: \.safetensors, "):
+    with pytest.raises(
+        ConfigError, match=r"has a suffix that psgrad does not read\n  expected: \.safetensors, "
+    ):
         read_state_dict(tmp_path / name)
 
 
@@ -265,7 +290,9 @@ def test_truncated(tmp_path: Path) -> None:
     for name, content in (("model.safetensors", save(TENSORS)), ("model.pt", torch_bytes(TENSORS))):
         path = tmp_path / name
         path.write_bytes(content[:-3])
-        with pytest.raises(CheckpointError, match=rf"is damaged: [^$]*{len(content) - 3} bytes[^$]*interrupted copy"):
+        with pytest.raises(
+            CheckpointError, match=rf"is damaged: [^$]*{len(content) - 3} bytes[^$]*interrupted copy"
+        ):
             read_state_dict(path)
 
 
@@ -282,7 +309,9 @@ WHOLE = {".safetensors": save(TENSORS), ".pt": torch_bytes(TENSORS)}
 
 @pytest.mark.parametrize("suffix", sorted(WHOLE))
 @given(data=st.data())
-def test_any_damage_is_read_or_told(tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject) -> None:
+def test_any_damage_is_read_or_told(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject
+) -> None:
     content = bytearray(WHOLE[suffix])
     for position in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
         content[position] = data.draw(st.integers(0, 255))
@@ -305,7 +334,8 @@ def test_any_bytes_are_told(tmp_path_factory: pytest.TempPathFactory, content: b
             read_state_dict(path)
 
 
-# Loading --------------------------------------------------------------------------------------------------------------------------
+# Loading
+# ------------------------------------------------------------------------------------------------------------
 
 
 def network() -> nn.Sequential:
@@ -338,7 +368,11 @@ def test_an_exact_match_is_copied_buffers_included() -> None:
 
 def test_a_wider_type_is_converted() -> None:
     model = nn.Linear(2, 1)
-    load_into(model, {"weight": torch.ones(1, 2, dtype=torch.bfloat16), "bias": torch.ones(1, dtype=torch.float64)}, "model.pt")
+    load_into(
+        model,
+        {"weight": torch.ones(1, 2, dtype=torch.bfloat16), "bias": torch.ones(1, dtype=torch.float64)},
+        "model.pt",
+    )
     assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.float32)
     assert torch.equal(model.weight, torch.ones(1, 2))
 
@@ -393,8 +427,14 @@ def test_one_name_of_a_tied_tensor_is_enough_behind_a_prefix() -> None:
 
 def test_tied_names_with_two_different_tensors() -> None:
     model = Tied()
-    assert load_into(model, {"embedding.weight": torch.ones(5, 2), "head.weight": torch.ones(5, 2)}, "model.pt") is None
-    with pytest.raises(CheckpointError, match=r"the model ties embedding\.weight and head\.weight, but .* two different tensors"):
+    assert (
+        load_into(model, {"embedding.weight": torch.ones(5, 2), "head.weight": torch.ones(5, 2)}, "model.pt")
+        is None
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"the model ties embedding\.weight and head\.weight, but .* two different tensors",
+    ):
         load_into(model, {"embedding.weight": torch.ones(5, 2), "head.weight": torch.zeros(5, 2)}, "model.pt")
     assert (model.head.weight == 1).all()
 

@@ -1,4 +1,6 @@
-"""Which files belong to the code that a config names: all that it imports of the user's own, wherever the import stands."""
+"""Which files belong to the code that a config names: all that it imports of the user's own, wherever the
+import stands.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import ConfigError
+from psgrad.inputs.code import call_factory
 from psgrad.inputs.code_identity import code_identity
-from psgrad.inputs.imports import call_factory
 
 FILES = {
-    "top.py": """\
+    "top.py": (
+        """\
 import ci_one
 from ci_package import inside as other
 import json, numpy, tabnanny
@@ -32,7 +35,8 @@ def forward():
     importlib.import_module("ci_literal")
     importlib.import_module(".leaf", package="ci_package.deep")
     __import__("ci_dunder")
-""",
+"""
+    ),
     "ci_one.py": "from ci_two import *\n",
     "ci_two.py": "import ci_one\nif False:\n    import ci_never\n",
     "ci_never.py": "",
@@ -43,15 +47,34 @@ def forward():
     "tabnanny.py": "",  # as a module of Python's own library is called
     "ci_unrelated.py": "",
     "ci_package/__init__.py": "",
-    "ci_package/inside.py": "from . import beside\nfrom .deep.leaf import x\ndef f():\n    import_module('.lazy', __package__)\n",
+    "ci_package/inside.py": (
+        "from . import beside\nfrom .deep.leaf import x\ndef f():\n    import_module('.lazy', __package__)\n"
+    ),
     "ci_package/lazy.py": "",
     "ci_package/beside.py": "",
     "ci_package/unused.py": "",
     "ci_package/deep/__init__.py": "",
     "ci_package/deep/leaf.py": "from ..beside import __name__ as x\n",
 }
-EXPECTED = {"top.py", "ci_one", "ci_two", "ci_never", "ci_late", "ci_computed", "ci_package", "ci_package.inside", "ci_package.beside"}
-EXPECTED |= {"ci_package.deep", "ci_package.deep.leaf", "ci_package.lazy", "ci_literal", "ci_dunder", "tabnanny"}
+EXPECTED = {
+    "top.py",
+    "ci_one",
+    "ci_two",
+    "ci_never",
+    "ci_late",
+    "ci_computed",
+    "ci_package",
+    "ci_package.inside",
+    "ci_package.beside",
+}
+EXPECTED |= {
+    "ci_package.deep",
+    "ci_package.deep.leaf",
+    "ci_package.lazy",
+    "ci_literal",
+    "ci_dunder",
+    "tabnanny",
+}
 
 
 @pytest.fixture
@@ -98,7 +121,9 @@ def test_code_identity_does_not_depend_on_what_was_imported_before(folder: Path)
     assert code_identity("top.py:build", folder) == first
 
 
-def test_code_identity_of_another_folder_is_the_same(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_code_identity_of_another_folder_is_the_same(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     call_factory("top.py:build", folder, {}, raises=ConfigError)
     here = code_identity("top.py:build", folder)
     forget()
@@ -112,7 +137,9 @@ def test_code_identity_of_another_folder_is_the_same(folder: Path, tmp_path_fact
         sys.path.remove(str(elsewhere))
 
 
-def test_code_identity_of_an_installed_package_is_its_version_and_the_file_of_the_callable(tmp_path: Path) -> None:
+def test_code_identity_of_an_installed_package_is_its_version_and_the_file_of_the_callable(
+    tmp_path: Path,
+) -> None:
     found = code_identity("torch.nn.functional:cross_entropy", tmp_path)
     assert list(found.files) == ["torch.nn.functional"]
     assert set(found.packages) == {"torch"}
@@ -124,7 +151,9 @@ def test_code_identity_of_a_class_from_elsewhere(folder: Path) -> None:
     assert "ci_unrelated" in code_identity("top.py:build", folder, ["ci_unrelated"]).files
 
 
-def test_code_identity_of_what_lies_with_packages_and_has_no_version_is_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_identity_of_what_lies_with_packages_and_has_no_version_is_its_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = folder / "site-packages"
     place.mkdir()
     (place / "ci_vendored.py").write_text("import ci_unrelated\n")

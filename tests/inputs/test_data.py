@@ -1,4 +1,6 @@
-"""Datasets: the same rows whatever the file's format and the blocks in which they are read, and every fault with its row."""
+"""Datasets: the same rows whatever the file's format and the blocks in which they are read, and every fault
+with its row.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, PsgradError
-from psgrad.inputs import tables
-from psgrad.inputs.data import Samples, load_data
+from psgrad.inputs.sources import tables
+from psgrad.inputs.sources.load import Samples, load_data
 
 ROWS = 11
 PIXELS = np.arange(ROWS * 6, dtype=np.float64).reshape(ROWS, 2, 3) / 7
@@ -58,12 +60,18 @@ def write_all_formats(folder: Path) -> None:
     write_npz(folder, pixels=PIXELS, tokens=TOKENS, label=LABELS, uid=NAMES)
     write_parquet(folder, {"pixels": PIXELS.tolist(), "tokens": list(TOKENS), "label": LABELS, "uid": NAMES})
     save_file(
-        {"pixels": torch.tensor(PIXELS), "tokens": torch.tensor(TOKENS), "label": torch.tensor(LABELS), "uid": torch.arange(ROWS) + 100},
+        {
+            "pixels": torch.tensor(PIXELS),
+            "tokens": torch.tensor(TOKENS),
+            "label": torch.tensor(LABELS),
+            "uid": torch.arange(ROWS) + 100,
+        },
         folder / "data.safetensors",
     )
 
 
-# What is read ---------------------------------------------------------------------------------------------------------------------
+# What is read
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
@@ -78,10 +86,15 @@ def test_arrays_come_back_in_blocks_of_any_size(tmp_path: Path, suffix: str, blo
     assert torch.equal(pixels, torch.tensor(PIXELS, dtype=torch.float32))
     assert torch.equal(tokens, torch.tensor(TOKENS, dtype=torch.int64))
     assert (pixels.dtype, tokens.dtype) == (torch.float32, torch.int64)
-    assert torch.equal(torch.cat([one.target for one in blocks if one.target is not None]), torch.tensor(LABELS, dtype=torch.int64))
+    assert torch.equal(
+        torch.cat([one.target for one in blocks if one.target is not None]),
+        torch.tensor(LABELS, dtype=torch.int64),
+    )
     assert samples.targets is not None
     assert samples.targets.tolist() == LABELS.tolist()
-    assert samples.ids.tolist() == (list(range(100, 100 + ROWS)) if suffix == "safetensors" else NAMES.tolist())
+    assert samples.ids.tolist() == (
+        list(range(100, 100 + ROWS)) if suffix == "safetensors" else NAMES.tolist()
+    )
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
@@ -123,7 +136,12 @@ def test_types_of_numbers(tmp_path: Path) -> None:
     }
     samples = load(tmp_path, write_npz(tmp_path, **columns), inputs=list(columns))
     half, wide, small, flag = samples.read(0, 2).inputs
-    assert [tensor.dtype for tensor in (half, wide, small, flag)] == [torch.float32, torch.float32, torch.int64, torch.bool]
+    assert [tensor.dtype for tensor in (half, wide, small, flag)] == [
+        torch.float32,
+        torch.float32,
+        torch.int64,
+        torch.bool,
+    ]
     assert small.tolist() == [255, 0]
     assert wide.isinf().tolist() == [True, False]
 
@@ -148,7 +166,10 @@ def test_scalar_columns_become_one_vector_and_a_bare_name_a_scalar(tmp_path: Pat
 
 def test_a_list_column_among_scalars_makes_a_tensor_of_each(tmp_path: Path) -> None:
     name = write_parquet(tmp_path, {"a": [1.0, 2.0], "v": [[1, 2], [3, 4]]})
-    assert [tensor.shape for tensor in load(tmp_path, name, inputs=["a", "v"]).read(0, 2).inputs] == [(2,), (2, 2)]
+    assert [tensor.shape for tensor in load(tmp_path, name, inputs=["a", "v"]).read(0, 2).inputs] == [
+        (2,),
+        (2, 2),
+    ]
 
 
 def test_parquet_fixed_size_lists_and_categories(tmp_path: Path) -> None:
@@ -173,7 +194,9 @@ def test_one_parquet_row_group_is_read_at_a_time(tmp_path: Path, monkeypatch: py
     groups: list[int] = []
     read = pq.ParquetFile.read_row_group
     monkeypatch.setattr(
-        pq.ParquetFile, "read_row_group", lambda self, group, **options: groups.append(group) or read(self, group, **options)
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, group, **options: groups.append(group) or read(self, group, **options),
     )
     samples = load(tmp_path, "data.parquet", inputs="pixels")
     for row in range(ROWS):
@@ -192,7 +215,8 @@ def test_an_empty_cell_among_fractions_is_nan(tmp_path: Path) -> None:
         assert np.isnan(samples.targets).tolist() == [False, False, True]
 
 
-# Any rows -------------------------------------------------------------------------------------------------------------------------
+# Any rows
+# ------------------------------------------------------------------------------------------------------------
 
 
 def taken(samples: Samples, rows: list[int]) -> tuple[list[Tensor], Tensor | None]:
@@ -242,9 +266,13 @@ def test_each_row_group_is_read_once_and_not_kept(tmp_path: Path, monkeypatch: p
     groups: list[int] = []
     read = pq.ParquetFile.read_row_group
     monkeypatch.setattr(
-        pq.ParquetFile, "read_row_group", lambda self, group, **options: groups.append(group) or read(self, group, **options)
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, group, **options: groups.append(group) or read(self, group, **options),
     )
-    samples = load(tmp_path, write_parquet(tmp_path, {"v": np.arange(40_000.0)}, rows_per_group=4_000), inputs="v")
+    samples = load(
+        tmp_path, write_parquet(tmp_path, {"v": np.arange(40_000.0)}, rows_per_group=4_000), inputs="v"
+    )
     groups.clear()
     before = pa.total_allocated_bytes()
     table = samples._rows.take(np.arange(0, 40_000, 5_000))  # type: ignore[attr-defined]
@@ -264,13 +292,16 @@ def test_rows_are_taken_from_row_groups_with_categories_of_their_own(tmp_path: P
 
 
 def test_a_taken_row_at_fault_is_told_with_its_number(tmp_path: Path) -> None:
-    samples = load(tmp_path, write_parquet(tmp_path, {"v": [[1, 2], [3, 4], [5, 6], [7, 8], [9]]}, 2), inputs="v")
+    samples = load(
+        tmp_path, write_parquet(tmp_path, {"v": [[1, 2], [3, 4], [5, 6], [7, 8], [9]]}, 2), inputs="v"
+    )
     assert samples.take(np.array([3, 0, 3])).inputs[0].tolist() == [[7, 8], [1, 2], [7, 8]]
     with pytest.raises(DataError, match="row 4 of the column 'v' has a list of 1 values, row 0 of 2"):
         samples.take(np.array([4, 1, 3]))
 
 
-# Whom rows belong to --------------------------------------------------------------------------------------------------------------
+# Whom rows belong to
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
@@ -305,7 +336,8 @@ def test_a_row_that_belongs_to_nobody(tmp_path: Path) -> None:
             load_data(config, tmp_path, unit="user")
 
 
-# CSV ------------------------------------------------------------------------------------------------------------------------------
+# CSV
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_column_that_groups_rows_may_be_the_target_or_an_input(tmp_path: Path) -> None:
@@ -335,22 +367,30 @@ def test_csv_with_all_its_oddities(tmp_path: Path) -> None:
 def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_CSV_BLOCK_BYTES", 64)
     rows = [f"{row},{row},{row}" for row in range(50)] + ["a50,50,0.5", "51,51,51"]
-    samples = load(tmp_path, write_csv(tmp_path, "\n".join(["id,a,b", *rows])), inputs=["b"], target="a", id="id")
+    samples = load(
+        tmp_path, write_csv(tmp_path, "\n".join(["id,a,b", *rows])), inputs=["b"], target="a", id="id"
+    )
 
     assert len(samples) == 52
     assert samples.ids.tolist() == [row.split(",")[0] for row in rows]
     assert samples.targets is not None
     assert samples.targets.dtype == np.int64
-    values = torch.cat([samples.read(start, min(start + 7, 52)).inputs[0] for start in range(0, 52, 7)]).flatten()
+    values = torch.cat(
+        [samples.read(start, min(start + 7, 52)).inputs[0] for start in range(0, 52, 7)]
+    ).flatten()
     assert values.tolist() == [*map(float, range(50)), 0.5, 51.0]
 
 
-def test_csv_faults_far_from_the_start_are_told_with_their_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_faults_far_from_the_start_are_told_with_their_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tables, "_CSV_BLOCK_BYTES", 64)
     good = [f"{row},{row}" for row in range(100)]
 
     def told(last: str, **options: Any) -> str:
-        return error(tmp_path, write_csv(tmp_path, "\n".join(["a,b", *good, last])), inputs="a", target="b", **options)
+        return error(
+            tmp_path, write_csv(tmp_path, "\n".join(["a,b", *good, last])), inputs="a", target="b", **options
+        )
 
     assert "row 100 of " in told("1")
     assert "has 1 cells, the header 2" in told("1")
@@ -379,7 +419,8 @@ def test_a_full_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "next step: set TMPDIR" in message
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------------------
+# Faults
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["npz", "csv", "parquet", "safetensors"])
@@ -395,7 +436,9 @@ def test_missing_empty_damaged_and_pointer_files(tmp_path: Path, suffix: str) ->
     if suffix != "csv":
         (tmp_path / name).write_bytes(b"PAR1 and other words")
         message = error(tmp_path, name, inputs="a")
-        assert any(words in message for words in ("is damaged", "is no npz archive", "can't be read as parquet"))
+        assert any(
+            words in message for words in ("is damaged", "is no npz archive", "can't be read as parquet")
+        )
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
@@ -416,7 +459,10 @@ def test_missing_columns_are_told_with_the_nearest(tmp_path: Path, suffix: str, 
     write_all_formats(tmp_path)
     write_csv(tmp_path, "pixels,label,uid\n1,2,3\n")
     message = error(tmp_path, f"data.{suffix}", ConfigError, **({"inputs": "pixels"} | {role: "lable"}))
-    assert f"data.{suffix} has no column 'lable'; did you mean label?\n  expected: one of its columns: " in message
+    assert (
+        f"data.{suffix} has no column 'lable'; did you mean label?\n  expected: one of its columns: "
+        in message
+    )
 
 
 def test_empty_datasets(tmp_path: Path) -> None:
@@ -453,7 +499,9 @@ def test_ids_that_are_missing_or_no_ids(tmp_path: Path) -> None:
 def test_unequal_lengths(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3), "b": torch.zeros(4)}, tmp_path / "data.safetensors")
     for name in (write_npz(tmp_path, a=np.zeros(3), b=np.zeros(4)), "data.safetensors"):
-        assert "have different numbers of rows: a has 3, b has 4" in error(tmp_path, name, inputs="a", target="b")
+        assert "have different numbers of rows: a has 3, b has 4" in error(
+            tmp_path, name, inputs="a", target="b"
+        )
 
 
 def test_a_single_number_is_no_column(tmp_path: Path) -> None:
@@ -488,7 +536,9 @@ def test_objects_in_npz_are_never_unpickled(tmp_path: Path) -> None:
 def test_a_bare_npy_file(tmp_path: Path) -> None:
     with (tmp_path / "data.npz").open("wb") as file:
         np.save(file, np.zeros(3))
-    assert "is no npz archive\n  expected: named arrays, as numpy.savez writes them" in error(tmp_path, "data.npz", inputs="a")
+    assert "is no npz archive\n  expected: named arrays, as numpy.savez writes them" in error(
+        tmp_path, "data.npz", inputs="a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -525,7 +575,12 @@ def test_columns_that_are_no_numbers(tmp_path: Path, column: Any) -> None:
 
 
 def test_text_and_complex_arrays_are_no_numbers(tmp_path: Path) -> None:
-    name = write_npz(tmp_path, words=np.array(["a", "b"]), z=np.zeros(2, dtype=complex), big=np.full(2, 2**63, dtype=np.uint64))
+    name = write_npz(
+        tmp_path,
+        words=np.array(["a", "b"]),
+        z=np.zeros(2, dtype=complex),
+        big=np.full(2, 2**63, dtype=np.uint64),
+    )
     assert "'words' is of type <U1" in error(tmp_path, name, inputs="words")
     assert "'z' is of type complex128" in error(tmp_path, name, inputs="z")
     assert "more than a 64-bit signed integer can" in error(tmp_path, name, inputs="big")
@@ -553,7 +608,8 @@ def test_the_fingerprint_changes_with_the_data(tmp_path: Path, suffix: str) -> N
     assert load(tmp_path, f"data.{suffix}", inputs="pixels").fingerprint != first
 
 
-# Factories ------------------------------------------------------------------------------------------------------------------------
+# Factories
+# ------------------------------------------------------------------------------------------------------------
 
 DATASETS = """\
 import numpy as np
@@ -568,7 +624,8 @@ def pairs(count=3, first=0.0):
     x[:1] += first
     return TensorDataset(x, torch.arange(count))
 def dicts():
-    return Items({"x": np.full(2, i), "m": [True], "y": float(i), "name": f"n{i}", "n": torch.tensor(i)} for i in range(3))
+    item = lambda i: {"x": np.full(2, i), "m": [True], "y": float(i), "name": f"n{i}", "n": torch.tensor(i)}
+    return Items(item(i) for i in range(3))
 def triples(): return Items((torch.ones(2), 3, i) for i in range(3))
 def alone(): return Items(torch.full((2,), float(i)) for i in range(3))
 class Owned(Items): pass
@@ -611,7 +668,9 @@ def factory(tmp_path: Path) -> Any:
 
 def shapes(samples: Samples) -> tuple[list[Any], Any]:
     block = samples.read(0, 2)
-    return [list(tensor.shape) for tensor in block.inputs], None if block.target is None else block.target.tolist()
+    return [list(tensor.shape) for tensor in block.inputs], (
+        None if block.target is None else block.target.tolist()
+    )
 
 
 def test_items_that_are_tuples(factory: Any) -> None:
@@ -649,20 +708,44 @@ def test_the_fingerprint_of_a_dataset(factory: Any, tmp_path: Path) -> None:
     ("name", "kind", "expected"),
     [
         ("empty", DataError, "the dataset of sets.py:empty has no rows"),
-        ("number", DataError, "the factory sets.py:number returned an object of type int\n  expected: a map-style torch Dataset"),
+        (
+            "number",
+            DataError,
+            (
+                "the factory sets.py:number returned an object of type int\n  expected: a map-style torch"
+                " Dataset"
+            ),
+        ),
         ("stream", DataError, "returned an object of type Stream"),
-        ("lengthless", DataError, "the length of the dataset of sets.py:lengthless raised NotImplementedError: no idea"),
+        (
+            "lengthless",
+            DataError,
+            "the length of the dataset of sets.py:lengthless raised NotImplementedError: no idea",
+        ),
         ("raising", DataError, "row 2 of the dataset of sets.py:raising raised OSError: the picture is gone"),
-        ("ragged", DataError, "row 2 of the dataset of sets.py:ragged has the shapes [[3], []], row 0 [[2], []]"),
+        (
+            "ragged",
+            DataError,
+            "row 2 of the dataset of sets.py:ragged has the shapes [[3], []], row 0 [[2], []]",
+        ),
         ("crooked", DataError, "'input 0' in row 0 is ragged"),
         ("objects", DataError, "'input 0' in row 0 is of type object"),
         ("texts", DataError, "'input 0' is of type <U1"),
         ("fails", DataError, "the factory sets.py:fails raised ValueError: no such split"),
         ("piars", ConfigError, "did you mean pairs"),
-        ("dicts", ConfigError, "are dicts, and data.inputs does not say which columns the model reads\n  expected: one or more of x, m, y"),
+        (
+            "dicts",
+            ConfigError,
+            (
+                "are dicts, and data.inputs does not say which columns the model reads\n  expected: one or"
+                " more of x, m, y"
+            ),
+        ),
     ],
 )
-def test_datasets_that_can_not_be_used(factory: Any, name: str, kind: type[PsgradError], expected: str) -> None:
+def test_datasets_that_can_not_be_used(
+    factory: Any, name: str, kind: type[PsgradError], expected: str
+) -> None:
     with pytest.raises(kind) as caught:
         factory(name).read(0, 3)
     assert expected in str(caught.value)
@@ -673,7 +756,9 @@ def test_names_that_a_dataset_does_not_have(factory: Any) -> None:
         factory("dicts", inputs="x", id="names")
     with pytest.raises(ConfigError, match="has no column 'z'"):
         factory("dicts", inputs="z")
-    with pytest.raises(ConfigError, match=r"have no names for data\.inputs to select\n  next step: leave out inputs, target"):
+    with pytest.raises(
+        ConfigError, match=r"have no names for data\.inputs to select\n  next step: leave out inputs, target"
+    ):
         factory("pairs", inputs="x", target="y")
     with pytest.raises(ConfigError, match=r"have no names for data\.id to select"):
         factory("pairs", id="x")
@@ -694,12 +779,21 @@ def test_units_of_a_dataset_are_its_own_list_or_in_its_items(factory: Any) -> No
     assert factory("owned", unit="users").units.tolist() == list("abca")
     assert factory("dicts", unit="name", inputs="x").units.tolist() == ["n0", "n1", "n2"]
     assert factory("owned").units is None
-    assert factory("owned", unit="users").fingerprint != factory("owned", unit="users", kwargs={"users": "abcb"}).fingerprint
+    assert (
+        factory("owned", unit="users").fingerprint
+        != factory("owned", unit="users", kwargs={"users": "abcb"}).fingerprint
+    )
     with pytest.raises(
-        ConfigError, match=r"privacy\.unit\.column: the dataset of sets\.py:pairs has no list 'users' .*\n  expected: an attr"
+        ConfigError,
+        match=(
+            r"privacy\.unit\.column: the dataset of sets\.py:pairs has no list 'users' .*\n  expected: an"
+            r" attr"
+        ),
     ):
         factory("pairs", unit="users")
-    with pytest.raises(DataError, match=r"'users' of .* has the shape \[3\]\n  expected: one id for each of 4 rows"):
+    with pytest.raises(
+        DataError, match=r"'users' of .* has the shape \[3\]\n  expected: one id for each of 4 rows"
+    ):
         factory("owned", unit="users", kwargs={"users": "abc"})
     with pytest.raises(ConfigError, match="has no column 'user'\n  expected: one of its columns: x, m"):
         factory("dicts", unit="user", inputs="x")

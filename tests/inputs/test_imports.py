@@ -1,4 +1,6 @@
-"""Callables by `module:callable` and `file.py:callable`: what is found, and how the user's own failures are told."""
+"""Callables by `module:callable` and `file.py:callable`: what is found, and how the user's own failures are
+told.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, ModelError
-from psgrad.inputs.imports import call_factory, module_of, resolve
+from psgrad.inputs.code import call_factory, module_of, resolve
 
 
 def write(folder: Path, text: str, name: str = "code.py") -> str:
@@ -32,7 +34,10 @@ def test_file_is_relative_to_the_base_and_leaves_no_trace_beside_it(tmp_path: Pa
 
 
 def test_two_specs_share_one_run_of_a_file_and_an_edit_runs_it_again(tmp_path: Path) -> None:
-    text = "from pathlib import Path\nlog = Path(__file__).with_name('log')\nlog.open('a').write('x')\ndef a(): return A()\nclass A: pass\n"
+    text = (
+        "from pathlib import Path\nlog = Path(__file__).with_name('log')\nlog.open('a').write('x')\ndef a():"
+        " return A()\nclass A: pass\n"
+    )
     spec = write(tmp_path, text)
     made = resolve(f"{spec}:a", tmp_path)()
 
@@ -43,7 +48,10 @@ def test_two_specs_share_one_run_of_a_file_and_an_edit_runs_it_again(tmp_path: P
 
 
 def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
-    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 3\n"
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x:"
+        " int = 3\n"
+    )
     assert resolve(f"{write(tmp_path, text)}:A", tmp_path)().x == 3
 
 
@@ -57,7 +65,10 @@ def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
         ("json:laods", "json has no 'laods'\n  next step: did you mean loads?"),
         ("json:__version__", "json:__version__ is of type str\n  expected: a function or a class"),
         ("json:decoder", "'decoder' in json:decoder is the module json.decoder, not a callable"),
-        ("json:codecs.open", "is the module codecs, not a callable\n  next step: name the module itself: codecs:<callable>"),
+        (
+            "json:codecs.open",
+            "is the module codecs, not a callable\n  next step: name the module itself: codecs:<callable>",
+        ),
     ],
 )
 def test_what_is_not_there_is_the_configs_mistake(tmp_path: Path, spec: str, expected: str) -> None:
@@ -94,13 +105,20 @@ def test_a_file_that_raises(tmp_path: Path, text: str, expected: str) -> None:
     if "Syntax" not in message:  # whose own text holds the line already
         assert f"{tmp_path / spec}:{len(text.splitlines())}, in <module>" in message
     assert caught.value.exit_code == EXIT_RUNTIME
-    assert not [name for name in sys.modules if name.startswith("psgrad_file_code_") and sys.modules[name].__file__ == str(tmp_path / spec)]
+    assert not [
+        name
+        for name in sys.modules
+        if name.startswith("psgrad_file_code_") and sys.modules[name].__file__ == str(tmp_path / spec)
+    ]
 
 
 def test_an_installed_module_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "import nowhere_at_all", "psgrad_test_broken.py")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DataError, match="importing psgrad_test_broken raised ModuleNotFoundError: No module named 'nowhere_at_all'"):
+    with pytest.raises(
+        DataError,
+        match="importing psgrad_test_broken raised ModuleNotFoundError: No module named 'nowhere_at_all'",
+    ):
         resolve("psgrad_test_broken:build", tmp_path, raises=DataError)
 
 
@@ -122,10 +140,15 @@ def test_a_factory_that_raises_names_the_users_line(tmp_path: Path) -> None:
     ("kwargs", "expected"),
     [
         ({"widht": 3}, "missing a required argument: 'width'\n  expected: its arguments are width, depth"),
-        ({"width": 1, "dept": 3}, "got an unexpected keyword argument 'dept'\n  expected: its arguments are width, depth"),
+        (
+            {"width": 1, "dept": 3},
+            "got an unexpected keyword argument 'dept'\n  expected: its arguments are width, depth",
+        ),
     ],
 )
-def test_kwargs_that_do_not_fit_are_the_configs_mistake(tmp_path: Path, kwargs: dict[str, int], expected: str) -> None:
+def test_kwargs_that_do_not_fit_are_the_configs_mistake(
+    tmp_path: Path, kwargs: dict[str, int], expected: str
+) -> None:
     spec = write(tmp_path, "def build(width, depth=1): ...\n")
     with pytest.raises(ConfigError) as caught:
         call_factory(f"{spec}:build", tmp_path, kwargs, raises=ModelError)

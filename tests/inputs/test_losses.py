@@ -33,7 +33,8 @@ def labels(*shape: int) -> Tensor:
     return torch.randint(CLASSES, shape)
 
 
-# Values ---------------------------------------------------------------------------------------------------------------------------
+# Values
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_name_has_a_function_and_a_kind() -> None:
@@ -50,12 +51,15 @@ def test_every_name_has_a_function_and_a_kind() -> None:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"weight": WEIGHT}, {"weight": WEIGHT, "label_smoothing": 0.2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"weight": WEIGHT}, {"weight": WEIGHT, "label_smoothing": 0.2}]
+)
 def test_cross_entropy_is_torchs_without_the_mean(options: dict[str, Any]) -> None:
     output, target = torch.randn(6, CLASSES), labels(6)
     tensors = {**options, "weight": torch.tensor(options["weight"])} if "weight" in options else options
     torch.testing.assert_close(
-        losses("cross_entropy", output, target, **options), F.cross_entropy(output, target, reduction="none", **tensors)
+        losses("cross_entropy", output, target, **options),
+        F.cross_entropy(output, target, reduction="none", **tensors),
     )
 
 
@@ -72,12 +76,16 @@ def test_cross_entropy_of_positions_is_their_mean() -> None:
     torch.testing.assert_close(losses("cross_entropy", output, target), expected)
     # As many classes as positions: torch itself would read such a sample as a batch.
     output, target = torch.randn(3, CLASSES, CLASSES), labels(3, CLASSES)
-    torch.testing.assert_close(losses("cross_entropy", output, target), F.cross_entropy(output, target, reduction="none").mean(dim=1))
+    torch.testing.assert_close(
+        losses("cross_entropy", output, target), F.cross_entropy(output, target, reduction="none").mean(dim=1)
+    )
 
 
 def test_cross_entropy_of_probabilities() -> None:
     output, target = torch.randn(3, CLASSES), torch.rand(3, CLASSES)
-    torch.testing.assert_close(losses("cross_entropy", output, target), F.cross_entropy(output, target, reduction="none"))
+    torch.testing.assert_close(
+        losses("cross_entropy", output, target), F.cross_entropy(output, target, reduction="none")
+    )
 
 
 def test_token_cross_entropy_is_the_mean_over_the_tokens_that_count() -> None:
@@ -105,30 +113,41 @@ def test_gradient_of_confident_sample_keeps_its_digits(kind: str, dtype: torch.d
         one_hot = F.one_hot(target, CLASSES)
         one_hot = one_hot.t() if kind == "positions" else one_hot
         output = (torch.randn(one_hot.shape) + margin * one_hot).to(dtype)
-        name, options = {"weight": ("cross_entropy", {"weight": [0.5, 2.0, 3.0, 1.0]}), "tokens": ("token_cross_entropy", {})}.get(
-            kind, ("cross_entropy", {})
-        )
+        name, options = {
+            "weight": ("cross_entropy", {"weight": [0.5, 2.0, 3.0, 1.0]}),
+            "tokens": ("token_cross_entropy", {}),
+        }.get(kind, ("cross_entropy", {}))
         if kind == "probabilities":
             target = one_hot.to(torch.float32)
         elif kind == "binary":
             name, target = "bce_with_logits", one_hot.to(torch.float32)
             output = (margin * (2.0 * one_hot - 1)).to(dtype)
         function = criterion(name, **options).function
-        (loss, gradient), (exact_loss, exact) = (_loss_and_gradient(function, logits, target) for logits in (output, output.double()))
+        (loss, gradient), (exact_loss, exact) = (
+            _loss_and_gradient(function, logits, target) for logits in (output, output.double())
+        )
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(gradient.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        torch.testing.assert_close(
+            gradient.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+        )
         assert float(exact_loss) > 0
 
 
-def _loss_and_gradient(function: Callable[..., Tensor], output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(
+    function: Callable[..., Tensor], output: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
     """Of a batch of one, by psgrad's own transforms."""
     gradients, values = vmap(lambda z, t: grad_and_value(function)(z, t))(output[None], target[None])
     return values[0], gradients[0]
 
 
 def test_all_ignored_has_a_zero_gradient() -> None:
-    for name, shape in (("token_cross_entropy", (5, CLASSES)), ("cross_entropy", (CLASSES, 5)), ("cross_entropy", (CLASSES,))):
+    for name, shape in (
+        ("token_cross_entropy", (5, CLASSES)),
+        ("cross_entropy", (CLASSES, 5)),
+        ("cross_entropy", (CLASSES,)),
+    ):
         output = torch.randn(*shape, requires_grad=True)
         target = torch.full((5,), 9) if len(shape) == 2 else torch.tensor(9)
         (gradient,) = torch.autograd.grad(criterion(name, ignore_index=9).function(output, target), output)
@@ -139,7 +158,9 @@ def test_nll() -> None:
     output, target = torch.randn(3, CLASSES).log_softmax(1), labels(3)
     torch.testing.assert_close(losses("nll", output, target), F.nll_loss(output, target, reduction="none"))
     output, target = torch.randn(3, CLASSES, 5).log_softmax(1), labels(3, 5)
-    torch.testing.assert_close(losses("nll", output, target), F.nll_loss(output, target, reduction="none").mean(dim=1))
+    torch.testing.assert_close(
+        losses("nll", output, target), F.nll_loss(output, target, reduction="none").mean(dim=1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,12 +173,18 @@ def test_nll() -> None:
         ("bce_with_logits", {}, F.binary_cross_entropy_with_logits),
     ],
 )
-def test_elementwise_losses_are_means_over_one_sample(name: str, options: dict[str, Any], expected: Callable[..., Tensor]) -> None:
+def test_elementwise_losses_are_means_over_one_sample(
+    name: str, options: dict[str, Any], expected: Callable[..., Tensor]
+) -> None:
     output, target = torch.randn(4, 3), torch.rand(4, 3)
-    torch.testing.assert_close(losses(name, output, target, **options), expected(output, target, reduction="none").mean(dim=1))
+    torch.testing.assert_close(
+        losses(name, output, target, **options), expected(output, target, reduction="none").mean(dim=1)
+    )
     # One output per sample, targets without an axis of their own, of an integer type.
     output, target = torch.randn(4, 1), torch.tensor([0, 1, 1, 0])
-    torch.testing.assert_close(losses(name, output, target, **options), expected(output[:, 0], target.float(), reduction="none"))
+    torch.testing.assert_close(
+        losses(name, output, target, **options), expected(output[:, 0], target.float(), reduction="none")
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -165,7 +192,11 @@ def test_elementwise_losses_are_means_over_one_sample(name: str, options: dict[s
 def test_runs_inside_transforms(name: str, smoothing: float) -> None:
     output = torch.randn(4, 5, CLASSES) if name == "token_cross_entropy" else torch.randn(4, CLASSES)
     target = {"token": labels(4, 5), "class": labels(4)}.get(criterion(name).kind, torch.rand(4, CLASSES))
-    options = {"label_smoothing": smoothing, "weight": WEIGHT, "ignore_index": 1} if "label_smoothing" in LOSS_OPTIONS[name] else {}
+    options = (
+        {"label_smoothing": smoothing, "weight": WEIGHT, "ignore_index": 1}
+        if "label_smoothing" in LOSS_OPTIONS[name]
+        else {}
+    )
     function = criterion(name, **options).function
 
     got = vmap(grad(function))(output, target)
@@ -175,7 +206,8 @@ def test_runs_inside_transforms(name: str, smoothing: float) -> None:
         torch.testing.assert_close(got[row], torch.autograd.grad(function(one, target[row]), one)[0])
 
 
-# Misfits --------------------------------------------------------------------------------------------------------------------------
+# Misfits
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +220,9 @@ def test_runs_inside_transforms(name: str, smoothing: float) -> None:
         ("nll", (CLASSES,), (1,)),
     ],
 )
-def test_shapes_of_labels_that_do_not_fit(name: str, output: tuple[int, ...], target: tuple[int, ...]) -> None:
+def test_shapes_of_labels_that_do_not_fit(
+    name: str, output: tuple[int, ...], target: tuple[int, ...]
+) -> None:
     with pytest.raises(LossError, match="of one sample don't go together in") as caught:
         criterion(name).function(torch.randn(output), torch.zeros(target, dtype=torch.int64))
     assert f"output {list(output)} and the target {list(target)}" in str(caught.value)
@@ -245,7 +279,8 @@ def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
         resolve_loss(LossConfig(name="losses.py:scalar"), tmp_path)
 
 
-# Targets --------------------------------------------------------------------------------------------------------------------------
+# Targets
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,11 +311,27 @@ def test_good_targets(name: str, target: Tensor) -> None:
         ("cross_entropy", torch.tensor([0, -1]), "row 11 has the label -1"),
         ("nll", torch.tensor([-100, 5]), "row 11 has the label 5"),
         ("token_cross_entropy", torch.tensor([[0, 1], [1, 7]]), "row 11 has the label 7 (1 of 2 rows"),
-        ("cross_entropy", torch.tensor([1.0, 2.5]), "the targets are of type torch.float32; row 10 holds 1.0\n  expected: whole numbers"),
-        ("cross_entropy", torch.tensor([True, False]), "the targets are of type torch.bool; row 10 holds True"),
+        (
+            "cross_entropy",
+            torch.tensor([1.0, 2.5]),
+            "the targets are of type torch.float32; row 10 holds 1.0\n  expected: whole numbers",
+        ),
+        (
+            "cross_entropy",
+            torch.tensor([True, False]),
+            "the targets are of type torch.bool; row 10 holds True",
+        ),
         ("nll", torch.rand(2, CLASSES), "the targets are of type torch.float32"),
-        ("cross_entropy", torch.tensor([[0.0, 1.5]]), "row 10 has the target 1.5\n  expected: probabilities from 0 to 1"),
-        ("bce_with_logits", torch.tensor([0.0, 2.0]), "row 11 has the target 2\n  expected: probabilities from 0 to 1"),
+        (
+            "cross_entropy",
+            torch.tensor([[0.0, 1.5]]),
+            "row 10 has the target 1.5\n  expected: probabilities from 0 to 1",
+        ),
+        (
+            "bce_with_logits",
+            torch.tensor([0.0, 2.0]),
+            "row 11 has the target 2\n  expected: probabilities from 0 to 1",
+        ),
         ("bce_with_logits", torch.tensor([0, -1]), "row 11 has the target -1"),
     ],
 )

@@ -16,8 +16,12 @@ from psgrad.inputs.losses import resolve_loss
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 
 
-def measurement(name: str, loss: str = "cross_entropy", base: Path = Path(), larger_is: str | None = None) -> Measurement:
-    return resolve_measurement(MeasurementConfig(name=name, larger_is=larger_is), resolve_loss(LossConfig(name=loss), base), base)
+def measurement(
+    name: str, loss: str = "cross_entropy", base: Path = Path(), larger_is: str | None = None
+) -> Measurement:
+    return resolve_measurement(
+        MeasurementConfig(name=name, larger_is=larger_is), resolve_loss(LossConfig(name=loss), base), base
+    )
 
 
 def test_the_margin_is_the_log_odds_of_the_right_class() -> None:
@@ -25,7 +29,9 @@ def test_the_margin_is_the_log_odds_of_the_right_class() -> None:
     outputs, labels = random.normal(size=(6, 4)), random.integers(0, 4, 6)
     found = measurement("margin")
     values = vmap(found.criterion.function)(torch.tensor(outputs), torch.tensor(labels)).numpy()
-    np.testing.assert_allclose(found.sign * values, logit(softmax(outputs, axis=1)[np.arange(6), labels]), rtol=1e-10)
+    np.testing.assert_allclose(
+        found.sign * values, logit(softmax(outputs, axis=1)[np.arange(6), labels]), rtol=1e-10
+    )
     assert found.change == "fall of the query's margin, in nats"
 
 
@@ -46,13 +52,18 @@ def test_the_margin_of_two_classes_has_the_sign_of_the_label(target: float, expe
     assert float(found.criterion.function(torch.tensor([3.0]), torch.tensor([target]))) == expected
 
 
-@pytest.mark.parametrize(("loss", "change"), [("cross_entropy", "rise of the query's loss, in nats"), ("mse", "rise of the query's loss")])
+@pytest.mark.parametrize(
+    ("loss", "change"),
+    [("cross_entropy", "rise of the query's loss, in nats"), ("mse", "rise of the query's loss")],
+)
 def test_only_logarithms_of_probabilities_are_in_nats(loss: str, change: str) -> None:
     assert measurement("loss", loss).change == change
 
 
 @pytest.mark.parametrize(("larger_is", "sign", "way"), [("worse", 1, "rise"), ("better", -1, "fall")])
-def test_a_measurement_of_ones_own_has_the_sign_that_is_said(tmp_path: Path, larger_is: str, sign: int, way: str) -> None:
+def test_a_measurement_of_ones_own_has_the_sign_that_is_said(
+    tmp_path: Path, larger_is: str, sign: int, way: str
+) -> None:
     (tmp_path / "own.py").write_text("def first(output, target):\n    return output[0]\n")
     found = measurement("own.py:first", base=tmp_path, larger_is=larger_is)
     assert float(found.criterion.function(torch.tensor([2.0, 3.0]), None)) == sign * 2.0
@@ -60,7 +71,8 @@ def test_a_measurement_of_ones_own_has_the_sign_that_is_said(tmp_path: Path, lar
 
 
 @pytest.mark.parametrize(
-    ("name", "loss"), [("margin", "mse"), ("logit", "bce_with_logits"), ("margin", "nll"), ("logit", "token_cross_entropy")]
+    ("name", "loss"),
+    [("margin", "mse"), ("logit", "bce_with_logits"), ("margin", "nll"), ("logit", "token_cross_entropy")],
 )
 def test_a_loss_without_classes_has_no_margin(name: str, loss: str) -> None:
     with pytest.raises(ConfigError, match=f"influence.measurement: the loss {loss} has no {name}") as refusal:
@@ -70,12 +82,16 @@ def test_a_loss_without_classes_has_no_margin(name: str, loss: str) -> None:
 
 def test_a_measurement_that_is_no_number_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def whole(output, target):\n    return output\n")
-    with pytest.raises(LossError, match=r"the measurement own.py:whole returned a tensor of shape \(2,\) for one query"):
+    with pytest.raises(
+        LossError, match=r"the measurement own.py:whole returned a tensor of shape \(2,\) for one query"
+    ):
         measurement("own.py:whole", base=tmp_path, larger_is="worse").criterion.function(torch.zeros(2), None)
 
 
 def test_margins_of_several_labels_are_not_held_against_one_another() -> None:
-    found = measurement("margin", "bce_with_logits").criterion.function(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 0.0]))
+    found = measurement("margin", "bce_with_logits").criterion.function(
+        torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 0.0])
+    )
     assert float(found) == -(1.0 - 2.0)
 
 

@@ -1,4 +1,6 @@
-"""The hashes of a model: others for every change of a number or an attribute, the same however the same numbers lie in memory."""
+"""The hashes of a model: others for every change of a number or an attribute, the same however the same
+numbers lie in memory.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.inputs import model_identity
-from psgrad.inputs.model_identity import identify, tensor_digest
+from psgrad.inputs.models import identity
+from psgrad.inputs.models.identity import identify, tensor_digest
 
 DTYPES = [
     torch.float32,
@@ -58,7 +60,12 @@ def test_tensor_digest_every_byte_counts(dtype: torch.dtype) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.sampled_from(DTYPES), st.sampled_from([1, 3, 8, 64]), st.randoms())
+@given(
+    st.lists(st.integers(1, 5), min_size=0, max_size=4),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 3, 8, 64]),
+    st.randoms(),
+)
 def test_tensor_digest_does_not_depend_on_memory_layout_or_block_size(
     shape: list[int], dtype: torch.dtype, block: int, random: Any
 ) -> None:
@@ -69,14 +76,20 @@ def test_tensor_digest_does_not_depend_on_memory_layout_or_block_size(
     back = sorted(range(len(order)), key=order.__getitem__)
     strange = tensor.permute(order).contiguous().permute(back)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_identity, "_BLOCK_BYTES", block)
+        patch.setattr(identity, "_BLOCK_BYTES", block)
         assert tensor_digest(strange) == digest
         assert tensor_digest(tensor) == digest
 
 
 def test_tensor_digest_type_and_shape_count() -> None:
     zeros = torch.zeros(4)
-    others = [zeros.view(2, 2), zeros.double(), torch.zeros(4, dtype=torch.int32), torch.zeros(4, device="meta"), zeros.to_sparse()]
+    others = [
+        zeros.view(2, 2),
+        zeros.double(),
+        torch.zeros(4, dtype=torch.int32),
+        torch.zeros(4, device="meta"),
+        zeros.to_sparse(),
+    ]
     assert len({tensor_digest(each) for each in [zeros, *others]}) == 1 + len(others)
 
 
@@ -87,7 +100,9 @@ def test_tensor_digest_type_and_shape_count() -> None:
         lambda x: x.to_sparse_csr(),
         lambda x: x.to_sparse_csc(),
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-        lambda x: torch.quantize_per_channel(x, torch.tensor([0.1, 0.2]), torch.tensor([0, 0]), 0, torch.qint8),
+        lambda x: torch.quantize_per_channel(
+            x, torch.tensor([0.1, 0.2]), torch.tensor([0, 0]), 0, torch.qint8
+        ),
         lambda x: torch.nested.nested_tensor([x, x[0]]) if x.dim() == 1 else torch.nested.nested_tensor([x]),
         lambda x: torch.nested.nested_tensor([x], layout=torch.jagged),
         lambda x: x.to_mkldnn(),
@@ -95,7 +110,19 @@ def test_tensor_digest_type_and_shape_count() -> None:
         lambda x: x.expand(3, 2, 4),
         lambda x: x.t(),
     ],
-    ids=["coo", "csr", "csc", "quantised", "quantised per channel", "nested", "jagged", "mkldnn", "conjugate", "expanded", "transposed"],
+    ids=[
+        "coo",
+        "csr",
+        "csc",
+        "quantised",
+        "quantised per channel",
+        "nested",
+        "jagged",
+        "mkldnn",
+        "conjugate",
+        "expanded",
+        "transposed",
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_tensor_digest_of_unusual_tensors_is_of_their_numbers(make: Callable[[Tensor], Tensor]) -> None:
@@ -284,7 +311,8 @@ def made():
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
     model.names = {"a", "b", "c", "d"}
     model.table = {name: 1 for name in model.names}
-    model.kept = [random.Random(0), np.random.default_rng(0), torch.Generator(), collections.deque([1]), range(3)]
+    generators = [random.Random(0), np.random.default_rng(0), torch.Generator()]
+    model.kept = [*generators, collections.deque([1]), range(3)]
     model.function = lambda x: x in {"a", "b"}
     return model
 """
@@ -295,7 +323,11 @@ def test_identify_is_the_same_in_every_process(wrap: str) -> None:
     """Python's hash of a text, and so the order of a set, is another one in each process."""
     here: dict[str, Any] = {"__name__": "__main__"}
     exec(f"{PROGRAM}\nfound = identify({wrap}(made()))", here)
-    program = f"{PROGRAM}\nfound = identify({wrap}(made()))\nprint(found.weights_sha256, found.modules_sha256)"
+    program = (
+        f"{PROGRAM}\nfound = identify({wrap}(made()))\nprint(found.weights_sha256, found.modules_sha256)"
+    )
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "1"}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert run.stdout.split() == [here["found"].weights_sha256, here["found"].modules_sha256]

@@ -13,7 +13,7 @@ from torch import nn
 
 from psgrad.config import ModelConfig
 from psgrad.errors import EXIT_RUNTIME, CheckpointError, ConfigError, ModelError
-from psgrad.inputs.models import LoadedModel, load_model
+from psgrad.inputs.models.factory import LoadedModel, load_model
 
 CODE = """\
 import torch
@@ -23,7 +23,8 @@ def linear(width=2):
     return nn.Linear(width, 1)
 
 def normalised(**options):
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ModuleDict({"norm": nn.BatchNorm2d(2, **options)}), nn.BatchNorm1d(2, **options))
+    norm = nn.ModuleDict({"norm": nn.BatchNorm2d(2, **options)})
+    return nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.BatchNorm1d(2, **options))
 
 def renormalised(): return nn.Sequential(nn.Dropout(), nn.GroupNorm(1, 2), nn.InstanceNorm2d(2, affine=True))
 def number(): return 3
@@ -119,11 +120,17 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too(folde
 @pytest.mark.parametrize(
     ("factory", "expected"),
     [
-        ("number", "the factory code.py:number returned an object of type int\n  expected: a torch.nn.Module"),
+        (
+            "number",
+            "the factory code.py:number returned an object of type int\n  expected: a torch.nn.Module",
+        ),
         ("empty", "the model of code.py:empty has no parameters"),
         ("frozen", "has only frozen parameters"),
         ("lazy", "the parameter 0.weight has no shape yet"),
-        ("complex_", "the parameter weight is of type torch.complex64\n  expected: real floating-point parameters"),
+        (
+            "complex_",
+            "the parameter weight is of type torch.complex64\n  expected: real floating-point parameters",
+        ),
         ("meta", "the parameter weight is on the meta device"),
         ("fails", "the factory code.py:fails raised RuntimeError: no such width ("),
     ],

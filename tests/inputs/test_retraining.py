@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.retraining import resolve_training
+from psgrad.inputs.models.factory import resolve_training
 
 HEAD = "import torch\nfrom torch import nn\n\n\n"
 
@@ -39,21 +39,42 @@ def test_it_gets_model_rows_labels_and_seed_and_returns_the_model(tmp_path: Path
 @pytest.mark.parametrize(
     ("source", "kind", "words"),
     [
-        ("def train(model, inputs, target):\n    return model\n", ConfigError, ("can't be called as train(model, inputs, target, seed)",)),
+        (
+            "def train(model, inputs, target):\n    return model\n",
+            ConfigError,
+            ("can't be called as train(model, inputs, target, seed)",),
+        ),
         ("def train(model, inputs, target, seed, *, epochs):\n    return model\n", ConfigError, ("epochs",)),
         ("train = 3\n", ConfigError, ("of type int",)),
-        ("def train(model, inputs, target, seed):\n    pass\n", ModelError, ("an object of type NoneType", "return model")),
-        ("def train(model, inputs, target, seed):\n    raise ValueError('no rows')\n", ModelError, ("ValueError: no rows", "own.py:6")),
-        ("def train(model, inputs, target, seed):\n    return nn.Linear(2, 4)\n", ModelError, ("other weights than it was given: bias",)),
         (
-            "def train(model, inputs, target, seed):\n    nn.init.constant_(model.bias, float('nan'))\n    return model\n",
+            "def train(model, inputs, target, seed):\n    pass\n",
+            ModelError,
+            ("an object of type NoneType", "return model"),
+        ),
+        (
+            "def train(model, inputs, target, seed):\n    raise ValueError('no rows')\n",
+            ModelError,
+            ("ValueError: no rows", "own.py:6"),
+        ),
+        (
+            "def train(model, inputs, target, seed):\n    return nn.Linear(2, 4)\n",
+            ModelError,
+            ("other weights than it was given: bias",),
+        ),
+        (
+            (
+                "def train(model, inputs, target, seed):\n    nn.init.constant_(model.bias, float('nan'))\n  "
+                "  return model\n"
+            ),
             ModelError,
             ("parameter bias is not finite", "diverged"),
         ),
     ],
     ids=["too few", "too many", "no function", "nothing returned", "raises", "another model", "diverged"],
 )
-def test_what_is_wrong_with_it_is_told(tmp_path: Path, source: str, kind: type[Exception], words: tuple[str, ...]) -> None:
+def test_what_is_wrong_with_it_is_told(
+    tmp_path: Path, source: str, kind: type[Exception], words: tuple[str, ...]
+) -> None:
     with pytest.raises(kind) as caught:
         called(tmp_path, source)
     for word in words:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.trainable import choose_trainable
+from psgrad.inputs.models.factory import choose_trainable
 
 
 class Tied(nn.Module):
@@ -53,12 +53,18 @@ def test_a_pattern_thaws_what_the_factory_froze() -> None:
     [
         (
             ["body.*", "haed.*"],
-            r"no parameter matches 'haed\.\*'; did you mean head\.\*\?\n  expected: patterns .*: embedding\.weight, body\.0",
+            (
+                r"no parameter matches 'haed\.\*'; did you mean head\.\*\?\n  expected: patterns .*:"
+                r" embedding\.weight, body\.0"
+            ),
         ),
         (["Head.*"], r"no parameter matches 'Head\.\*'; did you mean head\.\*\?"),
         (
             ["head"],
-            r"no parameter matches 'head'.*\n.*\n  next step: a pattern is matched with the whole name: head\.\* is all inside head",
+            (
+                r"no parameter matches 'head'.*\n.*\n  next step: a pattern is matched with the whole name:"
+                r" head\.\* is all inside head"
+            ),
         ),
         (["head.wieght"], r"did you mean head\.weight\?"),
         (["zzz"], r"no parameter matches 'zzz'\n"),
@@ -77,6 +83,8 @@ def test_whole_numbers_are_not_trained() -> None:
     model = nn.Module()
     model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     model.adapter = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ModelError, match=r"chooses codes, which is of type torch\.int8 and can't have a gradient"):
+    with pytest.raises(
+        ModelError, match=r"chooses codes, which is of type torch\.int8 and can't have a gradient"
+    ):
         choose_trainable(model, ["*"], "privacy.trainable")
     assert choose_trainable(model, ["adapter"], "privacy.trainable") == ["adapter"]

@@ -15,7 +15,11 @@ Array = np.ndarray[Any, Any]
 
 def samples(norms: Any, **columns: Any) -> pd.DataFrame:
     n = len(norms)
-    about = {"id": [f"s{row}" for row in range(n)], "index": range(n), "fingerprint": [f"{row:032x}" for row in range(n)]}
+    about = {
+        "id": [f"s{row}" for row in range(n)],
+        "index": range(n),
+        "fingerprint": [f"{row:032x}" for row in range(n)],
+    }
     return pd.DataFrame({**about, "loss": np.ones(n), "grad_norm": np.asarray(norms, "float64"), **columns})
 
 

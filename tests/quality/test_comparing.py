@@ -14,18 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.errors import DataError
-from psgrad.quality.comparing import changes_of, counts_of, groups_of, matched, spearman
-from psgrad.reports.comparison import FORMATS, render_comparison, sections, sentences
-from psgrad.reports.comparison_page import draw_comparison, render_page
+from psgrad.quality.comparison import changes_of, counts_of, groups_of, matched, spearman
+from psgrad.reports.comparison import (
+    FORMATS,
+    draw_comparison,
+    render_comparison,
+    render_page,
+    sections,
+    sentences,
+)
 from psgrad.reports.words import number, percentile
-from psgrad.workflows.comparing import diff
+from psgrad.workflows.diff import diff
 from tests.nasty import NASTY, NOT_IN_PARQUET
 from tests.verdicts import finished, table
 
 
 def frame(scores: dict[str, float], listed: str = "", groups: dict[str, str] | None = None) -> pd.DataFrame:
     """A judged table of samples by name, in this order."""
-    made = table(len(scores), listed=tuple(place for place, name in enumerate(scores) if name in listed), ids=list(scores))
+    made = table(
+        len(scores),
+        listed=tuple(place for place, name in enumerate(scores) if name in listed),
+        ids=list(scores),
+    )
     made = made.assign(grad_norm=list(scores.values()), loss=list(scores.values()))
     return made if groups is None else made.assign(group=[groups[name] for name in scores])
 
@@ -57,7 +67,13 @@ def test_samples_are_matched_whatever_their_rows() -> None:
     }
     changes = changes_of(one, "upper", 5).set_index("change")
     assert changes["id"].to_dict() == {"came": "new", "went": "gone", "rose": "a", "fell": "c"}
-    assert changes.loc["rose", ["row_a", "row_b", "score_a", "score_b", "list"]].tolist() == [0, 3, 1.0, 3.0, "entered"]
+    assert changes.loc["rose", ["row_a", "row_b", "score_a", "score_b", "list"]].tolist() == [
+        0,
+        3,
+        1.0,
+        3.0,
+        "entered",
+    ]
     assert changes.loc["rose", "moved"] == pytest.approx(200 / 3)
     assert changes.loc["fell", "list"] == "left"
     assert spearman(one["score_a"], one["score_b"]) == pytest.approx(-1.0)
@@ -79,12 +95,19 @@ def test_equal_samples_are_matched_one_by_one() -> None:
 def test_samples_without_a_score_are_common_and_do_not_rise() -> None:
     one = both(table(4, nonfinite=(3,)), table(4, nonfinite=(0,)))
     counts = counts_of(one)
-    assert (counts["common"], int(one["moved"].notna().sum()), counts["left"], counts["entered"]) == (4, 2, 1, 1)
+    assert (counts["common"], int(one["moved"].notna().sum()), counts["left"], counts["entered"]) == (
+        4,
+        2,
+        1,
+        1,
+    )
 
 
 @given(
     scores=st.lists(
-        st.tuples(st.floats(0.1, 9), st.floats(0.1, 9), st.booleans(), st.booleans(), st.sampled_from("xyz")), min_size=1, max_size=25
+        st.tuples(st.floats(0.1, 9), st.floats(0.1, 9), st.booleans(), st.booleans(), st.sampled_from("xyz")),
+        min_size=1,
+        max_size=25,
     )
 )
 def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, str]]) -> None:
@@ -95,8 +118,15 @@ def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, s
     one = both(frame(in_a, groups=groups), frame(dict(reversed(in_b.items())), groups=groups))
     common = [name for name in names if name in in_a and name in in_b]
     counts = counts_of(one)
-    assert (counts["common"], counts["came"], counts["went"]) == (len(common), len(in_b) - len(common), len(in_a) - len(common))
-    place = {run: scipy.stats.rankdata([scores[name] for name in common]) for run, scores in (("a", in_a), ("b", in_b))}
+    assert (counts["common"], counts["came"], counts["went"]) == (
+        len(common),
+        len(in_b) - len(common),
+        len(in_a) - len(common),
+    )
+    place = {
+        run: scipy.stats.rankdata([scores[name] for name in common])
+        for run, scores in (("a", in_a), ("b", in_b))
+    }
     moved = 100 * (place["b"] - place["a"]) / max(len(common), 1)
     assert one.set_index("id").loc[common, "moved"].to_numpy() == pytest.approx(moved)
     assert (counts["rose"], counts["fell"]) == (int((moved > 1e-9).sum()), int((moved < -1e-9).sum()))
@@ -109,13 +139,16 @@ def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, s
             assert row["spearman"] == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
 
 
-# The whole way -----------------------------------------------------------------------------------------------------------------------
+# The whole way
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -> None:
     known = {"modules": "m", "code": {}}
     weights = {"weights": "3" * 64, **known}
-    a = finished(tmp_path / "a", table(5), model={"sha256": "1" * 64}, hashes=weights, data={"fingerprint": "6" * 64})
+    a = finished(
+        tmp_path / "a", table(5), model={"sha256": "1" * 64}, hashes=weights, data={"fingerprint": "6" * 64}
+    )
     b = finished(
         *(tmp_path / "b", table(5)),
         model={"sha256": "2" * 64},
@@ -125,7 +158,10 @@ def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -
     )
     warnings = diff(a, b).warnings
     assert "checkpoint: '111" in warnings[0]
-    assert warnings[1] == "the models differ: the hashes of their weights are 333333333333 (A) and 444444444444 (B)"
+    assert (
+        warnings[1]
+        == "the models differ: the hashes of their weights are 333333333333 (A) and 444444444444 (B)"
+    )
     assert warnings[2] == "the data differ: their hashes are 666666666666 (A) and 555555555555 (B)"
     assert warnings[3] == "B is PARTIAL: it looked at the first 5 of 9 samples (--limit)"
     assert diff(a, a).warnings == ()
@@ -138,7 +174,9 @@ def test_numbers_of_a_comparison_are_exact_where_they_are_whole(tmp_path: Path) 
     same = diff(a, b)
     assert "rank correlation (Spearman) 1; 0 rose" in sentences(same)[1]
     assert "rank correlation (Spearman) 0.9999;" in sentences(replace(same, spearman=0.99996))[1]
-    moved = finished(tmp_path / "c", table(400).assign(grad_norm=lambda frame: np.roll(frame["grad_norm"], 7)))
+    moved = finished(
+        tmp_path / "c", table(400).assign(grad_norm=lambda frame: np.roll(frame["grad_norm"], 7))
+    )
     found = diff(a, moved)
     cells = [row for _, rows in sections(found) for row in rows]
     assert cells
@@ -155,7 +193,10 @@ def test_runs_by_different_scores_are_compared_by_norms(tmp_path: Path) -> None:
     a = finished(tmp_path / "a", table(5))
     b = finished(tmp_path / "b", table(5), config={"analyze": {"outliers": {"score": "loss"}}})
     found = diff(a, b)
-    assert (found.score, "judged by different scores, grad_norm (upper) and loss (upper)" in found.warnings[0]) == ("grad_norm", True)
+    assert (
+        found.score,
+        "judged by different scores, grad_norm (upper) and loss (upper)" in found.warnings[0],
+    ) == ("grad_norm", True)
 
 
 def test_runs_without_a_common_sample_are_refused(tmp_path: Path) -> None:
@@ -180,7 +221,10 @@ def test_nasty_ids_are_harmless_in_a_comparison(style: str, tmp_path: Path) -> N
 @pytest.mark.report
 def test_the_page_is_whole_and_escapes(tmp_path: Path) -> None:
     ids = [text for name, text in NASTY.items() if name not in NOT_IN_PARQUET]
-    a, b = finished(tmp_path / "a", table(len(ids), ids=ids)), finished(tmp_path / "b", table(len(ids), ids=ids[::-1]))
+    a, b = (
+        finished(tmp_path / "a", table(len(ids), ids=ids)),
+        finished(tmp_path / "b", table(len(ids), ids=ids[::-1])),
+    )
     page = render_page(diff(a, b, top=100))
     assert "<script" not in page
     assert "onerror=alert(1)>" not in page

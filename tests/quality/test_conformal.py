@@ -1,4 +1,6 @@
-"""P-values against a reference, by counting; Benjamini and Hochberg by their definition; the resolution limit by trying."""
+"""P-values against a reference, by counting; Benjamini and Hochberg by their definition; the resolution limit
+by trying.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,32 @@ SCORES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(float("nan"))
 def counted(score: float, reference: list[float], tail: str) -> float:
     if np.isnan(score):
         return float("nan")
-    worse = [known for known in reference if np.isnan(known) or (known >= score if tail == "upper" else known <= score)]
+    worse = [
+        known
+        for known in reference
+        if np.isnan(known) or (known >= score if tail == "upper" else known <= score)
+    ]
     return (1 + len(worse)) / (1 + len(reference))
 
 
 def step_up(p: list[float], q: float) -> list[bool]:
     """Benjamini and Hochberg (1995): the largest k with p_(k) <= q k / m, and all with p-values up to it."""
     tested = sorted(each for each in p if not np.isnan(each))
-    limit = max((each for k, each in enumerate(tested, 1) if each <= q * k / len(tested) * (1 + 1e-12)), default=-1.0)
+    limit = max(
+        (each for k, each in enumerate(tested, 1) if each <= q * k / len(tested) * (1 + 1e-12)), default=-1.0
+    )
     return [each <= limit for each in p]
 
 
 def test_a_small_case_by_hand() -> None:
     reference = np.array([1.0, 2.0, 2.0, 5.0])
-    assert p_values(np.array([6.0, 5.0, 2.0, 1.5, 0.0]), reference).tolist() == [1 / 5, 2 / 5, 4 / 5, 4 / 5, 1.0]
+    assert p_values(np.array([6.0, 5.0, 2.0, 1.5, 0.0]), reference).tolist() == [
+        1 / 5,
+        2 / 5,
+        4 / 5,
+        4 / 5,
+        1.0,
+    ]
     assert p_values(np.array([6.0, 2.0, 0.5]), reference, "lower").tolist() == [1.0, 4 / 5, 1 / 5]
 
 
@@ -43,7 +57,9 @@ def test_p_values_are_the_count(scores: list[float], reference: list[float], tai
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12))
 def test_whichever_of_the_samples_is_asked_about_p_values_are_valid(together: list[int]) -> None:
-    """Exchangeable: each of n + 1 values is the sample as likely as any other. P(p <= t) <= t for every t, ties or none."""
+    """Exchangeable: each of n + 1 values is the sample as likely as any other. P(p <= t) <= t for every t,
+    ties or none.
+    """
     values = np.array(together, "float64")
     p = [p_values(values[[place]], np.delete(values, place))[0] for place in range(len(values))]
     for t in p:
@@ -59,10 +75,15 @@ def test_without_ties_p_values_are_uniform() -> None:
 def test_each_group_has_its_own_reference() -> None:
     scores, labels = np.array([3.0, 3.0, 3.0, np.nan]), np.array(["a", "b", "c", "a"], dtype=object)
     reference, known = np.array([1.0, 2.0, 9.0, 8.0, 7.0]), np.array(["a", "a", "b", "b", "b"], dtype=object)
-    np.testing.assert_array_equal(grouped_p_values(scores, labels, reference, known), [1 / 3, 1.0, 1.0, np.nan])
+    np.testing.assert_array_equal(
+        grouped_p_values(scores, labels, reference, known), [1 / 3, 1.0, 1.0, np.nan]
+    )
 
 
-@given(st.lists(st.one_of(st.integers(1, 20).map(lambda k: k / 20), st.just(float("nan"))), max_size=12), st.sampled_from([0.05, 0.1, 0.3]))
+@given(
+    st.lists(st.one_of(st.integers(1, 20).map(lambda k: k / 20), st.just(float("nan"))), max_size=12),
+    st.sampled_from([0.05, 0.1, 0.3]),
+)
 def test_q_values_flag_whom_the_step_up_procedure_flags(p: list[float], q: float) -> None:
     found = q_values(np.array(p))
     assert np.isnan(found).tolist() == np.isnan(p).tolist()
@@ -78,13 +99,17 @@ def test_the_resolution_limit_is_what_can_be_flagged_at_all(sizes: list[tuple[in
     tested = {str(group): tests for group, (tests, _) in enumerate(sizes)}
     reference = {str(group): known for group, (_, known) in enumerate(sizes)}
     possible: dict[str, list[int]] = {group: [] for group in tested if tested[group]}
-    for extreme in itertools.product(*(range(tests + 1) for tests in tested.values())):  # so many of each group beyond its reference
+    for extreme in itertools.product(
+        *(range(tests + 1) for tests in tested.values())
+    ):  # so many of each group beyond its reference
         p: list[Any] = []
         for count, (group, tests) in zip(extreme, tested.items(), strict=True):
             p += [(1 / (reference[group] + 1), group)] * count + [(1.0, group)] * (tests - count)
         if not p:
             continue
-        flagged = [group for (_, group), out in zip(p, step_up([each for each, _ in p], q), strict=True) if out]
+        flagged = [
+            group for (_, group), out in zip(p, step_up([each for each, _ in p], q), strict=True) if out
+        ]
         for group in set(flagged):
             possible[group].append(len(flagged))
     found = resolution(tested, reference, q)
@@ -93,7 +118,8 @@ def test_the_resolution_limit_is_what_can_be_flagged_at_all(sizes: list[tuple[in
 
 
 @pytest.mark.parametrize(
-    ("tests", "known", "q", "smallest"), [(8000, 4000, 0.1, 20), (8000, 79_999, 0.1, 1), (200, 4000, 0.1, 1), (100, 8, 0.1, None)]
+    ("tests", "known", "q", "smallest"),
+    [(8000, 4000, 0.1, 20), (8000, 79_999, 0.1, 1), (200, 4000, 0.1, 1), (100, 8, 0.1, None)],
 )
 def test_sizes_of_the_page(tests: int, known: int, q: float, smallest: int | None) -> None:
     assert resolution({"all": tests}, {"all": known}, q).smallest == smallest

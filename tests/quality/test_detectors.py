@@ -24,8 +24,12 @@ def drawn(n: int, k: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(n, k)).astype(np.float32)
 
 
-def mean_distances(rows: np.ndarray, usual: np.ndarray, neighbours: int, own: bool, metric: str = "euclidean") -> np.ndarray:
-    """[n]: by all distances in float64; `own`: rows are `usual` themselves, and no row is its own neighbour."""
+def mean_distances(
+    rows: np.ndarray, usual: np.ndarray, neighbours: int, own: bool, metric: str = "euclidean"
+) -> np.ndarray:
+    """[n]: by all distances in float64; `own`: rows are `usual` themselves, and no row is its own
+    neighbour.
+    """
     rows, usual = rows.astype(np.float64), usual.astype(np.float64)
     if metric == "cosine":
         rows, usual = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (rows, usual))
@@ -39,12 +43,22 @@ def mean_distances(rows: np.ndarray, usual: np.ndarray, neighbours: int, own: bo
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-@given(n=st.integers(1, 30), m=st.integers(0, 20), k=st.integers(1, 6), neighbours=st.integers(1, 35), seed=st.integers(0, 99))
+@given(
+    n=st.integers(1, 30),
+    m=st.integers(0, 20),
+    k=st.integers(1, 6),
+    neighbours=st.integers(1, 35),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=30)
-def test_neighbours_are_those_of_all_distances(metric: str, n: int, m: int, k: int, neighbours: int, seed: int) -> None:
+def test_neighbours_are_those_of_all_distances(
+    metric: str, n: int, m: int, k: int, neighbours: int, seed: int
+) -> None:
     rows, reference = drawn(n, k, seed), drawn(m, k, seed + 1) if m else None
     found = detect("nearest_neighbours", {"neighbours": neighbours, "metric": metric}, rows, reference, 0)
-    expected = mean_distances(rows, rows if reference is None else reference, neighbours, reference is None, metric)
+    expected = mean_distances(
+        rows, rows if reference is None else reference, neighbours, reference is None, metric
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -57,7 +71,9 @@ def test_a_twin_is_a_neighbour_and_oneself_is_none() -> None:
 def test_the_forest_is_scikit_learns(with_reference: bool) -> None:
     rows, reference = drawn(300, 5), drawn(400, 5, 1) if with_reference else None
     found = detect("isolation_forest", {"trees": 20, "samples_per_tree": 64}, rows, reference, 7)
-    forest = IsolationForest(n_estimators=20, max_samples=64, random_state=7).fit(rows if reference is None else reference)
+    forest = IsolationForest(n_estimators=20, max_samples=64, random_state=7).fit(
+        rows if reference is None else reference
+    )
     np.testing.assert_array_equal(found, -forest.score_samples(rows))
 
 
@@ -70,7 +86,8 @@ def test_what_lies_far_off_is_strangest(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})]
+    ("name", "options"),
+    [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})],
 )
 def test_by_direction_the_length_does_not_count(name: str, options: dict[str, Any]) -> None:
     random = np.random.default_rng(3)
@@ -83,14 +100,17 @@ def test_by_direction_the_length_does_not_count(name: str, options: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})]
+    ("name", "options"),
+    [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})],
 )
 def test_zeros_have_no_direction(name: str, options: dict[str, Any]) -> None:
     rows = drawn(20, 3)
     rows[[2, 9]] = 0
     found = detect(name, options, rows, None, 0)
     assert np.flatnonzero(np.isnan(found)).tolist() == [2, 9]
-    np.testing.assert_array_equal(found[~np.isnan(found)], detect(name, options, np.delete(rows, [2, 9], 0), None, 0))
+    np.testing.assert_array_equal(
+        found[~np.isnan(found)], detect(name, options, np.delete(rows, [2, 9], 0), None, 0)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,14 +122,19 @@ def test_rows_that_are_not_finite_have_no_score_and_change_no_other(name: str, w
     torn = np.insert(reference, [0], [[1, -np.inf, 1]], axis=0) if reference is not None else None
     found = detect(name, FEW[name], spoilt, torn, 0)
     assert np.flatnonzero(np.isnan(found)).tolist() == [5, 21]
-    np.testing.assert_allclose(found[~np.isnan(found)], detect(name, FEW[name], rows, reference, 0), rtol=1e-6)
+    np.testing.assert_allclose(
+        found[~np.isnan(found)], detect(name, FEW[name], rows, reference, 0), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1e30])
 def test_no_size_of_gradients_is_out_of_range(name: str, scale: float) -> None:
     rows = drawn(60, 4).astype(np.float64)
-    assert (np.argsort(detect(name, FEW[name], rows * scale, None, 0)) == np.argsort(detect(name, FEW[name], rows, None, 0))).all()
+    assert (
+        np.argsort(detect(name, FEW[name], rows * scale, None, 0))
+        == np.argsort(detect(name, FEW[name], rows, None, 0))
+    ).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,7 +188,11 @@ def test_memory_grows_with_the_rows_not_with_their_distances(monkeypatch: pytest
         ("isolation_forrest", {}, "did you mean isolation_forest?"),
         ("lof", {}, "some of isolation_forest, nearest_neighbours"),
         ("isolation_forest", {"contamination": 0.1}, "a verdict needs analyze.outliers.reference"),
-        ("isolation_forest", {"tree": 5}, "did you mean trees? it takes trees, samples_per_tree, unit_length"),
+        (
+            "isolation_forest",
+            {"tree": 5},
+            "did you mean trees? it takes trees, samples_per_tree, unit_length",
+        ),
         ("isolation_forest", {"trees": 0}, "got 0 trees, expected at least 1"),
         ("isolation_forest", {"trees": 1.5}, "trees: got 1.5, expected a whole number"),
         ("isolation_forest", {"samples_per_tree": 1}, "got 1 samples_per_tree, expected at least 2"),

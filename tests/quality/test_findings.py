@@ -7,13 +7,15 @@ import pandas as pd
 import pytest
 
 from psgrad.config import GateConfig
-from psgrad.quality import findings as module
+from psgrad.quality import findings
 from psgrad.quality.findings import counts_of, in_order, levels_of, named_samples, records
 from psgrad.results import Finding, Location
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 
-def found(frame: pd.DataFrame, outliers: dict[str, object] = REFERENCE, gate: GateConfig | None = None) -> list[Finding]:
+def found(
+    frame: pd.DataFrame, outliers: dict[str, object] = REFERENCE, gate: GateConfig | None = None
+) -> list[Finding]:
     ordered = in_order(named_samples(frame, {"outliers": outliers}), frame)
     return list(records(ordered, frame, gate or GateConfig(), "grad_norm", Location("data.csv"), {2: 7}))
 
@@ -46,7 +48,11 @@ def test_a_finding_says_where_its_sample_is_and_with_which_numbers() -> None:
 
 def test_a_fingerprint_is_of_the_rule_and_the_sample_not_of_its_row_or_values() -> None:
     frame = table(6, listed=(1, 4), zero=(1,))
-    moved = frame.iloc[::-1].assign(index=np.arange(6), grad_norm=lambda each: each["grad_norm"] * 3).reset_index(drop=True)
+    moved = (
+        frame.iloc[::-1]
+        .assign(index=np.arange(6), grad_norm=lambda each: each["grad_norm"] * 3)
+        .reset_index(drop=True)
+    )
     before, after = ({(each.rule, each.id): each.fingerprint for each in found(of)} for of in (frame, moved))
     assert before == after
     assert len(set(before.values())) == 3
@@ -65,12 +71,18 @@ def test_samples_with_the_same_content_have_findings_of_their_own() -> None:
 
 def test_levels_follow_the_gate() -> None:
     assert levels_of(GateConfig())["outlier"] == "warning"
-    assert levels_of(GateConfig(max_outliers=0))["outlier"] == levels_of(GateConfig(max_fraction=0.5))["outlier"] == "error"
-    assert [levels_of(GateConfig(nonfinite=each))["nonfinite"] for each in ("error", "warning", "ignore")] == ["error", "warning", "note"]
+    assert (
+        levels_of(GateConfig(max_outliers=0))["outlier"]
+        == levels_of(GateConfig(max_fraction=0.5))["outlier"]
+        == "error"
+    )
+    assert [
+        levels_of(GateConfig(nonfinite=each))["nonfinite"] for each in ("error", "warning", "ignore")
+    ] == ["error", "warning", "note"]
 
 
 def test_what_is_kept_is_bounded_and_what_is_counted_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FINDINGS_OF_A_RULE", 3)
+    monkeypatch.setattr(findings, "FINDINGS_OF_A_RULE", 3)
     frame = table(20, listed=tuple(range(10)), nonfinite=(15, 16, 17, 18))
     named = named_samples(frame, {"outliers": REFERENCE})
     kept = in_order(named, frame)

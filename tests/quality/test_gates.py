@@ -13,11 +13,10 @@ import pytest
 from psgrad.config import GateConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
-from psgrad.quality.findings import counts_of, in_order, named_samples
+from psgrad.quality.findings import counts_of, in_order, named_samples, read_ignore_list, settle
 from psgrad.quality.gates import evaluate
-from psgrad.quality.ignore import read_ignore_list, settle
 from psgrad.results import GateOutcome
-from psgrad.results.baseline import Baseline, Known
+from psgrad.results.findings import Baseline, Known
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 TODAY = datetime.date(2026, 6, 15)
@@ -31,7 +30,9 @@ def outcomes(
     frame: pd.DataFrame, gate: GateConfig, facts: dict[str, Any] = REFERENCE, rows: pd.DataFrame | None = None
 ) -> dict[str, GateOutcome]:
     rows = named(frame, facts) if rows is None else rows
-    return {each.rule: each for each in evaluate(gate, in_order(rows, frame), counts_of(rows), facts, len(frame))}
+    return {
+        each.rule: each for each in evaluate(gate, in_order(rows, frame), counts_of(rows), facts, len(frame))
+    }
 
 
 @pytest.mark.parametrize(("limit", "outcome"), [(0, "failed"), (1, "failed"), (2, "passed"), (3, "passed")])
@@ -63,13 +64,20 @@ def test_a_reference_that_is_too_small_gives_no_verdict_and_the_next_step() -> N
     assert "gate.max_outliers: 19" in small.message
     assert outcomes(table(8000), GateConfig(max_outliers=19), facts)["max_outliers"].outcome == "passed"
     # What is flagged beyond the limit is flagged.
-    assert outcomes(table(8000, listed=tuple(range(30))), GateConfig(max_outliers=5), facts)["max_outliers"].outcome == "failed"
+    assert (
+        outcomes(table(8000, listed=tuple(range(30))), GateConfig(max_outliers=5), facts)[
+            "max_outliers"
+        ].outcome
+        == "failed"
+    )
 
 
 def test_what_is_known_helps_to_flag_what_is_new() -> None:
     facts = {**REFERENCE, "smallest_flaggable": 20}
     frame = table(100, listed=tuple(range(25)))
-    rows = mark_known(named(frame), Baseline(tuple(Known(each, "outlier", "") for each in named(frame)["fingerprint"])))
+    rows = mark_known(
+        named(frame), Baseline(tuple(Known(each, "outlier", "") for each in named(frame)["fingerprint"]))
+    )
     gate = GateConfig(max_outliers=0, new_only=True, baseline=Path("b.json"))
     assert outcomes(frame, gate, facts, rows)["max_outliers"].outcome == "passed"
     assert outcomes(table(100), gate, facts)["max_outliers"].outcome == "not evaluable"
@@ -81,7 +89,8 @@ def test_samples_that_are_not_finite(rule: Any, outcome: str | None) -> None:
     assert (found.outcome if found else None) == outcome
 
 
-# The ignore list -------------------------------------------------------------------------------------------------------------------
+# The ignore list
+# ------------------------------------------------------------------------------------------------------------
 
 
 def ignore_list(folder: Path, text: str) -> Path:
@@ -95,13 +104,21 @@ def test_who_is_ignored_does_not_count_and_the_rest_does(tmp_path: Path) -> None
     entries = read_ignore_list(
         ignore_list(
             tmp_path,
-            f"- {{id: s1, rule: outlier, reason: looked at}}\n- {{fingerprint: {print_of_2}, reason: fine, expires: 2026-06-15}}\n"
-            "- {id: s3, reason: for a while, expires: 2026-06-14}\n- {id: nobody, reason: gone}\n",
+            f"- {{id: s1, rule: outlier, reason: looked at}}\n- {{fingerprint: {print_of_2}, reason: fine,"
+            " expires: 2026-06-15}\n- {id: s3, reason: for a while, expires: 2026-06-14}\n- {id: nobody,"
+            " reason: gone}\n",
         )
     )
     rows, warnings = settle(named(frame), entries, TODAY)
-    states = {(rule, each): state for rule, each, state in zip(rows["rule"], rows["id"], rows["state"], strict=True)}
-    assert states == {("outlier", "s1"): "ignored", ("outlier", "s2"): "ignored", ("outlier", "s3"): "new", ("zero-gradient", "s1"): "new"}
+    states = {
+        (rule, each): state for rule, each, state in zip(rows["rule"], rows["id"], rows["state"], strict=True)
+    }
+    assert states == {
+        ("outlier", "s1"): "ignored",
+        ("outlier", "s2"): "ignored",
+        ("outlier", "s3"): "new",
+        ("zero-gradient", "s1"): "new",
+    }
     assert [str(tmp_path / "ignore.yaml") in each for each in warnings] == [True, True]
     assert "ignore.yaml:3: id 's3' expired on 2026-06-14: 1 of its findings count again" in warnings[0]
     assert "ignore.yaml:4: id 'nobody' names nothing that was found; it can go" in warnings[1]
@@ -145,7 +162,8 @@ def test_an_ignore_list_that_is_none(tmp_path: Path) -> None:
     assert read_ignore_list(ignore_list(tmp_path, "# nothing yet\n")) == ()
 
 
-# Baselines -------------------------------------------------------------------------------------------------------------------------
+# Baselines
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_baseline_only_shrinks_unless_told() -> None:
@@ -165,17 +183,33 @@ def test_a_baseline_only_shrinks_unless_told() -> None:
 def test_what_is_ignored_and_the_review_list_are_not_accepted(tmp_path: Path) -> None:
     entries = read_ignore_list(ignore_list(tmp_path, "- {id: s1, reason: x}\n"))
     rows, _ = settle(named(table(10, listed=(1, 2))), entries, TODAY)
-    assert [each.id for each in changed(None, rows, {}, None, Path("b"), grow=False).baseline.findings] == ["s2"]
-    assert changed(None, named(table(10, listed=(1, 2)), NO_REFERENCE), {}, None, Path("b"), grow=False).baseline.findings == ()
+    assert [each.id for each in changed(None, rows, {}, None, Path("b"), grow=False).baseline.findings] == [
+        "s2"
+    ]
+    assert (
+        changed(
+            None, named(table(10, listed=(1, 2)), NO_REFERENCE), {}, None, Path("b"), grow=False
+        ).baseline.findings
+        == ()
+    )
 
 
 def test_a_baseline_comes_back_from_its_file_and_tells_what_is_gone(tmp_path: Path) -> None:
     saved = changed(
-        None, named(table(10, listed=(1, 2), nonfinite=(7,))), {"samples": 10}, {"score": "loss"}, Path("b"), grow=False
+        None,
+        named(table(10, listed=(1, 2), nonfinite=(7,))),
+        {"samples": 10},
+        {"score": "loss"},
+        Path("b"),
+        grow=False,
     ).baseline
     (tmp_path / "b.json").write_text(json.dumps(written(saved)))
     read = read_baseline(tmp_path / "b.json")
-    assert (set(read.findings), read.run, read.reference) == (set(saved.findings), {"samples": 10}, {"score": "loss"})
+    assert (set(read.findings), read.run, read.reference) == (
+        set(saved.findings),
+        {"samples": 10},
+        {"score": "loss"},
+    )
     later = named(table(10, listed=(2, 3)))
     assert gone(later, read) == 2
     assert mark_known(later, read)["state"].tolist() == ["known", "new"]
@@ -188,7 +222,10 @@ def test_a_baseline_comes_back_from_its_file_and_tells_what_is_gone(tmp_path: Pa
         ("[]", "no mark of a baseline"),
         ('{"tool": "psgrad", "kind": "run"}', "no mark of a baseline"),
         ('{"tool": "psgrad", "kind": "baseline", "version": 2}', "format version 2"),
-        ('{"tool": "psgrad", "kind": "baseline", "version": 1, "findings": [{"rule": "outlier"}]}', "its findings are damaged"),
+        (
+            '{"tool": "psgrad", "kind": "baseline", "version": 1, "findings": [{"rule": "outlier"}]}',
+            "its findings are damaged",
+        ),
         ('{"tool": "psgrad", "kind": "baseline", "version": 1}', "its findings are damaged"),
     ],
 )

@@ -13,13 +13,22 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
-from psgrad.quality.groups import OTHER, join_small, labels_of
+from psgrad.quality.detectors import robust_z
 from psgrad.quality.judging import judge
-from psgrad.quality.robust_z import robust_z
+from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.results import SAMPLE_COLUMNS
 from tests.quality.frames import config, samples, trusted
 
-NEW_COLUMNS = ("robust_z", "p_value", "q_value", "outlier_score", "is_outlier_issue", "reasons", "status", "group")
+NEW_COLUMNS = (
+    "robust_z",
+    "p_value",
+    "q_value",
+    "outlier_score",
+    "is_outlier_issue",
+    "reasons",
+    "status",
+    "group",
+)
 
 
 def test_columns_are_complete_and_in_order_with_and_without_a_reference() -> None:
@@ -80,7 +89,8 @@ def test_the_lower_tail_and_another_score() -> None:
     assert np.isnan(done.frame["outlier_score"][2])
     assert done.frame["rank"].tolist()[:2] == [1, 2]
     assert (
-        judge(frame, config(score="margin", tail="lower", review_fraction=0.3)).frame["reasons"][0] == "among the smallest 30 % of margin"
+        judge(frame, config(score="margin", tail="lower", review_fraction=0.3)).frame["reasons"][0]
+        == "among the smallest 30 % of margin"
     )
 
 
@@ -95,13 +105,20 @@ def test_the_logarithm_of_the_norm_judges_as_the_norm_does() -> None:
 
 def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> None:
     frame = samples([1.0, 50.0, 60.0, 70.0])
-    known = trusted([1.0, 50.0, 2.0, 3.0], fingerprints=np.array(["0" * 32, f"{1:032x}", f"{2:032x}", "x"], dtype=object))
+    known = trusted(
+        [1.0, 50.0, 2.0, 3.0], fingerprints=np.array(["0" * 32, f"{1:032x}", f"{2:032x}", "x"], dtype=object)
+    )
     done = judge(frame.assign(fingerprint=[f"{row:032x}"[::-1] for row in range(4)]), config(fdr=0.5), known)
     assert done.facts["reference"]["in_both"] == 1, "row 0 alone: its digits are the same backwards"
     prints = np.array([f"{row:x}".rjust(16, "a") + "0" * 16 for row in range(4)])
     known = trusted([1.0, 50.0 * (1 + 1e-6), 2.0, 3.0], fingerprints=prints)
     done = judge(frame.assign(fingerprint=prints), config(fdr=0.5), known)
-    assert done.frame["q_value"].isna().tolist() == [True, True, False, False], "the third has the old id and another norm"
+    assert done.frame["q_value"].isna().tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ], "the third has the old id and another norm"
     assert done.frame["p_value"].notna().all()
     assert done.facts["counts"]["tested"] == 2
     assert any("2 samples are in the reference themselves" in each for each in done.facts["caveats"])
@@ -109,7 +126,9 @@ def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> N
 
 
 @pytest.mark.parametrize(("kind", "evaluable"), [("run", False), ("data", False), ("baseline", True)])
-def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(kind: str, evaluable: bool) -> None:
+def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(
+    kind: str, evaluable: bool
+) -> None:
     frame = samples(np.arange(1.0, 30.0))
     frame["fingerprint"] = [f"{row:016x}" for row in range(29)]
     known = trusted(frame["grad_norm"], kind=kind, fingerprints=frame["fingerprint"].to_numpy())
@@ -121,14 +140,17 @@ def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(kin
 def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> None:
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 8)).facts
     assert not facts["evaluable"]
-    assert facts["why_not"] == (
-        "50 samples can't be flagged, whatever their scores: the reference has 8 samples to hold them against; it takes 9 or more at a "
-        "false discovery rate of 0.1"
+    assert (
+        facts["why_not"]
+        == "50 samples can't be flagged, whatever their scores: the reference has 8 samples to hold them"
+        " against; it takes 9 or more at a false discovery rate of 0.1"
     )
     assert facts["smallest_flaggable"] is None
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 99)).facts
     assert facts["evaluable"]
-    assert facts["resolution"].startswith("99 trusted samples can tell 5 or more outliers among 50 samples, and never fewer")
+    assert facts["resolution"].startswith(
+        "99 trusted samples can tell 5 or more outliers among 50 samples, and never fewer"
+    )
 
 
 def test_trusted_samples_without_a_score_only_raise_p_values() -> None:
@@ -161,7 +183,14 @@ def test_a_group_that_the_reference_does_not_have_makes_the_verdict_not_evaluabl
 
 def test_lengths_fall_into_classes_that_are_the_same_in_every_run() -> None:
     frame = samples(np.ones(6), length=[0, 1, 2, 3, 4, 100])
-    assert labels_of(frame, "length").tolist() == ["0 to 1", "0 to 1", "2 to 3", "2 to 3", "4 to 7", "64 to 127"]
+    assert labels_of(frame, "length").tolist() == [
+        "0 to 1",
+        "0 to 1",
+        "2 to 3",
+        "2 to 3",
+        "4 to 7",
+        "64 to 127",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -180,11 +209,20 @@ def test_groups_that_can_not_be_are_refused(by: str, columns: dict[str, Any], wo
 
 
 def test_missing_values_are_a_group_and_whole_numbers_stay_whole() -> None:
-    assert labels_of(samples(np.ones(3), source=[1.0, np.nan, 2.0]), "source").tolist() == ["1", "(missing)", "2"]
-    assert join_small(np.array(["a", "b"], object), np.array(["a", "a"], object), 2)[0].tolist() == ["a", OTHER]
+    assert labels_of(samples(np.ones(3), source=[1.0, np.nan, 2.0]), "source").tolist() == [
+        "1",
+        "(missing)",
+        "2",
+    ]
+    assert join_small(np.array(["a", "b"], object), np.array(["a", "a"], object), 2)[0].tolist() == [
+        "a",
+        OTHER,
+    ]
 
 
-@pytest.mark.parametrize(("score", "words"), [("grad_nrm", "did you mean grad_norm?"), ("id", "no column of numbers 'id'")])
+@pytest.mark.parametrize(
+    ("score", "words"), [("grad_nrm", "did you mean grad_norm?"), ("id", "no column of numbers 'id'")]
+)
 def test_a_score_that_is_no_number_is_refused(score: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         judge(samples([1.0, 2.0]), config(score=score))
@@ -228,7 +266,9 @@ def test_loss_stands_beside_the_norm() -> None:
 def test_where_the_loss_is_the_score_the_norm_stands_beside_it() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
-    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")).facts["loss_agreement"]
+    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")).facts[
+        "loss_agreement"
+    ]
     assert said["other"] == "grad_norm"
     assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
 
@@ -237,7 +277,9 @@ def test_nearly_the_same_order_is_not_written_as_the_same() -> None:
     norms = np.exp(np.linspace(0, 3, 2000))
     losses = norms.copy()
     losses[-20:] = losses[-20:][::-1]
-    words = judge(samples(norms).assign(loss=losses), config(review_fraction=0.005)).facts["loss_agreement"]["words"]
+    words = judge(samples(norms).assign(loss=losses), config(review_fraction=0.005)).facts["loss_agreement"][
+        "words"
+    ]
     assert "loss 0.9999; 0 of the first 10" in words
 
 
@@ -247,14 +289,18 @@ def test_low_separability_is_told_and_flags_nobody() -> None:
     facts = judge(samples(np.exp(strange)), config(), trusted(np.exp(random.normal(size=2000)))).facts
     assert facts["separability"]["low"]
     assert facts["separability"]["words"].startswith("low separability")
-    sound = judge(samples(np.exp(random.normal(size=1000))), config(), trusted(np.exp(random.normal(size=2000)))).facts
+    sound = judge(
+        samples(np.exp(random.normal(size=1000))), config(), trusted(np.exp(random.normal(size=2000)))
+    ).facts
     assert not sound["separability"]["low"]
 
 
 @pytest.mark.parametrize(("shift", "warned"), [(-1.0, True), (0.0, False), (1.0, True)])
 def test_a_shift_of_all_samples_is_told(shift: float, warned: bool) -> None:
     random = np.random.default_rng(6)
-    facts = judge(samples(np.exp(shift + random.normal(size=800))), config(), trusted(np.exp(random.normal(size=800)))).facts
+    facts = judge(
+        samples(np.exp(shift + random.normal(size=800))), config(), trusted(np.exp(random.normal(size=800)))
+    ).facts
     assert any("don't look exchangeable" in each for each in facts["caveats"]) is warned
 
 
@@ -278,10 +324,14 @@ def test_any_table_is_judged(norms: list[float], known: list[float], grouped: bo
 
 
 def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> None:
-    """Classes 1 to 3 are rare here or there; class 3 has no sample of its own. Their norms are a thousand times those of class 0."""
+    """Classes 1 to 3 are rare here or there; class 3 has no sample of its own. Their norms are a thousand
+    times those of class 0.
+    """
     known = np.append(np.linspace(1, 2, 60), np.linspace(1000, 2000, 15))
     labels = np.repeat(["0", "1", "2", "3"], [60, 5, 5, 5])
-    done = judge(samples([1.5, 1500.0, 3000.0], target=[0, 1, 2]), config(group_by="class"), trusted(known, labels))
+    done = judge(
+        samples([1.5, 1500.0, 3000.0], target=[0, 1, 2]), config(group_by="class"), trusted(known, labels)
+    )
     assert done.frame["group"].tolist() == ["0", OTHER, OTHER]
     joined = known[60:]
     expected = [(1 + (known[:60] >= 1.5).sum()) / 61, (1 + (joined >= 1500).sum()) / 16, 1 / 16]
@@ -290,7 +340,8 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
 
 
 @pytest.mark.parametrize(
-    ("fraction", "count", "listed"), [(0.07, 100, 7), (0.14, 50, 7), (0.29, 100, 29), (0.011, 1000, 11), (0.07, 99, 7)]
+    ("fraction", "count", "listed"),
+    [(0.07, 100, 7), (0.14, 50, 7), (0.29, 100, 29), (0.011, 1000, 11), (0.07, 99, 7)],
 )
 def test_the_review_list_has_the_share_that_is_written(fraction: float, count: int, listed: int) -> None:
     done = judge(samples(np.arange(1.0, count + 1)), config(review_fraction=fraction))

@@ -11,20 +11,35 @@ from sklearn.neighbors import NearestNeighbors
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality import references
+from psgrad.quality.detectors import opinions_of
 from psgrad.quality.judging import judge
-from psgrad.quality.opinions import opinions_of
-from psgrad.quality.references import measured_as, read_reference, reference_of, require_comparable, saved_reference
+from psgrad.quality.references import (
+    measured_as,
+    read_reference,
+    reference_of,
+    require_comparable,
+    saved_reference,
+)
 from tests.quality.frames import config, samples, trusted
 
 MANIFEST: dict[str, Any] = {
     "versions": {"psgrad": "1", "torch": "2"},
     "model": {"sha256": "abc", "trainable": 10},
-    "hashes": {"weights": "w" * 64, "modules": "m" * 64, "code": {"nets/model.py:build": {"model.py": "c" * 64, "helper": "d" * 64}}},
+    "hashes": {
+        "weights": "w" * 64,
+        "modules": "m" * 64,
+        "code": {"nets/model.py:build": {"model.py": "c" * 64, "helper": "d" * 64}},
+    },
     "config": {
         "model": {"factory": "nets/model.py:build", "kwargs": {}, "mode": "eval"},
         "loss": {"name": "cross_entropy"},
         "engine": {"dtype": "float32"},
-        "analyze": {"measures": [{"name": "el2n", "options": {}}], "checkpoints": None, "seed": 0, "outliers": {}},
+        "analyze": {
+            "measures": [{"name": "el2n", "options": {}}],
+            "checkpoints": None,
+            "seed": 0,
+            "outliers": {},
+        },
     },
 }
 
@@ -39,7 +54,9 @@ def with_outliers(**outliers: Any) -> dict[str, Any]:
 def test_a_saved_reference_judges_as_the_run_itself(by: str | None) -> None:
     random = np.random.default_rng(0)
     known = samples(
-        np.append(random.lognormal(size=300), np.nan), target=np.arange(301) % 3, fingerprint=[f"k{row:031x}" for row in range(301)]
+        np.append(random.lognormal(size=300), np.nan),
+        target=np.arange(301) % 3,
+        fingerprint=[f"k{row:031x}" for row in range(301)],
     )
     asked = samples(random.lognormal(size=40), target=np.arange(40) % 3)
     saved = json.loads(json.dumps(saved_reference(known, with_outliers(group_by=by))))
@@ -60,7 +77,9 @@ def test_of_many_rows_a_random_choice_is_saved(monkeypatch: pytest.MonkeyPatch) 
     kept = saved["groups"]["all"]
     assert len(kept["scores"]) == 100
     assert set(kept["fingerprints"]) == {each[:16] for each in sorted(prints)[:100]}
-    assert [prints[int(score)][:16] for score in kept["scores"]] == kept["fingerprints"], "scores and fingerprints stay in step"
+    assert [prints[int(score)][:16] for score in kept["scores"]] == kept["fingerprints"], (
+        "scores and fingerprints stay in step"
+    )
     assert 300 < np.mean(kept["scores"]) < 700
 
 
@@ -73,11 +92,23 @@ def test_fingerprints_that_are_cut_are_still_found() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": {"sha256": "xyz", "trainable": 10}, "hashes": {}}, "checkpoint: 'xyz' in the reference, 'abc' here"),
+        (
+            {"model": {"sha256": "xyz", "trainable": 10}, "hashes": {}},
+            "checkpoint: 'xyz' in the reference, 'abc' here",
+        ),
         ({"model": {"sha256": "abc", "trainable": 9}}, "trainable: 9 in the reference, 10 here"),
-        ({"config": MANIFEST["config"] | {"loss": {"name": "mse"}}}, "loss: {'name': 'mse'} in the reference"),
-        ({"config": MANIFEST["config"] | {"engine": {"dtype": "bfloat16"}}}, "dtype: 'bfloat16' in the reference"),
-        ({"config": MANIFEST["config"] | {"model": {**MANIFEST["config"]["model"], "mode": "train"}}}, "mode: 'train' in the reference"),
+        (
+            {"config": MANIFEST["config"] | {"loss": {"name": "mse"}}},
+            "loss: {'name': 'mse'} in the reference",
+        ),
+        (
+            {"config": MANIFEST["config"] | {"engine": {"dtype": "bfloat16"}}},
+            "dtype: 'bfloat16' in the reference",
+        ),
+        (
+            {"config": MANIFEST["config"] | {"model": {**MANIFEST["config"]["model"], "mode": "train"}}},
+            "mode: 'train' in the reference",
+        ),
     ],
 )
 def test_scores_of_another_model_or_loss_are_not_compared(change: dict[str, Any], words: str) -> None:
@@ -91,7 +122,9 @@ def test_other_measures_matter_only_to_their_own_scores() -> None:
     other = json.loads(json.dumps(MANIFEST))
     other["config"]["analyze"]["measures"] = []
     other["config"]["model"]["factory"] = "../elsewhere/nets/model.py:build"
-    other["hashes"]["code"] = {"../elsewhere/nets/model.py:build": MANIFEST["hashes"]["code"]["nets/model.py:build"]}
+    other["hashes"]["code"] = {
+        "../elsewhere/nets/model.py:build": MANIFEST["hashes"]["code"]["nets/model.py:build"]
+    }
     assert require_comparable(measured_as(MANIFEST), measured_as(other), "grad_norm", "b.json") == ()
     with pytest.raises(ConfigError, match="measures"):
         require_comparable(measured_as(MANIFEST), measured_as(other), "el2n", "b.json")
@@ -116,7 +149,10 @@ def test_reference_weights_decide_and_checkpoint_saved_again_is_the_same() -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"code": {"nets/model.py:build": {"model.py": "c" * 64, "helper": "e" * 64}}}, "other code: helper of the model"),
+        (
+            {"code": {"nets/model.py:build": {"model.py": "c" * 64, "helper": "e" * 64}}},
+            "other code: helper of the model",
+        ),
         ({"modules": "n" * 64}, "other code: classes or attributes of the model's modules"),
     ],
 )
@@ -192,9 +228,15 @@ def test_detectors_inform_and_the_score_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "kind", "words"), [(None, "data", "none are measured"), (np.ones((2, 2)), "baseline", "keeps scores only")]
+    ("rows", "kind", "words"),
+    [(None, "data", "none are measured"), (np.ones((2, 2)), "baseline", "keeps scores only")],
 )
 def test_detectors_without_rows_are_refused(rows: Any, kind: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        judge(samples([1.0, 2.0]), config(detectors=[{"name": "isolation_forest"}]), trusted([1.0], kind=kind), rows)
+        judge(
+            samples([1.0, 2.0]),
+            config(detectors=[{"name": "isolation_forest"}]),
+            trusted([1.0], kind=kind),
+            rows,
+        )
     assert words in str(caught.value)

@@ -1,4 +1,6 @@
-"""The promise of the gate, simulated: of those that are flagged, at most the share that was asked for is sound, on average."""
+"""The promise of the gate, simulated: of those that are flagged, at most the share that was asked for is
+sound, on average.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,18 @@ def test_the_false_discovery_rate_stays_below_q(kind: str, tests: int, known: in
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_of_sound_samples_alone_any_is_flagged_at_most_as_often_as_q(kind: str) -> None:
-    """2,000 simulations: their mean is then within 0.02, three standard errors, of the rate, which may be just q."""
+    """2,000 simulations: their mean is then within 0.02, three standard errors, of the rate, which may be
+    just q.
+    """
     random, draw = np.random.default_rng(5), DRAWS[kind]
     anyone = [(q_values(p_values(draw(random, 50), draw(random, 499))) <= 0.1).any() for _ in range(2000)]
     assert np.mean(anyone) <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
 
 
 def test_the_whole_verdict_keeps_its_rate_within_groups_of_unlike_sizes() -> None:
-    """Classes whose norms differ tenfold, one of them rare; rows that are not finite; samples that are in the reference."""
+    """Classes whose norms differ tenfold, one of them rare; rows that are not finite; samples that are in the
+    reference.
+    """
     random, shares, whole, hits = np.random.default_rng(1), [], [], []
     chances = [0.5, 0.3, 0.17, 0.03]
 
@@ -85,8 +91,14 @@ def test_p_values_are_valid_within_each_group() -> None:
         known = random.choice(3, size=150)
         labels = np.arange(3).astype(str).astype(object)
         scores = 10.0 ** np.arange(3) * random.exponential(size=3)
-        found.append(grouped_p_values(scores, labels, 10.0**known * random.exponential(size=150), known.astype(str).astype(object)))
+        found.append(
+            grouped_p_values(
+                scores, labels, 10.0**known * random.exponential(size=150), known.astype(str).astype(object)
+            )
+        )
     for t in (0.05, 0.1, 0.5):
         share = pd.DataFrame(found).le(t).mean()
         assert (share <= t + 3 * np.sqrt(t * (1 - t) / SIMULATIONS)).all()
-        assert (share >= t - 0.03 - 3 * np.sqrt(t * (1 - t) / SIMULATIONS)).all(), "and not needlessly careful"
+        assert (share >= t - 0.03 - 3 * np.sqrt(t * (1 - t) / SIMULATIONS)).all(), (
+            "and not needlessly careful"
+        )

@@ -24,7 +24,9 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def run(first: int, programs: int, processes: int, seconds: float | None = None) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
+def run(
+    first: int, programs: int, processes: int, seconds: float | None = None
+) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
     """(how many came to what, the failures) of the programs of seeds `first`, `first + 1`, ..."""
     counts: Counter[str] = Counter()
     failures: list[tuple[int, Outcome]] = []
@@ -43,7 +45,9 @@ def run(first: int, programs: int, processes: int, seconds: float | None = None)
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.random_programs", description=__doc__)
     parser.add_argument("--programs", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=0, help="programs have the seeds SEED * 1,000,000, and on")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="programs have the seeds SEED * 1,000,000, and on"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--show", type=int, default=10, help="how many failures are made small and printed")
     parser.add_argument("--one", type=int, help="the program of this very seed, alone")
@@ -59,7 +63,9 @@ def main() -> int:
     start = time.monotonic()
     counts, failures = run(options.seed * 1_000_000, options.programs, options.processes)
     seconds = time.monotonic() - start
-    print(f"{sum(counts.values())} programs in {seconds:.0f} s, {sum(counts.values()) / seconds:.1f} a second")
+    print(
+        f"{sum(counts.values())} programs in {seconds:.0f} s, {sum(counts.values()) / seconds:.1f} a second"
+    )
     for label, count in counts.most_common():
         print(f"{count:7} {label}")
     for seed, outcome in sorted(failures, key=lambda failure: failure[0])[: options.show]:

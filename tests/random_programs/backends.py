@@ -17,15 +17,21 @@ Function = Callable[..., Any]
 
 
 class Backend(Protocol):
-    """grad and vjp: with respect to the arguments `places`, as a tuple. Functions return tensors, or tuples of them."""
+    """grad and vjp: with respect to the arguments `places`, as a tuple. Functions return tensors, or tuples
+    of them.
+    """
 
     def vmap(self, f: Function, dims: Sequence[int | None]) -> Function: ...
 
     def grad(self, f: Function, places: Sequence[int]) -> Function: ...
 
-    def vjp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function) -> tuple[Tensor, ...]: ...
+    def vjp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function
+    ) -> tuple[Tensor, ...]: ...
 
-    def jvp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any: ...
+    def jvp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Any: ...
 
     def jacrev(self, f: Function, places: Sequence[int]) -> Function: ...
 
@@ -51,11 +57,15 @@ class Ours:
     def grad(self, f: Function, places: Sequence[int]) -> Function:
         return transforms.grad(f, tuple(places))
 
-    def vjp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function) -> tuple[Tensor, ...]:
+    def vjp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function
+    ) -> tuple[Tensor, ...]:
         out, pull = transforms.vjp(within(f, places, args), *[args[i] for i in places])
         return pull(tree_map(cotangents, out))
 
-    def jvp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+    def jvp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Any:
         return transforms.jvp(within(f, places, args), tuple(args[i] for i in places), tuple(tangents))[1]
 
     def jacrev(self, f: Function, places: Sequence[int]) -> Function:
@@ -69,14 +79,21 @@ class Ours:
 
 
 class Loops:
-    """torch.autograd, sample by sample. As the oracle is to know what a write leaves behind, autograd keeps copies of what it needs."""
+    """torch.autograd, sample by sample. As the oracle is to know what a write leaves behind, autograd keeps
+    copies of what it needs.
+    """
 
     def vmap(self, f: Function, dims: Sequence[int | None]) -> Function:
         def mapped(*args: Tensor) -> Any:
             count = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-            rows = [f(*[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)]) for i in range(count)]
+            rows = [
+                f(*[x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)])
+                for i in range(count)
+            ]
             leaves = [tree_flatten(row)[0] for row in rows]
-            return tree_unflatten([torch.stack(column) for column in zip(*leaves, strict=True)], tree_flatten(rows[0])[1])
+            return tree_unflatten(
+                [torch.stack(column) for column in zip(*leaves, strict=True)], tree_flatten(rows[0])[1]
+            )
 
         return mapped
 
@@ -88,12 +105,16 @@ class Loops:
 
         return gradients
 
-    def vjp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function) -> tuple[Tensor, ...]:
+    def vjp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function
+    ) -> tuple[Tensor, ...]:
         given = [followed(args[i]) for i in places]
         outs = tree_flatten(within(f, places, args)(*given))[0]
         return pulled(outs, given, [cotangents(out) for out in outs])
 
-    def jvp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+    def jvp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Any:
         given = [followed(args[i]) for i in places]
         outs, structure = tree_flatten(within(f, places, args)(*given))
         pushed = []
@@ -114,18 +135,24 @@ class Loops:
     jacfwd = jacrev
 
     def _rows(self, outs: Sequence[Tensor], place: int, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Cotangents of zero go into the other outputs, and may meet infinities, as they do in torch.func.jacrev."""
+        """Cotangents of zero go into the other outputs, and may meet infinities, as they do in
+        torch.func.jacrev.
+        """
         out, seeds = outs[place], [torch.zeros_like(x) for x in outs]
         units = torch.eye(out.numel(), dtype=out.dtype).reshape(-1, *out.shape)
         rows = [pulled(outs, given, [*seeds[:place], unit, *seeds[place + 1 :]]) for unit in units]
-        return tuple(torch.stack(column).reshape(*out.shape, *x.shape) for column, x in zip(zip(*rows, strict=True), given, strict=True))
+        return tuple(
+            torch.stack(column).reshape(*out.shape, *x.shape)
+            for column, x in zip(zip(*rows, strict=True), given, strict=True)
+        )
 
     def attached(self) -> AbstractContextManager[None]:
         return torch.enable_grad()
 
 
 class LoopsByOutput(Loops):
-    """The same, but with each output of a Jacobian pulled back alone: no cotangent of zero meets another's infinities.
+    """The same, but with each output of a Jacobian pulled back alone: no cotangent of zero meets another's
+    infinities.
 
     It is for Jacobians by tangents, which know no cotangents.
     """
@@ -143,14 +170,25 @@ class TangentLoops(Loops):
     """The same, but with a JVP for each column of a Jacobian, where the loop else takes its rows."""
 
     def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
-        """Tangents of zero go into the other arguments, and may meet infinities, as they do in torch.func.jacfwd."""
+        """Tangents of zero go into the other arguments, and may meet infinities, as they do in
+        torch.func.jacfwd.
+        """
 
         def jacobian(*args: Tensor) -> Any:
             columns, zeros = [], [torch.zeros_like(args[place]) for place in places]
             for number, place in enumerate(places):
-                units = torch.eye(args[place].numel(), dtype=args[place].dtype).reshape(-1, *args[place].shape)
-                pushed = [self.jvp(f, places, args, [*zeros[:number], unit, *zeros[number + 1 :]]) for unit in units]
-                columns.append([torch.stack(some, -1).reshape(*some[0].shape, *args[place].shape) for some in zip(*pushed, strict=True)])
+                units = torch.eye(args[place].numel(), dtype=args[place].dtype).reshape(
+                    -1, *args[place].shape
+                )
+                pushed = [
+                    self.jvp(f, places, args, [*zeros[:number], unit, *zeros[number + 1 :]]) for unit in units
+                ]
+                columns.append(
+                    [
+                        torch.stack(some, -1).reshape(*some[0].shape, *args[place].shape)
+                        for some in zip(*pushed, strict=True)
+                    ]
+                )
             return tuple(zip(*columns, strict=True))
 
         return jacobian
@@ -159,9 +197,14 @@ class TangentLoops(Loops):
 class ForwardLoops(TangentLoops):
     """The same, with PyTorch's forward mode for JVPs, which the loop else takes from two passes back."""
 
-    def jvp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+    def jvp(
+        self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Any:
         with forward_ad.dual_level():
-            duals = [forward_ad.make_dual(args[i].clone(), t.clone()) for i, t in zip(places, tangents, strict=True)]
+            duals = [
+                forward_ad.make_dual(args[i].clone(), t.clone())
+                for i, t in zip(places, tangents, strict=True)
+            ]
             out = within(f, places, args)(*duals)
             return tree_map(lambda x: _tangent(forward_ad.unpack_dual(x).tangent, x), out)
 
@@ -181,7 +224,11 @@ def pulled(outs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Ten
     if not pairs:
         return tuple(torch.zeros_like(x) for x in inputs)
     found = torch.autograd.grad(
-        [out for out, _ in pairs], list(inputs), [seed for _, seed in pairs], create_graph=True, materialize_grads=True
+        [out for out, _ in pairs],
+        list(inputs),
+        [seed for _, seed in pairs],
+        create_graph=True,
+        materialize_grads=True,
     )
     return tuple(found)
 

@@ -1,7 +1,8 @@
 """Runs a program both ways, and says what came of it.
 
-How far a number may be from the loop's is measured, not assumed: the loop runs again with every value that a statement makes, and every
-cotangent that passes it, moved by one unit in the last place at random. A number may be as far off as a small multiple of what that does.
+How far a number may be from the loop's is measured, not assumed: the loop runs again with every value that a
+statement makes, and every cotangent that passes it, moved by one unit in the last place at random. A number
+may be as far off as a small multiple of what that does.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ _LIMITS_OF_AUTOGRAD = re.compile(
     r"modified by an inplace operation|its base or another view of its base has been modified"
     r"|is a view and is being modified inplace|is being modified inplace with grad mode enabled"
     r"|derivative for .* is not implemented|not implemented for"
-    r"|does not support|backward is unsupported|backward\(\) of|trying to backward|not differentiable|doesn't support"
+    r"|does not support|backward is unsupported|backward\(\) of|trying to backward|not differentiable|doesn't"
+    r" support"
     r"|leaf variable|leaf Variable"
     r"|the derivative .* is not implemented|must be contiguous|single memory location"
 )
@@ -124,7 +126,9 @@ def run_loop(
     loops: Loops = LOOPS,
     written_out: bool | None = None,
 ) -> list[Tensor]:
-    """The loop's results. moved: a seed by which values are moved. strictly: as PyTorch's autograd runs it without our help."""
+    """The loop's results. moved: a seed by which values are moved. strictly: as PyTorch's autograd runs it
+    without our help.
+    """
     values = program.values(dtype)
     ways: dict[str, Any] = {"plain": not strictly, "written_out": written_out}
     if moved is not None:
@@ -146,12 +150,16 @@ def _flat(tree: Any) -> list[Tensor]:
 def _of_error(program: Program, error: BaseException, plain_error: BaseException | None) -> Outcome:
     words = first_line(error)
     said = isinstance(error, _SAID) and not _is_internal(error)
-    by_name = isinstance(error, PsgradError) or "single memory location" in str(error)  # PyTorch says what to do as well as we could
+    by_name = isinstance(error, PsgradError) or "single memory location" in str(
+        error
+    )  # PyTorch says what to do as well as we could
     if by_name and plain_error is None:
         return Outcome(REFUSED if allowed(words) else UNLISTED, words)
     if plain_error is None and _LIMITS_OF_AUTOGRAD.search(str(error)):
         strict, plain_error = attempted(lambda: run_loop(program, strictly=True))
-        if plain_error is None and _differences(program, strict, *_with_no_tolerance(attempted(lambda: run_loop(program))[0])):
+        if plain_error is None and _differences(
+            program, strict, *_with_no_tolerance(attempted(lambda: run_loop(program))[0])
+        ):
             return Outcome(NOT_NOTICED, words)
     if plain_error is not None and said:
         return Outcome(BOTH_RAISED, words)
@@ -175,14 +183,24 @@ def _is_internal(error: BaseException) -> bool:
 def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outcome:
     if not _differences(program, ours, *_with_no_tolerance(plain)):
         return Outcome(EQUAL)
-    off = [far + wide for far, wide in zip(_measured(program, plain), _by_wider_numbers(program, plain), strict=True)]
+    off = [
+        far + wide
+        for far, wide in zip(_measured(program, plain), _by_wider_numbers(program, plain), strict=True)
+    ]
     found = _differences(program, ours, plain, off)
     if not found or _agrees_with_forward_mode(program, ours, plain, off):
         return Outcome(EQUAL)
-    if program.mode not in FIRST_ORDER or (program.extreme and "jacrev" in program.mode):  # whose rows hold cotangents of zero
+    if program.mode not in FIRST_ORDER or (
+        program.extreme and "jacrev" in program.mode
+    ):  # whose rows hold cotangents of zero
         unsaid = [far.masked_fill(y.isnan(), math.nan) for y, far in zip(plain, off, strict=True)]
-        if program.extreme and ("jvp" in program.mode or "jacfwd" in program.mode):  # the loop's two passes back meet zeros times infinity
-            unsaid = [far.masked_fill(~(x.isfinite() & y.isfinite()), math.nan) for x, y, far in zip(ours, plain, unsaid, strict=True)]
+        if program.extreme and (
+            "jvp" in program.mode or "jacfwd" in program.mode
+        ):  # the loop's two passes back meet zeros times infinity
+            unsaid = [
+                far.masked_fill(~(x.isfinite() & y.isfinite()), math.nan)
+                for x, y, far in zip(ours, plain, unsaid, strict=True)
+            ]
         if not _differences(program, ours, plain, unsaid):
             return Outcome(NO_NUMBER)
     if program.extreme and _agrees_the_other_way(program, ours, off):
@@ -190,7 +208,10 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
     if _is_moderate(program) and _shrinks_with_the_unit(program, ours, plain):
         return Outcome(ROUNDED, found)
     if program.extreme and not _differences(
-        program, ours, plain, [far + inside for far, inside in zip(off, _by_operators(program, plain), strict=True)]
+        program,
+        ours,
+        plain,
+        [far + inside for far, inside in zip(off, _by_operators(program, plain), strict=True)],
     ):
         return Outcome(ROUNDED, found)
     if program.extreme and program.dtype != torch.float64 and _differs_by_range_alone(program, ours, plain):
@@ -198,8 +219,12 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
     return Outcome(WRONG, found)
 
 
-def _agrees_with_forward_mode(program: Program, ours: list[Tensor], plain: list[Tensor], off: list[Tensor]) -> bool:
-    """Whether another way to a JVP says what we do: PyTorch's double backward passes have gaps, and its forward mode has others."""
+def _agrees_with_forward_mode(
+    program: Program, ours: list[Tensor], plain: list[Tensor], off: list[Tensor]
+) -> bool:
+    """Whether another way to a JVP says what we do: PyTorch's double backward passes have gaps, and its
+    forward mode has others.
+    """
     if "jvp" not in program.mode and "jacfwd" not in program.mode:
         return False
     for loops in (ForwardLoops(), TangentLoops()):
@@ -210,14 +235,17 @@ def _agrees_with_forward_mode(program: Program, ours: list[Tensor], plain: list[
     if error is not None or len(alone) != len(ours):
         return False
     # A number that is finite where no zero of another output meets a NaN is that number.
-    known = [torch.where(x.isfinite() & y.isnan(), one, y) for x, y, one in zip(ours, plain, alone, strict=True)]
+    known = [
+        torch.where(x.isfinite() & y.isnan(), one, y) for x, y, one in zip(ours, plain, alone, strict=True)
+    ]
     return not _differences(program, ours, known, off)
 
 
 def _agrees_the_other_way(program: Program, ours: list[Tensor], off: list[Tensor]) -> bool:
     """Whether normalisations say what we do as kernels, if the oracle has them written out, and the reverse.
 
-    The kernels add the mean times the scale, which is NaN where the scale is infinite, and so do some of our ways, but not all.
+    The kernels add the mean times the scale, which is NaN where the scale is infinite, and so do some of our
+    ways, but not all.
     """
     if not any("_norm(" in s.text for s in program.statements):
         return False
@@ -240,7 +268,10 @@ def _by_operators(program: Program, plain: list[Tensor]) -> list[Tensor]:
     """The same where each operator rounds, also those inside a statement and on the way back."""
 
     def run(seed: int | None) -> list[Tensor]:
-        with EveryOperatorRounds(seed), sdpa_kernel(SDPBackend.MATH):  # attention rounds inside its kernels, too
+        with (
+            EveryOperatorRounds(seed),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # attention rounds inside its kernels, too
             return run_loop(program)
 
     unmoved, error = attempted(lambda: run(None))
@@ -260,7 +291,9 @@ def _led_to(plain: list[Tensor], run: Callable[[int], list[Tensor]]) -> list[Ten
 
 
 def _by_wider_numbers(program: Program, plain: list[Tensor]) -> list[Tensor]:
-    """The loop's own error, as float64 tells it, times four: kernels of one sample and of many round in different places."""
+    """The loop's own error, as float64 tells it, times four: kernels of one sample and of many round in
+    different places.
+    """
     zeros = [torch.zeros_like(x, dtype=torch.float64) for x in plain]
     if program.dtype == torch.float64:
         return zeros
@@ -276,7 +309,10 @@ def _differences(program: Program, ours: list[Tensor], plain: list[Tensor], off:
         pairs = list(zip(plain, off, strict=True))
     else:
         names = [program.arguments[i].name for i in program.places(lambda a: a.differentiated)]
-        own = [far + UNITS * program.unit * x.double().abs().nan_to_num(0, 0, 0) for x, far in zip(plain, off, strict=True)]
+        own = [
+            far + UNITS * program.unit * x.double().abs().nan_to_num(0, 0, 0)
+            for x, far in zip(plain, off, strict=True)
+        ]
         pairs = [*zip(plain, off, strict=True), *queries.expected(plain, own, names)]
     if len(pairs) != len(ours):
         return f"{len(ours)} results in place of {len(pairs)}"
@@ -291,7 +327,10 @@ def _differences(program: Program, ours: list[Tensor], plain: list[Tensor], off:
         wrong = _is_wrong(program, x, y, far, as_gradients=checks_kind)
         if wrong.any():
             place = tuple(wrong.nonzero()[0].tolist())
-            return f"result {number} at {place}: {x[place].item()!r} in place of {y[place].item()!r}, may be {far[place].item():.3g} off"
+            return (
+                f"result {number} at {place}: {x[place].item()!r} in place of {y[place].item()!r}, may be"
+                f" {far[place].item():.3g} off"
+            )
     return ""
 
 
@@ -306,24 +345,36 @@ def _is_wrong(program: Program, x: Tensor, y: Tensor, far: Tensor, *, as_gradien
 
 
 def _is_moderate(program: Program) -> bool:
-    """Whether no finite number that goes in is so large or small that an absolute tolerance would mean nothing."""
+    """Whether no finite number that goes in is so large or small that an absolute tolerance would mean
+    nothing.
+    """
     sizes = torch.cat([x.double().abs().flatten() for x in program.values() if x.is_floating_point()])
     sizes = sizes[sizes.isfinite() & (sizes > 0)]
     return not program.extreme or bool(((sizes > 1e-5) & (sizes < 1e5)).all())
 
 
 def _shrinks_with_the_unit(program: Program, ours: list[Tensor], plain: list[Tensor]) -> bool:
-    """Whether the difference is rounding: of the size of a unit in the last place of the largest number, in float64 too."""
-    sizes = [float(x.abs().nan_to_num(0, 0, 0).max()) for x in (*plain, *program.values()) if x.is_floating_point() and x.numel()]
+    """Whether the difference is rounding: of the size of a unit in the last place of the largest number, in
+    float64 too.
+    """
+    sizes = [
+        float(x.abs().nan_to_num(0, 0, 0).max())
+        for x in (*plain, *program.values())
+        if x.is_floating_point() and x.numel()
+    ]
     size = max(1.0, *sizes)
-    off = [torch.full_like(x, 1e3 * torch.finfo(program.dtype).eps * size, dtype=torch.float64) for x in plain]
+    off = [
+        torch.full_like(x, 1e3 * torch.finfo(program.dtype).eps * size, dtype=torch.float64) for x in plain
+    ]
     if _differences(program, ours, plain, off):
         return False
     wide, error = attempted(lambda: run_ours(program, torch.float64))
     loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
     if error is not None or loop_error is not None:
         return False
-    return not _differences(program, wide, loop, [torch.full_like(x, 1e3 * torch.finfo(torch.float64).eps * size) for x in loop])
+    return not _differences(
+        program, wide, loop, [torch.full_like(x, 1e3 * torch.finfo(torch.float64).eps * size) for x in loop]
+    )
 
 
 def _same_kind(x: Tensor, y: Tensor) -> Tensor:
@@ -337,4 +388,6 @@ def _differs_by_range_alone(program: Program, ours: list[Tensor], plain: list[Te
     loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
     if error is not None or loop_error is not None:
         return False
-    return not _differences(program, wide, loop, [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop])
+    return not _differences(
+        program, wide, loop, [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop]
+    )

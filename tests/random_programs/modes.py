@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Case:
     """A program's function and arguments.
 
-    f: returns a tuple of tensors. args: the sample axis at `dims[i]`. wanted: places of the arguments that are differentiated.
+    f: returns a tuple of tensors. args: the sample axis at `dims[i]`. wanted: places of the arguments that
+    are differentiated.
     """
 
     f: Callable[..., Any]
@@ -120,7 +121,9 @@ MODES: dict[str, Callable[[Any, Case], Any]] = {
     "vmap(jacfwd)": lambda t, c: t.vmap(t.jacfwd(c.floats, c.wanted), c.dims)(*c.args),
     "vmap(vmap)": _twice,
     "vmap(grad(grad))": lambda t, c: t.vmap(_second(t, c), c.dims)(*c.args),
-    "vmap(grad(jvp))": lambda t, c: t.vmap(t.grad(lambda *args: total(_jvp(t, c)(*args)), c.wanted), c.dims)(*c.args),
+    "vmap(grad(jvp))": lambda t, c: t.vmap(t.grad(lambda *args: total(_jvp(t, c)(*args)), c.wanted), c.dims)(
+        *c.args
+    ),
     "autograd of vmap": _outside(lambda t, c: t.vmap(c.f, c.dims)(*c.args)),
     "autograd of vmap(vmap)": _outside(_twice),
     "autograd of vmap(grad)": _outside(_weighted_vmap),

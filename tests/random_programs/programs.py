@@ -36,9 +36,8 @@ FIRST_ORDER = {
 class Argument:
     """An argument of a program: how its values are made, and what the transforms do with it.
 
-    shape: of one sample.
-    make: an expression for a tensor of the shape `{shape}`, which has the sample axis in front where `batched`.
-    edits: statements that change single values, with `{name}` for the argument.
+    shape: of one sample. make: an expression for a tensor of the shape `{shape}`, which has the sample axis
+    in front where `batched`. edits: statements that change single values, with `{name}` for the argument.
     dim: where the sample axis is put for `vmap`.
     """
 
@@ -80,7 +79,9 @@ class Program:
     seed: int = 0
 
     def values(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The arguments, the sample axis in front of those that are batched. Floating ones are rounded to the program's dtype."""
+        """The arguments, the sample axis in front of those that are batched. Floating ones are rounded to the
+        program's dtype.
+        """
         found = [self.value(argument) for argument in self.arguments]
         return [x.to(dtype) if dtype is not None and x.is_floating_point() else x for x in found]
 
@@ -104,21 +105,30 @@ class Program:
         written_out: bool | None = None,
         inside: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Callable[..., Any]:
-        """The program as a function of its arguments. plain: as the oracle runs it. after: called when a statement has run.
+        """The program as a function of its arguments. plain: as the oracle runs it. after: called when a
+        statement has run.
 
-        again: what a statement sees of a value that it names a second time. written_out: whether the functions of WrittenOut are
-        programs of elementwise operators; by default where the oracle takes second derivatives. inside: what these see of their values.
+        again: what a statement sees of a value that it names a second time. written_out: whether the
+        functions of WrittenOut are programs of elementwise operators; by default where the oracle takes
+        second derivatives. inside: what these see of their values.
         """
         written_out = plain and self.mode not in FIRST_ORDER if written_out is None else written_out
         texts = [s.plain if plain and s.plain is not None else s.text for s in self.statements]
-        lines = [(compiled(text if again is None else self._again(text)), s) for text, s in zip(texts, self.statements, strict=True)]
+        lines = [
+            (compiled(text if again is None else self._again(text)), s)
+            for text, s in zip(texts, self.statements, strict=True)
+        ]
 
         def f(*args: Tensor) -> tuple[Tensor, ...]:
             functional: Any = WrittenOut(inside) if written_out else Conventions() if plain else F
             if functional is not F and "jvp" not in self.mode and "jacfwd" not in self.mode:
-                functional.embedding = F.embedding  # its double backward pass is no tangent here, but a second derivative
+                functional.embedding = (
+                    F.embedding
+                )  # its double backward pass is no tangent here, but a second derivative
             modules = {"torch": WrittenOutTorch() if written_out else torch, "F": functional}
-            names: dict[str, Any] = {**modules, "again": again} | {a.name: x for a, x in zip(self.arguments, args, strict=True)}
+            names: dict[str, Any] = {**modules, "again": again} | {
+                a.name: x for a, x in zip(self.arguments, args, strict=True)
+            }
             for code, statement in lines:
                 exec(code, names)
                 if after is not None:
@@ -160,12 +170,21 @@ class Program:
         for a in self.arguments:
             made = a.make.format(shape=self.full_shape(a))
             made = f"({made}).to({self.dtype})" if a.floating else made
-            notes = [f"in_dims {a.dim}, moved there from 0" if a.batched and a.dim else "in_dims 0" if a.batched else "in_dims None"]
+            notes = [
+                f"in_dims {a.dim}, moved there from 0"
+                if a.batched and a.dim
+                else "in_dims 0"
+                if a.batched
+                else "in_dims None"
+            ]
             notes += ["differentiated"] if a.differentiated else []
             yield f"torch.manual_seed({a.seed}); {a.name} = {made}  # {', '.join(notes)}"
             yield from (edit.format(name=a.name) for edit in a.edits)
         yield f"def f({', '.join(a.name for a in self.arguments)}):"
-        yield from (f"    {s.text}" + (f"  # the loop: {s.plain}" if s.plain is not None else "") for s in self.statements)
+        yield from (
+            f"    {s.text}" + (f"  # the loop: {s.plain}" if s.plain is not None else "")
+            for s in self.statements
+        )
         yield f"    return {', '.join(self.outputs)},"
 
 

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from psgrad.engine.gradients import Rademacher, per_sample_gradients, per_sample_square_norms, per_sample_weighted_sum
-from psgrad.engine.gradients.placed import DeferredGradient
+from psgrad.engine.gradients import (
+    Rademacher,
+    per_sample_gradients,
+    per_sample_square_norms,
+    per_sample_weighted_sum,
+)
+from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.terms import Dense
 from tests.random_programs.backends import ramp
 from tests.random_programs.modes import Case
@@ -45,8 +50,12 @@ def ours(program: Program, case: Case) -> list[Tensor]:
     return [*grads.materialise().values(), *found]
 
 
-def expected(gradients: Sequence[Tensor], tolerances: Sequence[Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-    """(numbers, how far from them they may be) of each query, for gradients [n, *shape] and how far from these they may be."""
+def expected(
+    gradients: Sequence[Tensor], tolerances: Sequence[Tensor], names: Sequence[str]
+) -> list[tuple[Tensor, Tensor]]:
+    """(numbers, how far from them they may be) of each query, for gradients [n, *shape] and how far from
+    these they may be.
+    """
     flat = [g.reshape(len(g), -1).double() for g in gradients]
     off = [t.reshape(len(t), -1).double() for t in tolerances]
     all_g, all_off = torch.cat(flat, 1), torch.cat(off, 1)
@@ -55,10 +64,14 @@ def expected(gradients: Sequence[Tensor], tolerances: Sequence[Tensor], names: S
     whole = _products(all_g, all_g, all_off, all_off)
     norms = [(number.diagonal(), far.diagonal()) for number, far in (*found, whole)]
     sums = [
-        ((weights @ g).reshape(x.shape[1:]), (weights.abs() @ o).reshape(x.shape[1:])) for g, o, x in zip(flat, off, gradients, strict=True)
+        ((weights @ g).reshape(x.shape[1:]), (weights.abs() @ o).reshape(x.shape[1:]))
+        for g, o, x in zip(flat, off, gradients, strict=True)
     ]
     ramps = [ramp(g[0]).flatten().double() for g in gradients]
-    dots = sum(g @ r for g, r in zip(flat, ramps, strict=True)), sum(o @ r for o, r in zip(off, ramps, strict=True))
+    dots = (
+        sum(g @ r for g, r in zip(flat, ramps, strict=True)),
+        sum(o @ r for o, r in zip(off, ramps, strict=True)),
+    )
     moments = [
         (g.square().mean(0).reshape(x.shape[1:]), (2 * g.abs() * o + o * o).mean(0).reshape(x.shape[1:]))
         for g, o, x in zip(flat, off, gradients, strict=True)
@@ -73,5 +86,8 @@ def _products(a: Tensor, b: Tensor, a_off: Tensor, b_off: Tensor) -> tuple[Tenso
 
 def _projected(gradients: Sequence[Tensor], names: Sequence[str]) -> Tensor:
     """The projection of gradients that are there, in full."""
-    dense = {name: DeferredGradient.of(Dense(g.double()), g.shape[1:]) for name, g in zip(names, gradients, strict=True)}
+    dense = {
+        name: DeferredGradient.of(Dense(g.double()), g.shape[1:])
+        for name, g in zip(names, gradients, strict=True)
+    }
     return PROJECTION.apply(dense, len(gradients[0]), gradients[0].device)

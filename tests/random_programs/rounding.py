@@ -1,4 +1,6 @@
-"""Moves values by one unit in the last place at random: what the loop makes of that says how far rounding may lead."""
+"""Moves values by one unit in the last place at random: what the loop makes of that says how far rounding may
+lead.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Nudge:
         return _Moved.apply(x, torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype))
 
     def again(self, x: Any) -> Any:
-        """The same value, whose cotangent is moved: those of a value's several uses are rounded, each by itself, before they cancel."""
+        """The same value, whose cotangent is moved: those of a value's several uses are rounded, each by
+        itself, before they cancel.
+        """
         return _Passed.apply(x, self) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def after(self, names: dict[str, Any], statement: Statement) -> None:
@@ -34,11 +38,15 @@ class Nudge:
             return
         if statement.writes:
             x.copy_(self(x.clone()))
-        elif not x._is_view() and all(x is not other for name, other in names.items() if name != statement.target):
+        elif not x._is_view() and all(
+            x is not other for name, other in names.items() if name != statement.target
+        ):
             names[statement.target] = self(x) + self.of_deviation(names, statement, x)
 
     def of_deviation(self, names: dict[str, Any], statement: Statement, x: Tensor) -> Tensor | int:
-        """What is lost of a deviation of numbers: some units of the largest. Of equal numbers it is zero, or nearly, by the kernel."""
+        """What is lost of a deviation of numbers: some units of the largest. Of equal numbers it is zero, or
+        nearly, by the kernel.
+        """
         found = re.search(r"(\w+)\.(std|var)\(|torch\.(std|var)_mean\((\w+)", statement.text)
         values = names.get(found[1] or found[4]) if found else None
         if not isinstance(values, Tensor) or not values.numel():
@@ -48,7 +56,9 @@ class Nudge:
 
 
 class _Moved(torch.autograd.Function):
-    """x times 1 + unit * eps. A NaN gets an arbitrary sign: operators may give it either, and copysign reads it."""
+    """x times 1 + unit * eps. A NaN gets an arbitrary sign: operators may give it either, and copysign reads
+    it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: Tensor) -> Tensor:
@@ -72,18 +82,23 @@ class _Passed(torch.autograd.Function):
 
 
 # Operators whose results are rounded. What copies or chooses is exact: numbers that are equal stay so.
-_ARITHMETIC = """add sub rsub mul div addcmul addcdiv lerp pow square sqrt rsqrt reciprocal exp expm1 exp2 log log1p log2 sin cos tanh
-sigmoid erf sum mean var var_mean std prod cumsum cumprod logsumexp logcumsumexp norm linalg_vector_norm mm bmm addmm baddbmm addmv mv dot
-convolution linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _softmax _log_softmax _softmax_backward_data
-_log_softmax_backward_data sigmoid_backward tanh_backward native_layer_norm native_group_norm native_batch_norm"""
+_ARITHMETIC = """add sub rsub mul div addcmul addcdiv lerp pow square sqrt rsqrt reciprocal exp expm1 exp2 log
+log1p log2 sin cos tanh
+sigmoid erf sum mean var var_mean std prod cumsum cumprod logsumexp logcumsumexp norm linalg_vector_norm mm
+bmm addmm baddbmm addmv mv dot
+convolution linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _softmax _log_softmax
+_softmax_backward_data
+_log_softmax_backward_data sigmoid_backward tanh_backward native_layer_norm native_group_norm
+native_batch_norm"""
 _ROUNDED = frozenset(_ARITHMETIC.split())
 
 
 class EveryOperatorRounds(TorchDispatchMode):
-    """Inside it each operator's new result is moved, on the way forward and on the way back, also those that a statement does not name.
+    """Inside it each operator's new result is moved, on the way forward and on the way back, also those that
+    a statement does not name.
 
-    seed: None moves nothing. PyTorch takes other formulas for some derivatives where a mode is there, so that what moving does is seen
-    beside what is found inside a mode that moves nothing.
+    seed: None moves nothing. PyTorch takes other formulas for some derivatives where a mode is there, so that
+    what moving does is seen beside what is found inside a mode that moves nothing.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -95,4 +110,8 @@ class EveryOperatorRounds(TorchDispatchMode):
         nudge = self.nudge
         if nudge is None or op._schema.name.removeprefix("aten::") not in _ROUNDED:
             return out
-        return nudge(out) if isinstance(out, Tensor) else type(out)(nudge(x) if isinstance(x, Tensor) else x for x in out)
+        return (
+            nudge(out)
+            if isinstance(out, Tensor)
+            else type(out)(nudge(x) if isinstance(x, Tensor) else x for x in out)
+        )

@@ -1,4 +1,6 @@
-"""Makes a failing program small: drops statements, outputs, arguments' oddities and samples while it still fails alike."""
+"""Makes a failing program small: drops statements, outputs, arguments' oddities and samples while it still
+fails alike.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _runs(program: Program) -> bool:
     try:
         values = program.values()
         with quiet():
-            program.function(plain=True)(*[x[0] if a.batched else x for a, x in zip(program.arguments, values, strict=True)])
+            program.function(plain=True)(
+                *[x[0] if a.batched else x for a, x in zip(program.arguments, values, strict=True)]
+            )
     except NameError:
         return False
     except Exception:
@@ -60,7 +64,9 @@ def _smaller(program: Program) -> Iterator[Program]:
             if any(a.batched for a in rest) and any(a.differentiated for a in rest):
                 yield replace(program, arguments=rest)
         for simpler in _simpler(argument, program):
-            yield replace(program, arguments=(*program.arguments[:place], simpler, *program.arguments[place + 1 :]))
+            yield replace(
+                program, arguments=(*program.arguments[:place], simpler, *program.arguments[place + 1 :])
+            )
     if program.samples > 1:
         yield replace(program, samples=program.samples - 1)
 

@@ -1,4 +1,6 @@
-"""Writes random programs: picks statements, runs each on the first sample, and keeps those that PyTorch takes."""
+"""Writes random programs: picks statements, runs each on the first sample, and keeps those that PyTorch
+takes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Skipped(Exception):
 
 
 class Line(NamedTuple):
-    """What an operator of the catalogue writes: an expression for a new tensor, or, with a target, a statement that writes to it."""
+    """What an operator of the catalogue writes: an expression for a new tensor, or, with a target, a
+    statement that writes to it.
+    """
 
     text: str
     plain: str | None = None
@@ -50,7 +54,8 @@ class Writer:
         self.tensors: dict[str, Tensor] = {}
         self.outside: set[int] = set()  # the memory of arguments, which no statement writes to
 
-    # -- what operators ask for ---------------------------------------------------------------------------------------------------
+    # -- what operators ask for
+    # ---------------------------------------------------------------------------------------------------
 
     def tensor(self, wanted: Callable[[Tensor], bool] = lambda x: True) -> str:
         """The name of a floating tensor, later ones more often."""
@@ -74,7 +79,9 @@ class Writer:
 
     def other(self, shape: Sequence[int], fresh: float = 0.4) -> str:
         """A floating tensor of this shape: one that is there, or a new argument."""
-        known = [name for name, x in self.tensors.items() if x.is_floating_point() and x.shape == tuple(shape)]
+        known = [
+            name for name, x in self.tensors.items() if x.is_floating_point() and x.shape == tuple(shape)
+        ]
         if known and self.random.random() > fresh:
             return self.random.choice(known)
         return self.argument(shape)
@@ -97,19 +104,31 @@ class Writer:
         start = self.random.randint(0, len(shape))
         return self.argument([1 if self.random.random() < 0.2 else s for s in shape[start:]])
 
-    def argument(self, shape: Sequence[int], spread: str = "torch.randn({shape}, dtype=torch.float64)", *, keep: bool = False) -> str:
-        """A new floating argument. keep: its values are as `spread` makes them, also in an extreme program."""
+    def argument(
+        self,
+        shape: Sequence[int],
+        spread: str = "torch.randn({shape}, dtype=torch.float64)",
+        *,
+        keep: bool = False,
+    ) -> str:
+        """A new floating argument. keep: its values are as `spread` makes them, also in an extreme
+        program.
+        """
         chance = self.random
         name, edits = f"a{len(self.arguments)}", []
         batched = chance.random() < 0.5
         if chance.random() < 0.06 and not keep:
-            spread = chance.choice(("torch.zeros({shape})", "torch.ones({shape})", "torch.randint(-2, 3, {shape}).double()"))
+            spread = chance.choice(
+                ("torch.zeros({shape})", "torch.ones({shape})", "torch.randint(-2, 3, {shape}).double()")
+            )
         elif self.extreme and chance.random() < 0.5 and not keep:
             if chance.random() < 0.4:
                 spread += f" * {chance.choice(('1e30', '1e-30', '1e15', '1e-15'))}"
             count = math.prod(shape) * (self.samples if batched else 1)
             for _ in range(chance.choice((0, 1, 1, 2)) if count else 0):
-                value = chance.choice(("float('inf')", "-float('inf')", "float('nan')", "1e30", "-1e30", "1e-30", "0.0"))
+                value = chance.choice(
+                    ("float('inf')", "-float('inf')", "float('nan')", "1e30", "-1e30", "1e-30", "0.0")
+                )
                 edits.append(f"{{name}}.view(-1)[{chance.randrange(count)}] = {value}")
         wanted = chance.random() < 0.7 and not (batched and self.mode == PER_SAMPLE)
         return self._add(name, shape, spread, tuple(edits), batched, wanted, True)
@@ -120,7 +139,15 @@ class Writer:
         return self._add(f"a{len(self.arguments)}", shape, make, (), self.random.random() < 0.5, False, False)
 
     def mask(self, shape: Sequence[int]) -> str:
-        return self._add(f"a{len(self.arguments)}", shape, "torch.rand({shape}) > 0.4", (), self.random.random() < 0.5, False, False)
+        return self._add(
+            f"a{len(self.arguments)}",
+            shape,
+            "torch.rand({shape}) > 0.4",
+            (),
+            self.random.random() < 0.5,
+            False,
+            False,
+        )
 
     def number(self) -> float:
         return self.random.choice((0.5, -0.7, 1.3, 2.0, -1.0, 0.3))
@@ -134,10 +161,18 @@ class Writer:
     def pick(self, *choices: object) -> object:
         return self.random.choice(choices)
 
-    # -- the program --------------------------------------------------------------------------------------------------------------
+    # -- the program
+    # --------------------------------------------------------------------------------------------------------
 
     def _add(
-        self, name: str, shape: Sequence[int], make: str, edits: tuple[str, ...], batched: bool, differentiated: bool, floating: bool
+        self,
+        name: str,
+        shape: Sequence[int],
+        make: str,
+        edits: tuple[str, ...],
+        batched: bool,
+        differentiated: bool,
+        floating: bool,
     ) -> str:
         rank = len(shape)
         dim = self.random.randint(0, rank) if batched and self.random.random() < 0.3 else 0
@@ -171,7 +206,12 @@ class Writer:
             return False
         name = line.target or f"t{sum(not s.writes for s in self.statements)}"
         prefix = "" if line.target is not None else f"{name} = "
-        statement = Statement(prefix + line.text, name, None if line.plain is None else prefix + line.plain, writes=line.target is not None)
+        statement = Statement(
+            prefix + line.text,
+            name,
+            None if line.plain is None else prefix + line.plain,
+            writes=line.target is not None,
+        )
         before = {id(x): x.clone() for x in self.tensors.values()} if statement.writes else {}
         names = {"torch": torch, "F": F} | self.tensors
         try:
@@ -194,7 +234,12 @@ class Writer:
         return True
 
     def _is_fine(self, result: object) -> bool:
-        if not isinstance(result, Tensor) or result.is_complex() or result.numel() > LARGEST or not result.numel():
+        if (
+            not isinstance(result, Tensor)
+            or result.is_complex()
+            or result.numel() > LARGEST
+            or not result.numel()
+        ):
             return False
         if self.extreme or not result.is_floating_point():
             return True
@@ -219,8 +264,12 @@ def write(seed: int) -> Program:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         for _ in range(chance.randint(1, 3)):
-            writer.argument([chance.choice((1, 2, 2, 3, 3, 4)) for _ in range(chance.choice((0, 1, 1, 2, 2, 3)))])
-        while not (any(a.batched for a in writer.arguments) and any(a.differentiated for a in writer.arguments)):
+            writer.argument(
+                [chance.choice((1, 2, 2, 3, 3, 4)) for _ in range(chance.choice((0, 1, 1, 2, 2, 3)))]
+            )
+        while not (
+            any(a.batched for a in writer.arguments) and any(a.differentiated for a in writer.arguments)
+        ):
             writer.argument([chance.choice((1, 2, 3)) for _ in range(chance.choice((0, 1, 2)))])
         writer.attempt(lambda w: Line(f"{w.tensor()}.clone()"))
         wanted = chance.choice((2, 3, 4, 5, 6, 8, 10, 14))

@@ -12,18 +12,26 @@ from torch import Tensor
 
 
 class Conventions:
-    """torch.nn.functional, but for one function whose derivatives in PyTorch are two: its tangent is the forward mode's."""
+    """torch.nn.functional, but for one function whose derivatives in PyTorch are two: its tangent is the
+    forward mode's.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(F, name)
 
     @staticmethod
     def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-        return F.embedding(index, weight) if padding_idx is None else _Embedding.apply(weight, index, padding_idx)
+        return (
+            F.embedding(index, weight)
+            if padding_idx is None
+            else _Embedding.apply(weight, index, padding_idx)
+        )
 
 
 class _Embedding(torch.autograd.Function):
-    """The padding row has no gradient, but a tangent as any other row: that is the derivative of the derivative in its cotangent."""
+    """The padding row has no gradient, but a tangent as any other row: that is the derivative of the
+    derivative in its cotangent.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor, padding: int) -> Tensor:
@@ -53,29 +61,53 @@ class _EmbeddingBack(torch.autograd.Function):
 class WrittenOut(Conventions):
     """Normalisations, and one loss, as programs of elementwise operators.
 
-    The second derivatives of PyTorch's kernels take the means and deviations that the kernels return for constants, so that third
-    derivatives through them are wrong.
+    The second derivatives of PyTorch's kernels take the means and deviations that the kernels return for
+    constants, so that third derivatives through them are wrong.
 
-    moved: moves a value by rounding. The kernels of normalisations multiply the values first, and take the mean times the scale off: what
-    the two lose is of the size of the values.
+    moved: moves a value by rounding. The kernels of normalisations multiply the values first, and take the
+    mean times the scale off: what the two lose is of the size of the values.
     """
 
     def __init__(self, moved: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         self.moved = moved
 
     def layer_norm(
-        self, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+        self,
+        x: Tensor,
+        shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
     ) -> Tensor:
         return _affine(self._normal(_wide(x), list(range(-len(shape), 0)), eps), weight, bias, x.dtype)
 
-    def group_norm(self, x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    def group_norm(
+        self,
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
         F.group_norm(x, groups, weight, bias, eps)  # which refuses what it refuses
         cut = _wide(x).reshape(x.shape[0], groups, -1)
-        return _affine(self._normal(cut, [2], eps).reshape(x.shape), _by_channel(weight, x), _by_channel(bias, x), x.dtype)
+        return _affine(
+            self._normal(cut, [2], eps).reshape(x.shape),
+            _by_channel(weight, x),
+            _by_channel(bias, x),
+            x.dtype,
+        )
 
-    def instance_norm(self, x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    def instance_norm(
+        self, x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
         F.instance_norm(x, weight=weight, bias=bias, eps=eps)
-        return _affine(self._normal(_wide(x), list(range(2, x.dim())), eps), _by_channel(weight, x), _by_channel(bias, x), x.dtype)
+        return _affine(
+            self._normal(_wide(x), list(range(2, x.dim())), eps),
+            _by_channel(weight, x),
+            _by_channel(bias, x),
+            x.dtype,
+        )
 
     @staticmethod
     def binary_cross_entropy(x: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:

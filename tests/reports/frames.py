@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.quality.ranking import rank_samples
+from psgrad.quality.judging import rank_samples
 from psgrad.results import AnalyzeResult, TopSample, top_samples
 
 MANIFEST: dict[str, Any] = {
@@ -31,8 +31,12 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def classification(n: int = 1797, classes: int = 10, flipped: float = 0.03, nonfinite: int = 3, seed: int = 0) -> pd.DataFrame:
-    """A trained classifier's samples: most fit well, `flipped` of the labels are wrong, and some rows are not finite."""
+def classification(
+    n: int = 1797, classes: int = 10, flipped: float = 0.03, nonfinite: int = 3, seed: int = 0
+) -> pd.DataFrame:
+    """A trained classifier's samples: most fit well, `flipped` of the labels are wrong, and some rows are not
+    finite.
+    """
     rng = np.random.default_rng(seed)
     truth = rng.integers(0, classes, n)
     is_flipped = rng.random(n) < flipped
@@ -82,7 +86,9 @@ def parameters(count: int = 8, seed: int = 0) -> pd.DataFrame:
     squares = middle**2 * rng.gamma(2, 1, count)
     return pd.DataFrame(
         {
-            "parameter": [f"blocks.{index // 2}.{'weight' if index % 2 == 0 else 'bias'}" for index in range(count)],
+            "parameter": [
+                f"blocks.{index // 2}.{'weight' if index % 2 == 0 else 'bias'}" for index in range(count)
+            ],
             "module": [f"blocks.{index // 2}" for index in range(count)],
             "shape": ["[64, 32, 3, 3]" if index % 2 == 0 else "[64]" for index in range(count)],
             "numel": [18432 if index % 2 == 0 else 64 for index in range(count)],
@@ -111,14 +117,21 @@ def result(
         parameters=parameters(layers),
         manifest=MANIFEST if manifest is None else manifest,
         folder=Path("runs/digits"),
-        top_inputs=[] if inputs is None else [_input(identifier, inputs) for identifier in top_samples(samples, 20)["id"]],
+        top_inputs=(
+            []
+            if inputs is None
+            else [_input(identifier, inputs) for identifier in top_samples(samples, 20)["id"]]
+        ),
         class_names=class_names,
     )
 
 
 def _input(identifier: Any, kind: str) -> TopSample:
     if kind == "text":
-        return TopSample(identifier, text=f"def sample_{identifier}():\n    return '<script>alert(1)</script>' & more\n" * 9)
+        return TopSample(
+            identifier,
+            text=f"def sample_{identifier}():\n    return '<script>alert(1)</script>' & more\n" * 9,
+        )
     rng = np.random.default_rng(zlib.crc32(str(identifier).encode("utf-8", "replace")))
     rows, columns = np.mgrid[0:8, 0:8]
     image = 16 * np.exp(-((rows - rng.uniform(2, 6)) ** 2 + (columns - rng.uniform(2, 6)) ** 2) / 6)

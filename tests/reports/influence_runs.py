@@ -13,7 +13,13 @@ from tests.reports import frames
 
 UNIT = "predicted rise of the query's loss, in nats, if the training example were removed"
 
-FACTS = {"solver": "exact", "curvature": "gauss_newton", "damping": 0.0123, "residual": 3.1e-13, "spectrum": {"largest": 4.5}}
+FACTS = {
+    "solver": "exact",
+    "curvature": "gauss_newton",
+    "damping": 0.0123,
+    "residual": 3.1e-13,
+    "spectrum": {"largest": 4.5},
+}
 
 
 def examples(count: int, prefix: str, seed: int, classes: int = 10, nonfinite: int = 0) -> pd.DataFrame:
@@ -38,7 +44,9 @@ def examples(count: int, prefix: str, seed: int, classes: int = 10, nonfinite: i
 
 
 def strongest(scores: np.ndarray[Any, Any], k: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The values and the rows, [2, k, m] each, of the strongest in scores [m, n]: positive ones, then negative ones; NaN is none."""
+    """The values and the rows, [2, k, m] each, of the strongest in scores [m, n]: positive ones, then
+    negative ones; NaN is none.
+    """
     values, rows = [], []
     for sign in (1, -1):
         sizes = np.where(sign * scores > 0, sign * scores, 0.0)
@@ -93,7 +101,9 @@ def result(
             "unit": UNIT,
             "predicts_removal": True,
             "shown": {query: scores[query] for query in shown},
-            "query_inputs": {query: made_up(queries["id"][query], query, inputs) for query in shown} if inputs else {},
+            "query_inputs": (
+                {query: made_up(queries["id"][query], query, inputs) for query in shown} if inputs else {}
+            ),
             "training_inputs": {row: made_up(ids[row], row, inputs) for row in rows} if inputs else {},
             "facts": [FACTS] * checkpoints,
             **changes,
@@ -105,7 +115,10 @@ def made_up(identifier: Any, seed: int, kind: str) -> TopSample:
     """An input that can be looked at: 'image', 'text', or 'large', a picture of noise."""
     rng = np.random.default_rng(seed)
     if kind == "text":
-        return TopSample(identifier, text=f"def sample_{seed}(x):\n    return '<script>alert({seed})</script>' & more\n" * 9)
+        return TopSample(
+            identifier,
+            text=f"def sample_{seed}(x):\n    return '<script>alert({seed})</script>' & more\n" * 9,
+        )
     if kind == "large":
         return TopSample(identifier, image=rng.integers(0, 256, (3, 256, 320), dtype=np.uint8))
     rows, columns = np.mgrid[0:8, 0:8]

@@ -29,7 +29,12 @@ def step(**changes: Any) -> dict[str, Any]:
         "noise_std": 2.2,
         "expected_batch_size": 128,
         "mechanism": "gaussian",
-        "rounding": {"grid": 2.0**-11, "formula": "2^(floor(log2(noise_std)) - 12)", "residual_epsilon": 2e-6, "unrounded_steps": 0},
+        "rounding": {
+            "grid": 2.0**-11,
+            "formula": "2^(floor(log2(noise_std)) - 12)",
+            "residual_epsilon": 2e-6,
+            "unrounded_steps": 0,
+        },
         "generator": "AES-256-CTR, keyed by the operating system",
         "insecure_deterministic": False,
         "clipping": {"groups": [{"name": "all", "parameters": ["a", "b"], "bound": 2.0}], "rule": "clip"},
@@ -73,12 +78,28 @@ def result(steps: int = 120, **changes: Any) -> DPStepResult:
     taken = step(steps=steps, **changes)
     planned = curve(1.23456 * math.sqrt(300 / 120))  # as step.json has it after 120
     by_pld = [(place, spent * 1.1004 / 1.23456) for place, spent in planned[:: max(1, len(planned) // 9)]]
-    return DPStepResult(taken, Path("runs/private"), planned, steps_frame(steps), norms, bound=2.0, notes=["a note"], curve_pld=by_pld)
+    return DPStepResult(
+        taken,
+        Path("runs/private"),
+        planned,
+        steps_frame(steps),
+        norms,
+        bound=2.0,
+        notes=["a note"],
+        curve_pld=by_pld,
+    )
 
 
 def plan(**changes: Any) -> DPPlanResult:
-    setting = {key: value for key, value in step(**changes).items() if not key.endswith("_rdp") and not key.endswith("_pld")}
+    setting = {
+        key: value
+        for key, value in step(**changes).items()
+        if not key.endswith("_rdp") and not key.endswith("_pld")
+    }
     for key in ("steps", "noise_multiplier", "noise_std"):
         del setting[key]
-    rows = [NoisePlan(z, 2 * z, 3 / z, 2.7 / z, curve(3 / z), configured=z == 1.1) for z in (0.55, 0.8, 1.1, 1.5, 2.2)]
+    rows = [
+        NoisePlan(z, 2 * z, 3 / z, 2.7 / z, curve(3 / z), configured=z == 1.1)
+        for z in (0.55, 0.8, 1.1, 1.5, 2.2)
+    ]
     return DPPlanResult(rows, setting, plot=Path("runs/private-plan.png"))

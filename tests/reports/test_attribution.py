@@ -16,34 +16,53 @@ import pytest
 from PIL import Image
 
 import psgrad.reports
-from psgrad.reports.attribution import MEASURES, attribution_cards
-from psgrad.reports.attribution_colours import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
+from psgrad.reports.attribution import (
+    LEVELS,
+    LOWERS,
+    MAX_POSITIONS,
+    MEASURES,
+    RAISES,
+    attribution_cards,
+    level_of,
+    overlaid,
+    pieces_of,
+    shade,
+    spans_of,
+    style_of,
+)
 from psgrad.reports.attribution_plots import attribution_plots
-from psgrad.reports.attribution_text import MAX_POSITIONS, pieces_of, spans_of
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from tests.reports.frames import MANIFEST, classification, parameters
 
 
-def run(maps: np.ndarray[Any, Any], inputs: list[TopSample], names: tuple[str, ...] = MEASURES, **arrays: Any) -> AnalyzeResult:
+def run(
+    maps: np.ndarray[Any, Any], inputs: list[TopSample], names: tuple[str, ...] = MEASURES, **arrays: Any
+) -> AnalyzeResult:
     """A run of twelve samples whose maps of the largest norms are these, [m, ...]."""
     samples = classification(12, nonfinite=0)
     rows = samples.sort_values("rank")["index"].to_numpy()[: len(maps)]
     kept = {"rows": rows, "map_0": maps.astype(np.float32)} | arrays
-    measures = {name: MeasureResult(name, name.replace("_", " "), "f", "u", numbers={"of": "loss"}, arrays=kept) for name in names}
+    measures = {
+        name: MeasureResult(name, name.replace("_", " "), "f", "u", numbers={"of": "loss"}, arrays=kept)
+        for name in names
+    }
     ids = samples["id"].to_numpy()[rows]
     shown = [TopSample(identity, each.image, each.text) for identity, each in zip(ids, inputs, strict=False)]
     return AnalyzeResult(samples, parameters(), MANIFEST, Path("runs/made-up"), shown, measures=measures)
 
 
 def pixels(uri: str) -> np.ndarray[Any, Any]:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")).astype(int)
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")).astype(
+        int
+    )
 
 
 def rgb(colour: str) -> np.ndarray[Any, Any]:
     return np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
 
 
-# -- colours --------------------------------------------------------------------------------------------------------------------------
+# -- colours
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_orange_raises_blue_lowers_and_nothing_is_grey() -> None:
@@ -80,10 +99,14 @@ def test_letters_are_read_on_every_shade(level: int, theme: str) -> None:
     css = (Path(psgrad.reports.__file__).parent / "templates" / "base.html").read_text()
     dark = css.index("prefers-color-scheme: dark")
     rules = css[dark:] if theme == "dark" else css[:dark]
-    ink, *papers = (re.search(rf"--{name}: (#[0-9a-f]+)", rules).group(1) for name in ("ink", "paper", "wash"))  # type: ignore[union-attr]
+    ink, *papers = (
+        re.search(rf"--{name}: (#[0-9a-f]+)", rules).group(1) for name in ("ink", "paper", "wash")
+    )  # type: ignore[union-attr]
     *colour, share = map(float, re.fullmatch(r"background:rgba\((.+)\)", style_of(level)).group(1).split(","))  # type: ignore[union-attr]
     for paper in papers:
-        mixed = share * np.array(colour) + (1 - share) * rgb(paper if len(paper) == 7 else "#" + "".join(2 * x for x in paper[1:]))
+        mixed = share * np.array(colour) + (1 - share) * rgb(
+            paper if len(paper) == 7 else "#" + "".join(2 * x for x in paper[1:])
+        )
         assert contrast("#" + "".join(f"{round(part):02x}" for part in mixed), ink) >= 4.5
 
 
@@ -93,10 +116,14 @@ def test_shades_of_either_side_differ_and_darken() -> None:
         assert brightness == sorted(brightness, reverse=True)
     assert style_of(0) == ""
     # Protan and deutan eyes tell by blue against yellow: orange has less blue than red, blue has more.
-    assert all(rgb(shade(level))[2] < rgb(shade(level))[0] and rgb(shade(-level))[2] > rgb(shade(-level))[0] for level in (1, LEVELS))
+    assert all(
+        rgb(shade(level))[2] < rgb(shade(level))[0] and rgb(shade(-level))[2] > rgb(shade(-level))[0]
+        for level in (1, LEVELS)
+    )
 
 
-# -- pictures -------------------------------------------------------------------------------------------------------------------------
+# -- pictures
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_overlays_say_what_full_colour_is_and_show_it() -> None:
@@ -109,7 +136,9 @@ def test_overlays_say_what_full_colour_is_and_show_it() -> None:
     assert card.picture is not None
     assert card.overlays[0].scale == "full colour: 0.25 nats per unit of input"
     assert card.overlays[2].scale == "full colour: 0.25 nats"
-    unknown = dataclasses.replace(result, manifest={**MANIFEST, "config": {"loss": {"name": "losses.py:own"}}})
+    unknown = dataclasses.replace(
+        result, manifest={**MANIFEST, "config": {"loss": {"name": "losses.py:own"}}}
+    )
     assert attribution_cards(unknown)[0].overlays[0].scale == "full colour: 0.25 loss per unit of input"
     shown = pixels(card.overlays[2].uri)
     assert np.abs(shown[1, 2] - rgb(RAISES)).max() < 25
@@ -151,7 +180,8 @@ def test_pictures_of_noise_leave_room_on_the_page() -> None:
     assert sum(len(overlay.uri) for card in cards for overlay in card.overlays) < 500_000
 
 
-# -- text -----------------------------------------------------------------------------------------------------------------------------
+# -- text
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,7 +194,9 @@ def test_pictures_of_noise_leave_room_on_the_page() -> None:
         (2, None, ["0:7 ", "1:8 "], [1, 1]),
     ],
 )
-def test_positions_are_characters_bytes_words_or_themselves(count: int, text: str | None, pieces: list[str], sizes: list[int]) -> None:
+def test_positions_are_characters_bytes_words_or_themselves(
+    count: int, text: str | None, pieces: list[str], sizes: list[int]
+) -> None:
     assert pieces_of(np.arange(7, 7 + count), text) == (pieces, sizes)
 
 
@@ -205,13 +237,18 @@ def test_ids_without_a_text_are_shown_by_position() -> None:
     assert not card.overlays
 
 
-# -- figures --------------------------------------------------------------------------------------------------------------------------
+# -- figures
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_there_is_a_sheet_a_measure_of_pictures_and_of_text() -> None:
     rng = np.random.default_rng(0)
-    pictures = run(rng.normal(size=(5, 1, 8, 8)), [TopSample("", rng.random((8, 8), np.float32)[None]) for _ in range(5)])
-    texts = run(rng.normal(size=(2, 4)), [TopSample("", None, "a$\n\t")] * 2, ids_0=rng.integers(0, 9, (2, 4)))
+    pictures = run(
+        rng.normal(size=(5, 1, 8, 8)), [TopSample("", rng.random((8, 8), np.float32)[None]) for _ in range(5)]
+    )
+    texts = run(
+        rng.normal(size=(2, 4)), [TopSample("", None, "a$\n\t")] * 2, ids_0=rng.integers(0, 9, (2, 4))
+    )
     for result in (pictures, texts):
         plots = attribution_plots(result)
         assert [plot.name for plot in plots] == [f"attribution_{name}" for name in MEASURES]
@@ -227,7 +264,8 @@ def test_ids_of_samples_are_found_by_row() -> None:
     assert isinstance(result.samples, pd.DataFrame)
 
 
-# -- ids ------------------------------------------------------------------------------------------------------------------------------
+# -- ids
+# ------------------------------------------------------------------------------------------------------------
 
 
 def shown(ids: list[int], weights: list[float], *known: Any) -> tuple[str, str]:
@@ -248,7 +286,9 @@ def test_padding_is_left_out_and_counted() -> None:
     assert note == "4 positions of padding (id 0) left out"
     assert "which together have 0.3" in shown([5, 6, 0, 0, 0], [1.0, 2.0, 0.1, 0.1, 0.1])[1]
     assert shown([0, 0, 0, 5, 6], [0, 0, 0, 1.0, 2.0])[0] == "0:5 1:6 "  # at the front
-    assert shown([5, 6, 7], [1.0, 2.0, 0.0], None, {5: "a", 6: "b", 7: "<pad>"}, 7)[0] == "a b"  # one, where its id is known
+    assert (
+        shown([5, 6, 7], [1.0, 2.0, 0.0], None, {5: "a", 6: "b", 7: "<pad>"}, 7)[0] == "a b"
+    )  # one, where its id is known
     assert shown([5, 6, 6], [1.0, 2.0, 0.0], None, {5: "a", 6: "b"})[0] == "a b b"  # words may be said twice
     assert shown([4, 4, 4], [1.0, 2.0, 0.0])[0] == "0:4 1:4 2:4 "  # nothing else is there
 
@@ -279,6 +319,8 @@ def test_tokens_are_told_apart() -> None:
 def test_the_words_of_ids_reach_the_page() -> None:
     ids = np.array([[101, 7, 102, 0, 0, 0]])
     found = run(np.array([[0.0, 1.0, 0.2, 0, 0, 0]]), [], ids_0=ids)
-    (card,) = attribution_cards(dataclasses.replace(found, vocabulary={101: "[CLS] ", 7: "excellent ", 102: "[SEP]"}))
+    (card,) = attribution_cards(
+        dataclasses.replace(found, vocabulary={101: "[CLS] ", 7: "excellent ", 102: "[SEP]"})
+    )
     assert "".join(span.text for span in card.passages[1].spans) == "[CLS] excellent [SEP]"
     assert "3 positions of padding" in card.passages[1].note

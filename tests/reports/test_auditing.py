@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.reports.auditing import PRIVATE_WARNING, audit_content, write_audit
+from psgrad.reports.costs import PRIVATE_WARNING, audit_content, write_audit
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit
 
 RESULT = DPAuditResult(
@@ -51,16 +51,24 @@ def test_what_holds_is_told() -> None:
     lines = printed(RESULT).splitlines()
     assert lines[:5] == [
         "audited   20 steps with 1,000 canaries, records of the dataset beside them",
-        "relation  neighbouring datasets differ by one record that is added or removed; a record is one row; poisson sampling",
+        (
+            "relation  neighbouring datasets differ by one record that is added or removed; a record is one"
+            " row; poisson sampling"
+        ),
         "epsilon   at least 0.83 with 0.95 confidence, at delta 1e-05; accounted for these steps: 1.25 (PLD)",
         "guesses   180 of 250 right, in the attack that needs no assumption",
-        "noise     0.9987 of the declared standard deviation, over 5,000 numbers; no number in it that repeats another, no other shape, "
-        "none off its grid",
+        (
+            "noise     0.9987 of the declared standard deviation, over 5,000 numbers; no number in it that"
+            " repeats another, no other shape, none off its grid"
+        ),
     ]
     assert [line.split()[:2] for line in lines[7:10]] == [["0.4", "any"], ["0.83", "150%"], ["0", "any"]]
     assert "record \\x1b[31m3 goes" in lines[12]
     assert "99.9900%" in lines[12]
-    assert lines[-2:] == ["consistent: nothing contradicts the declared guarantee, which is no proof of it", "runs/audit.json"]
+    assert lines[-2:] == [
+        "consistent: nothing contradicts the declared guarantee, which is no proof of it",
+        "runs/audit.json",
+    ]
 
 
 BROKEN_PAIR = NeighbourPair("a record comes", 2.5, 1.0, 2.5, [], True, False)
@@ -70,17 +78,33 @@ BROKEN_PAIR = NeighbourPair("a record comes", 2.5, 1.0, 2.5, [], True, False)
     ("result", "words"),
     [
         (
-            replace(RESULT, declared=False, epsilon=4.0, bounds=[AuditBound("less noise", 4.0, 0.52, "a threshold")]),
-            "canaries are told apart better than the declared steps allow: epsilon is at least 4, accounted 1.25, at most 52% of the "
-            "declared noise",
+            replace(
+                RESULT,
+                declared=False,
+                epsilon=4.0,
+                bounds=[AuditBound("less noise", 4.0, 0.52, "a threshold")],
+            ),
+            (
+                "canaries are told apart better than the declared steps allow: epsilon is at least 4,"
+                " accounted 1.25, at most 52% of the declared noise"
+            ),
         ),
-        (replace(RESULT, noise=NoiseAudit(10, 0.5, {"spread": 0.0}, ["spread"])), "the noise is not as declared: spread"),
-        (replace(RESULT, pairs=[BROKEN_PAIR]), "a record comes: the sums are 2.5 times the declared sensitivity apart"),
+        (
+            replace(RESULT, noise=NoiseAudit(10, 0.5, {"spread": 0.0}, ["spread"])),
+            "the noise is not as declared: spread",
+        ),
+        (
+            replace(RESULT, pairs=[BROKEN_PAIR]),
+            "a record comes: the sums are 2.5 times the declared sensitivity apart",
+        ),
         (
             replace(RESULT, pairs=[replace(BROKEN_PAIR, differing=["the divisor"])]),
             "a record comes: what is published differs in the divisor",
         ),
-        (replace(RESULT, pairs=[replace(BROKEN_PAIR, finite=False)]), "a record comes: what is released is not finite"),
+        (
+            replace(RESULT, pairs=[replace(BROKEN_PAIR, finite=False)]),
+            "a record comes: what is released is not finite",
+        ),
     ],
 )
 def test_what_does_not_hold_is_told_with_its_reason(result: DPAuditResult, words: str) -> None:
@@ -91,7 +115,15 @@ def test_what_does_not_hold_is_told_with_its_reason(result: DPAuditResult, words
 
 
 def test_an_audit_without_noise_or_accountant_says_so() -> None:
-    result = replace(RESULT, accounted=None, noise=NoiseAudit(0, math.nan, {}, []), records=0, pairs=[], reach=0.5, canaries=1)
+    result = replace(
+        RESULT,
+        accounted=None,
+        noise=NoiseAudit(0, math.nan, {}, []),
+        records=0,
+        pairs=[],
+        reach=0.5,
+        canaries=1,
+    )
     text = printed(result)
     assert "20 steps with 1 canary, no records beside them; their norm is 50% of a record's most" in text
     assert "accounted for these steps: none" in text

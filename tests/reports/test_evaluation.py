@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.evaluation import _decimals, write_evaluation
-from psgrad.reports.evaluation_plots import evaluation_plots
-from psgrad.results.evaluation import EvaluationResult, evaluation_content
+from psgrad.reports.evaluation import _decimals, evaluation_plots, write_evaluation
+from psgrad.results.influence import EvaluationResult, evaluation_content
 
 UNIT = "rise of the query's loss, in nats"
 
@@ -64,17 +63,34 @@ def loo_result() -> EvaluationResult:
         **{"removals": 2, "highest": 1, "seeds": 1, "queries": 2, "models": 3},
         **{"ceiling": None, "single_seed": None, "reliability": None},
     }
-    points = pd.DataFrame({"train_id": ["a", "b"], "query_id": ["q", "q"], "predicted": [0.1, -0.2], "actual": [0.11, -0.19]})
+    points = pd.DataFrame(
+        {"train_id": ["a", "b"], "query_id": ["q", "q"], "predicted": [0.1, -0.2], "actual": [0.11, -0.19]}
+    )
     return lds_result(kind="loo", table=pd.DataFrame(rows), facts=facts, points=points, curves={})
 
 
 def mislabel_result() -> EvaluationResult:
-    columns = ["auc", "auc_deviation", "average_precision", "average_precision_deviation", "recall", "recall_deviation"]
+    columns = [
+        "auc",
+        "auc_deviation",
+        "average_precision",
+        "average_precision_deviation",
+        "recall",
+        "recall_deviation",
+    ]
     rows = [
         {"method": "influence", "control": False, **dict.fromkeys(columns, 0.5), "undefined": 0},
-        {"method": "loss", "control": True, **dict.fromkeys(columns, 0.25), "auc_deviation": np.nan, "undefined": 0},
+        {
+            "method": "loss",
+            "control": True,
+            **dict.fromkeys(columns, 0.25),
+            "auc_deviation": np.nan,
+            "undefined": 0,
+        },
     ]
-    return lds_result(kind="mislabel", table=pd.DataFrame(rows), facts={"flips": 5, "share": 0.1, "models": 30}, curves={})
+    return lds_result(
+        kind="mislabel", table=pd.DataFrame(rows), facts={"flips": 5, "share": 0.1, "models": 30}, curves={}
+    )
 
 
 def removal_result() -> EvaluationResult:
@@ -85,7 +101,9 @@ def removal_result() -> EvaluationResult:
         for name, control, rise in (("random", True, 0.01), ("influence", False, 0.03))
         for k in (10, 50)
     ]
-    return lds_result(kind="removal", table=pd.DataFrame(rows), facts={"queries": 20, "seeds": 5, "models": 900}, curves={})
+    return lds_result(
+        kind="removal", table=pd.DataFrame(rows), facts={"queries": 20, "seeds": 5, "models": 900}, curves={}
+    )
 
 
 RESULTS = {"lds": lds_result, "loo": loo_result, "mislabel": mislabel_result, "removal": removal_result}
@@ -117,7 +135,13 @@ def test_the_table_has_the_best_first_with_intervals_leads_and_the_ceiling() -> 
 
 
 def test_decimals_are_no_1_where_the_number_is_none() -> None:
-    assert [_decimals(value, 3) for value in (0.9996, -0.9996, 1.0, 1.0004, 0.0004)] == ["0.999", "-0.999", "1.000", "1.000", "0.000"]
+    assert [_decimals(value, 3) for value in (0.9996, -0.9996, 1.0, 1.0004, 0.0004)] == [
+        "0.999",
+        "-0.999",
+        "1.000",
+        "1.000",
+        "0.000",
+    ]
 
 
 def test_the_tables_of_the_other_kinds() -> None:
@@ -125,8 +149,16 @@ def test_the_tables_of_the_other_kinds() -> None:
     assert "not known" in loo
     assert "1.0570" in loo
     assert "0.500 ± 0.500" in printed(mislabel_result())
-    assert printed(mislabel_result()).split("loss (control)")[1].split()[:3] == ["0.250", "0.250", "±"]  # one set of flips has no deviation
-    removal = [line.split() for line in printed(removal_result()).splitlines() if line.startswith(("influence", "random"))]
+    assert printed(mislabel_result()).split("loss (control)")[1].split()[:3] == [
+        "0.250",
+        "0.250",
+        "±",
+    ]  # one set of flips has no deviation
+    removal = [
+        line.split()
+        for line in printed(removal_result()).splitlines()
+        if line.startswith(("influence", "random"))
+    ]
     assert [row[0] for row in removal] == ["influence", "influence", "random", "random"]
     assert [row[1] for row in removal[:2]] == ["10", "50"]
 
@@ -151,7 +183,12 @@ def test_names_of_json() -> None:
     assert isinstance(lds["methods"]["gradient_dot"]["undefined"], int)
     assert lds["tuning"] == {"influence": [{"damping": 0.01, "mean": 0.5}, {"damping": 0.1, "mean": 0.6}]}
     loo = evaluation_content(loo_result())["loo"]
-    assert (loo["pearson"], loo["slope"], loo["methods"]["random"]["slope"], loo["ceiling"]) == (0.9997, 1.057, None, None)
+    assert (loo["pearson"], loo["slope"], loo["methods"]["random"]["slope"], loo["ceiling"]) == (
+        0.9997,
+        1.057,
+        None,
+        None,
+    )
     curve = evaluation_content(removal_result())["removal"]["curve"]
     assert [entry["removed"] for entry in curve] == [10, 50]
 
@@ -183,7 +220,11 @@ def test_scores_without_a_unit_are_not_drawn_as_predicted_amounts() -> None:
 
 def test_intervals_and_ceiling_are_drawn_where_they_are() -> None:
     axes = evaluation_plots(lds_result())[0].figure.axes[0]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["influence", "gradient_dot", "same [red] label (control)"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "influence",
+        "gradient_dot",
+        "same [red] label (control)",
+    ]
     bars = [line.get_xdata() for line in axes.lines if len(np.unique(line.get_xdata())) == 2]
     np.testing.assert_allclose(bars, [[0.57, 0.59], [0.14, 0.16], [0.13, 0.15]])
     assert any(np.allclose(line.get_xdata(), 0.958) for line in axes.lines)

@@ -1,4 +1,6 @@
-"""The page: self-contained, small for any number of samples, harmless whatever the data says, and complete."""
+"""The page: self-contained, small for any number of samples, harmless whatever the data says, and
+complete.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.quality.ranking import rank_samples
-from psgrad.reports.html import render
+from psgrad.quality.judging import rank_samples
+from psgrad.reports.analyze_page import render, write_report
 from psgrad.reports.plots import norm_histogram
-from psgrad.reports.write import write_report
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample, top_samples
 from tests.reports import frames, influence_runs, private_runs
 
@@ -68,10 +69,12 @@ def _page(result: AnalyzeResult) -> Page:
             assert value
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    (policy,) = [value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src")]
-    assert policy == (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{_digest(page.script)}'; "
-        "base-uri 'none'; form-action 'none'"
+    (policy,) = [
+        value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src")
+    ]
+    assert (
+        policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
+        f" 'sha256-{_digest(page.script)}'; base-uri 'none'; form-action 'none'"
     )
     assert "http" not in html.replace("http-equiv", "")
     return page
@@ -107,7 +110,14 @@ def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> No
         assert heading in page.text
     sources = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
     assert len(sources) == 20 + 3
-    for words in ("1,797", "2.1e-07", "digits.py:build", "18,346", "cross_entropy", "the prefix 'module.' was stripped"):
+    for words in (
+        "1,797",
+        "2.1e-07",
+        "digits.py:build",
+        "18,346",
+        "cross_entropy",
+        "the prefix 'module.' was stripped",
+    ):
         assert words in page.text
     for identifier in top_samples(result.samples, 20)["id"]:
         assert page.text.count(identifier) >= 2
@@ -166,22 +176,44 @@ def test_control_characters_are_spelled_out() -> None:
         pytest.param(frames.result(frames.classification(1, nonfinite=1)), id="one row, not finite"),
         pytest.param(frames.result(frames.classification(50, nonfinite=50)), id="nothing finite"),
         pytest.param(frames.result(frames.classification(200, classes=1)), id="one class"),
-        pytest.param(frames.result(frames.classification(5000, classes=300), class_names=["$x^$ \\frac{ 漢"] * 300), id="300 classes"),
+        pytest.param(
+            frames.result(frames.classification(5000, classes=300), class_names=["$x^$ \\frac{ 漢"] * 300),
+            id="300 classes",
+        ),
         pytest.param(frames.result(frames.classification(200), layers=300), id="300 layers"),
         pytest.param(frames.result(frames.classification(200), layers=0), id="no layers"),
         pytest.param(frames.result(frames.classification(200), inputs=None), id="no inputs"),
         pytest.param(frames.result(frames.regression(), inputs=None), id="regression"),
         pytest.param(frames.result(frames.regression(), inputs="text"), id="text"),
         pytest.param(frames.result(frames.classification(200), manifest={}), id="empty manifest"),
-        pytest.param(frames.result(rank_samples(frames.regression(9).assign(grad_norm=0.0, loss=0.0), 0.01)), id="all zero"),
-        pytest.param(frames.result(rank_samples(frames.regression(9).assign(loss=-1.0), 0.01)), id="one negative loss"),
-        pytest.param(frames.result(rank_samples(frames.regression(9000).assign(loss=lambda f: f["loss"] - 1), 0.6)), id="binned, negative"),
-        pytest.param(frames.result(frames.regression(9).assign(target=None, prediction=None)), id="no targets"),
-        pytest.param(frames.result(frames.regression(9).drop(columns=["target", "prediction"])), id="no target columns"),
-        pytest.param(frames.result(frames.regression(3).assign(target=[np.ones(4)] * 3, prediction=[np.ones(4)] * 3)), id="vectors"),
-        pytest.param(frames.result(frames.classification(90).astype({"target": str, "prediction": str})), id="classes by name"),
         pytest.param(
-            frames.result(frames.classification(90).astype({"target": "Int64"}).assign(prediction=pd.NA)), id="missing predictions"
+            frames.result(rank_samples(frames.regression(9).assign(grad_norm=0.0, loss=0.0), 0.01)),
+            id="all zero",
+        ),
+        pytest.param(
+            frames.result(rank_samples(frames.regression(9).assign(loss=-1.0), 0.01)), id="one negative loss"
+        ),
+        pytest.param(
+            frames.result(rank_samples(frames.regression(9000).assign(loss=lambda f: f["loss"] - 1), 0.6)),
+            id="binned, negative",
+        ),
+        pytest.param(
+            frames.result(frames.regression(9).assign(target=None, prediction=None)), id="no targets"
+        ),
+        pytest.param(
+            frames.result(frames.regression(9).drop(columns=["target", "prediction"])), id="no target columns"
+        ),
+        pytest.param(
+            frames.result(frames.regression(3).assign(target=[np.ones(4)] * 3, prediction=[np.ones(4)] * 3)),
+            id="vectors",
+        ),
+        pytest.param(
+            frames.result(frames.classification(90).astype({"target": str, "prediction": str})),
+            id="classes by name",
+        ),
+        pytest.param(
+            frames.result(frames.classification(90).astype({"target": "Int64"}).assign(prediction=pd.NA)),
+            id="missing predictions",
         ),
     ],
 )
@@ -195,14 +227,22 @@ def test_the_page_is_small_with_the_largest_inputs(kind: str) -> None:
     samples = frames.classification(400)
     samples["id"] = samples["id"] + "x" * 5000
     inputs = [
-        TopSample(identifier, image=rng.integers(0, 256, (3, 256, 320), dtype=np.uint8))
-        if kind == "image"
-        else TopSample(identifier, text="ü" * 10**6)
+        (
+            TopSample(identifier, image=rng.integers(0, 256, (3, 256, 320), dtype=np.uint8))
+            if kind == "image"
+            else TopSample(identifier, text="ü" * 10**6)
+        )
         for identifier in top_samples(samples, 300)["id"]
     ]
-    manifest = {**frames.MANIFEST, "timings": {f"phase {index}": 0.1 for index in range(10_000)}, "model": {"notes": ["n" * 9999] * 999}}
+    manifest = {
+        **frames.MANIFEST,
+        "timings": {f"phase {index}": 0.1 for index in range(10_000)},
+        "model": {"notes": ["n" * 9999] * 999},
+    }
     names = ["c" * 5000] * 10
-    _page(AnalyzeResult(samples, frames.parameters(300), manifest, frames.result(samples).folder, inputs, names))
+    _page(
+        AnalyzeResult(samples, frames.parameters(300), manifest, frames.result(samples).folder, inputs, names)
+    )
 
 
 def test_a_million_samples_take_less_than_ten_seconds_and_two_megabytes() -> None:
@@ -247,9 +287,14 @@ def test_rows_of_a_table_are_shown_with_their_values() -> None:
 
 
 def test_classes_of_measures_have_their_names() -> None:
-    table = pd.DataFrame({"class": [0, 1], "other_class": [1, 0], "samples": [3, 4], "mean_cosine": [0.5, 0.99996]})
+    table = pd.DataFrame(
+        {"class": [0, 1], "other_class": [1, 0], "samples": [3, 4], "mean_cosine": [0.5, 0.99996]}
+    )
     measure = MeasureResult("cosine", "Cosine", "f", "u", tables={"classes": table})
-    facts = {"groups": {"by": "class", "each": {"0": {"samples": 3}, "1": {"samples": 4}}}, "score": "grad_norm"}
+    facts = {
+        "groups": {"by": "class", "each": {"0": {"samples": 3}, "1": {"samples": 4}}},
+        "score": "grad_norm",
+    }
     samples = frames.classification(60, classes=2).assign(group=lambda frame: frame["target"].astype(str))
     run = frames.result(samples, class_names=["cat", "dog"], manifest={**frames.MANIFEST, "outliers": facts})
     page = page_of(replace(run, measures={"cosine": measure}))
@@ -262,9 +307,16 @@ def test_classes_of_measures_have_their_names() -> None:
     assert ">dog<" in groups
 
 
-@pytest.mark.parametrize(("loss", "unit"), [("cross_entropy", "nats"), ("token_cross_entropy", "nats"), ("mse", "unit of the loss")])
+@pytest.mark.parametrize(
+    ("loss", "unit"),
+    [("cross_entropy", "nats"), ("token_cross_entropy", "nats"), ("mse", "unit of the loss")],
+)
 def test_losses_have_the_unit_that_they_have(loss: str, unit: str) -> None:
-    page = page_of(frames.result(frames.classification(60), manifest={**frames.MANIFEST, "config": {"loss": {"name": loss}}}))
+    page = page_of(
+        frames.result(
+            frames.classification(60), manifest={**frames.MANIFEST, "config": {"loss": {"name": loss}}}
+        )
+    )
     assert f"the sample&#39;s own loss ({unit})" in page
     assert f"{unit} per unit of parameter" in page
     assert ("unit of the loss" in page) == (unit != "nats")
@@ -272,7 +324,9 @@ def test_losses_have_the_unit_that_they_have(loss: str, unit: str) -> None:
 
 def test_results_have_a_short_repr() -> None:
     run = frames.result(frames.classification(1797))
-    text = repr(replace(run, measures={f"m{place}": MeasureResult(f"m{place}", "t", "f", "u") for place in range(9)}))
+    text = repr(
+        replace(run, measures={f"m{place}": MeasureResult(f"m{place}", "t", "f", "u") for place in range(9)})
+    )
     assert len(text) < 800
     assert text.startswith("AnalyzeResult(samples=<DataFrame 1,797 x ")
     assert "measures={m0, m1, m2, m3, and 5 more}" in text

@@ -1,4 +1,6 @@
-"""What a person sees of an influence run: the page, its figures and the terminal, each with sign and unit, harmless and bounded."""
+"""What a person sees of an influence run: the page, its figures and the terminal, each with sign and unit,
+harmless and bounded.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.influence import write_influence_report
-from psgrad.reports.influence_html import flattened, render_influence
+from psgrad.reports.influence_page import flattened, render_influence, write_influence_report
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.influence_terminal import summary, write_influence
-from psgrad.reports.influence_words import examples, signed
-from psgrad.results import ALL_INDEX, SIGN, CheckedRemoval, InfluenceResult, RemovalCheck, TopSample, pairs_of, shown_queries
+from psgrad.reports.influence_terminal import examples, signed, summary, write_influence
+from psgrad.results import (
+    ALL_INDEX,
+    SIGN,
+    CheckedRemoval,
+    InfluenceResult,
+    RemovalCheck,
+    TopSample,
+    pairs_of,
+    shown_queries,
+)
 from tests.reports.influence_runs import UNIT, made_up, result
 from tests.reports.test_html import LIMIT_BYTES, Page
 
@@ -33,7 +42,11 @@ def _page(found: InfluenceResult) -> Page:
         assert not name.startswith("on")
         assert name != "href"
         assert name != "src" or value.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,"))
-    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+    assert (
+        "meta",
+        "content",
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'",
+    ) in page.attributes
     return page
 
 
@@ -62,7 +75,8 @@ def _pictures(page: Page) -> int:
     return sum((tag, name) == ("img", "src") for tag, name, _ in page.attributes)
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------------------
+# -- the page
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
@@ -78,7 +92,10 @@ def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
     titles = [page.text.index(f"Query test-{query:05d}: label") for query in shown[:6]]
     assert titles == sorted(titles)
     assert f"Query test-{shown[6]:05d}" not in page.text
-    assert "6 of 20 queries are shown: the worst of those that the model gets wrong, then the worst of the others." in page.text
+    assert (
+        "6 of 20 queries are shown: the worst of those that the model gets wrong, then the worst of the"
+        " others." in page.text
+    )
     assert _pictures(page) == 6 + 7 * 12
 
 
@@ -101,7 +118,9 @@ def test_the_page_says_sign_and_unit_and_where_the_numbers_come_from() -> None:
 
 
 def test_a_method_that_predicts_no_removal_says_so() -> None:
-    text = _page(result(method="gradient_dot", unit="fall of the loss by one step", predicts_removal=False)).text
+    text = _page(
+        result(method="gradient_dot", unit="fall of the loss by one step", predicts_removal=False)
+    ).text
     assert "This method predicts no retraining" in text
     assert "had the model been trained to the end without this example" not in text
     assert "Fall of the loss by one step" in text
@@ -128,10 +147,21 @@ def test_page_checked_removals_and_scores_beyond_the_loss() -> None:
         CheckedRemoval("digit-00003", 3, "test-00001", 1, -6.11, -0.0042),
         CheckedRemoval("digit-00007", 7, "digit-00007", None, 48.0, 0.9),
     ]
-    told = replace(found, scores=found.scores.assign(beyond_loss=beyond), check=RemovalCheck(10, False, removals))
+    told = replace(
+        found, scores=found.scores.assign(beyond_loss=beyond), check=RemovalCheck(10, False, removals)
+    )
     marked = signed(found.scores.loc[beyond, "score"].item()) + "!"
     for text in (_page(told).text, _terminal(told)):
-        for words in ("-6.11", "-0.00420", "itself", "+48.0", "+0.900", "for 10 steps of the full gradient", "and is no amount", marked):
+        for words in (
+            "-6.11",
+            "-0.00420",
+            "itself",
+            "+48.0",
+            "+0.900",
+            "for 10 steps of the full gradient",
+            "and is no amount",
+            marked,
+        ):
             assert words in text
     content = json.loads(_terminal(told, style="json"))
     assert content["check"]["removals"][0] == {
@@ -150,14 +180,23 @@ def test_page_checked_removals_and_scores_beyond_the_loss() -> None:
 
 def test_checked_removals_say_when_steps_were_too_short_to_find_much() -> None:
     assert "those taken had 0.003 of their length" in RemovalCheck(10, False, [], 0.003).words
-    for check in (RemovalCheck(10, True, [], 0.003), RemovalCheck(10, False, [], 0.5), RemovalCheck(10, False, [])):
+    for check in (
+        RemovalCheck(10, True, [], 0.003),
+        RemovalCheck(10, False, [], 0.5),
+        RemovalCheck(10, False, []),
+    ):
         assert "Full steps" not in check.words
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_page_says_whether_scores_are_amounts_and_why(calibrated: bool) -> None:
     unit = UNIT if calibrated else UNIT.replace("in nats", "in nats (uncalibrated)")
-    facts = {"solver_because": "it fits", "leverage": calibrated, "calibrated": calibrated, "calibrated_because": "of the model"}
+    facts = {
+        "solver_because": "it fits",
+        "leverage": calibrated,
+        "calibrated": calibrated,
+        "calibrated_because": "of the model",
+    }
     text = _page(result(unit=unit, facts=[facts])).text
     assert ("These are amounts: of the model." in text) == calibrated
     assert ("Such amounts are uncalibrated, so rely on their order: of the model." in text) != calibrated
@@ -203,7 +242,10 @@ def test_markup_from_ids_classes_texts_and_facts_stays_text() -> None:
         scores=found.scores.assign(train_id=EVIL),
         queries=found.queries.assign(id=EVIL),
         training=found.training.assign(id=EVIL),
-        manifest={"config": {"report": {"title": EVIL}}, "influence": {"checkpoints": [{"path": EVIL}, {"path": EVIL}], "normalize": EVIL}},
+        manifest={
+            "config": {"report": {"title": EVIL}},
+            "influence": {"checkpoints": [{"path": EVIL}, {"path": EVIL}], "normalize": EVIL},
+        },
         method=EVIL,
         unit=EVIL,
         measurement=EVIL,
@@ -250,12 +292,24 @@ def test_results_without_targets_or_self_influence_are_reported() -> None:
 
 
 def test_the_page_is_small_with_the_largest_inputs() -> None:
-    found = result(200, 10, inputs="large", class_names=["c" * 5000] * 10, facts=[{f"fact {i}": "f" * 9999 for i in range(999)}])
+    found = result(
+        200,
+        10,
+        inputs="large",
+        class_names=["c" * 5000] * 10,
+        facts=[{f"fact {i}": "f" * 9999 for i in range(999)}],
+    )
     page = _page(found)
     assert _pictures(page) == 6 + 7 * 12
     assert page.tags.count("dt") < 60
     text = TopSample(0, text="ü" * 10**6)
-    _page(replace(found, training_inputs=dict.fromkeys(found.training_inputs, text), query_inputs=dict.fromkeys(range(6), text)))
+    _page(
+        replace(
+            found,
+            training_inputs=dict.fromkeys(found.training_inputs, text),
+            query_inputs=dict.fromkeys(range(6), text),
+        )
+    )
 
 
 def test_many_examples_make_no_large_report() -> None:
@@ -277,14 +331,17 @@ def test_the_same_result_gives_the_same_page() -> None:
 
 
 def test_nested_facts_get_one_name_each() -> None:
-    assert flattened({"mean_eigenvalue": 2, "spectrum": {"largest": 3, "by_layer": {"0": 1}}, "residual": None}) == {
+    assert flattened(
+        {"mean_eigenvalue": 2, "spectrum": {"largest": 3, "by_layer": {"0": 1}}, "residual": None}
+    ) == {
         "Mean eigenvalue": 2,
         "Spectrum largest": 3,
         "Spectrum by_layer 0": 1,
     }
 
 
-# -- the terminal ----------------------------------------------------------------------------------------------------------------------
+# -- the terminal
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_terminal_has_sign_and_unit_then_both_sides_of_each_query() -> None:
@@ -294,7 +351,7 @@ def test_the_terminal_has_sign_and_unit_then_both_sides_of_each_query() -> None:
     assert lines[1] == f"unit: {UNIT}"
     assert lines[3] == "All 20 queries"
     assert lines[4].split() == ["rank", "helps", "id", "label", "model", "hurts", "id", "label", "model"]
-    (helps, hurts) = (side.to_dict("records") for side in pairs_of(found.scores, ALL_INDEX, 3))
+    helps, hurts = (side.to_dict("records") for side in pairs_of(found.scores, ALL_INDEX, 3))
     for line, rank, helping, hurting in zip(lines[5:8], "123", helps, hurts, strict=True):
         cells = line.split()
         assert [cells[0], cells[1], cells[2]] == [rank, signed(helping["score"]), helping["train_id"]]
@@ -320,17 +377,21 @@ def test_json_has_all_that_is_ranked_and_no_nan() -> None:
 
 
 def test_the_summary_counts_what_was_left_out() -> None:
-    assert summary(result(nonfinite=1, m=1)) == (
-        "300 training examples scored for 1 query; 1 training example excluded, whose loss or gradient is not finite"
+    assert (
+        summary(result(nonfinite=1, m=1))
+        == "300 training examples scored for 1 query; 1 training example excluded, whose loss or gradient is"
+        " not finite"
     )
     assert summary(result(nonfinite=0, m=2)) == "300 training examples scored for 2 queries"
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------------------
+# -- words
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("score", "words"), [(0.00024, "+0.000240"), (-1234.5, "-1.23e+03"), (123.0, "+123"), (1e-9, "+1.00e-09"), (np.nan, "–")]
+    ("score", "words"),
+    [(0.00024, "+0.000240"), (-1234.5, "-1.23e+03"), (123.0, "+123"), (1e-9, "+1.00e-09"), (np.nan, "–")],
 )
 def test_scores_are_written_with_their_sign(score: float, words: str) -> None:
     assert signed(score) == words
@@ -342,8 +403,14 @@ def test_an_example_is_described_by_its_own_row() -> None:
     for side, pairs in zip(examples(found, query, 4), pairs_of(found.scores, query, 4), strict=True):
         for example, pair in zip(side, pairs.to_dict("records"), strict=True):
             row: dict[Any, Any] = found.training.loc[pair["train_index"]].to_dict()
-            assert (example.id, example.label, example.prediction) == (row["id"], str(row["target"]), str(row["prediction"]))
+            assert (example.id, example.label, example.prediction) == (
+                row["id"],
+                str(row["target"]),
+                str(row["prediction"]),
+            )
             assert example.differs == (row["target"] != row["prediction"])
             assert example.input is not None
-            np.testing.assert_array_equal(example.input.image, made_up(row["id"], int(pair["train_index"]), "image").image)
+            np.testing.assert_array_equal(
+                example.input.image, made_up(row["id"], int(pair["train_index"]), "image").image
+            )
             assert isinstance(pairs, pd.DataFrame)

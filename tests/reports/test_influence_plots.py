@@ -1,4 +1,6 @@
-"""The figures of an influence report: they draw what they say, with sign and unit, and count what they leave out."""
+"""The figures of an influence report: they draw what they say, with sign and unit, and count what they leave
+out.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,24 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from psgrad.reports.influence_plots import cumulative, draw_influence_plots, score_distributions, self_influence_against_loss
-from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
-from psgrad.reports.influence_words import signed
+from psgrad.reports.influence_plots import (
+    PER_SIDE,
+    cumulative,
+    draw_influence_plots,
+    query_sheet,
+    score_distributions,
+    self_influence_against_loss,
+)
+from psgrad.reports.influence_terminal import signed
 from psgrad.results import ALL_INDEX, SIGN, TopSample, carriers, pairs_of, shown_queries
 from tests.reports.influence_runs import UNIT, result
 
 
 def _words(figure: Figure) -> str:
     said = [text.get_text() for axes in figure.axes for text in axes.texts]
-    said += [words for axes in figure.axes for words in (axes.get_title(), axes.get_xlabel(), axes.get_ylabel())]
+    said += [
+        words for axes in figure.axes for words in (axes.get_title(), axes.get_xlabel(), axes.get_ylabel())
+    ]
     return " ".join([*said, figure.get_suptitle(), figure.get_supxlabel()]).replace("\n", " ")
 
 
@@ -61,7 +71,9 @@ def test_a_sheet_of_pictures_shows_each_pairs_own() -> None:
         np.testing.assert_array_equal(np.asarray(image.get_array())[..., 0], np.round(expected[0] * 255))
         left, right, _, top = image.get_extent()
         above = [
-            text.get_text() for text in axes.texts if left < text.get_position()[0] < right and 0 < top - text.get_position()[1] < 0.15
+            text.get_text()
+            for text in axes.texts
+            if left < text.get_position()[0] < right and 0 < top - text.get_position()[1] < 0.15
         ]
         assert above == [signed(pair["score"])]
 
@@ -70,15 +82,27 @@ def test_sheet_of_table_rows_has_its_values_in_columns_that_do_not_collide() -> 
     found = result(inputs="text")
     values = tuple((f"measurement_{place}", 1234.5 + place) for place in range(12))
     rows = {index: TopSample(each.id, values=values) for index, each in found.training_inputs.items()}
-    long = found.training.assign(target="a class with a name", prediction="another class with a name", id="an identifier of some length")
-    changed = replace(found, training=long, training_inputs=rows, scores=found.scores.assign(train_id="an identifier of some length"))
+    long = found.training.assign(
+        target="a class with a name",
+        prediction="another class with a name",
+        id="an identifier of some length",
+    )
+    changed = replace(
+        found,
+        training=long,
+        training_inputs=rows,
+        scores=found.scores.assign(train_id="an identifier of some length"),
+    )
     figure = query_sheet(changed, shown_queries(found.queries, 1)[0], "sheet").figure
     FigureCanvasAgg(figure).draw()
     texts = [text for text in figure.axes[0].texts if text.get_text().strip()]
     assert not any(text.get_text() == "…" for text in texts)
     assert sum(text.get_text().endswith("…") for text in texts) > 2  # the last line that there is room for
     for line in {round(text.get_position()[1], 3) for text in texts}:
-        boxes = sorted((text.get_window_extent() for text in texts if round(text.get_position()[1], 3) == line), key=lambda box: box.x0)
+        boxes = sorted(
+            (text.get_window_extent() for text in texts if round(text.get_position()[1], 3) == line),
+            key=lambda box: box.x0,
+        )
         assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
         assert boxes[-1].x1 <= figure.bbox.width
 
@@ -99,7 +123,10 @@ def test_distributions_have_each_querys_strongest_on_its_row() -> None:
     assert sorted(_ticks(axes)) == sorted(expected)
     shown = shown_queries(found.queries, 6)
     assert list(found.shown) == shown
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["(all)", *(f"test-{query:05d}" for query in shown)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "(all)",
+        *(f"test-{query:05d}" for query in shown),
+    ]
     assert UNIT in axes.get_xlabel().replace("\n", " ")
     assert SIGN in axes.get_xlabel().replace("\n", " ")
     helping = np.nanmean(np.where(np.isnan(columns[1]), np.nan, columns[1] > 0))
@@ -119,9 +146,17 @@ def test_ridges_are_high_where_the_scores_are() -> None:
     scores = np.array([[-2.0] * 9 + [1.0] * 4 + [3.0]])
     (axes,) = score_distributions(result(14, 1, scores=scores, nonfinite=0)).figure.axes
     heights = {
-        round(float(x), 3): -float(y) for each in axes.collections for path in each.get_paths() for x, y in path.vertices if y < 0
+        round(float(x), 3): -float(y)
+        for each in axes.collections
+        for path in each.get_paths()
+        for x, y in path.vertices
+        if y < 0
     }  # x of a bin's edge -> height above row 0
-    assert set(np.round(list(heights.values()), 6)) == {0.8, round(0.8 * np.sqrt(4 / 9), 6), round(0.8 * np.sqrt(1 / 9), 6)}
+    assert set(np.round(list(heights.values()), 6)) == {
+        0.8,
+        round(0.8 * np.sqrt(4 / 9), 6),
+        round(0.8 * np.sqrt(1 / 9), 6),
+    }
     for score, height in ((-2.0, 0.8), (1.0, 0.8 * np.sqrt(4 / 9)), (3.0, 0.8 * np.sqrt(1 / 9))):
         edges = [edge for edge, found in heights.items() if found == pytest.approx(height)]
         assert min(edges) <= score <= max(edges)
@@ -140,7 +175,9 @@ def test_dots_on_the_cumulative_curves_are_the_carriers() -> None:
 
 def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:
     found = result()
-    negative = found.training.assign(self_influence=found.training["self_influence"].where(found.training["index"] > 9, -1.0))
+    negative = found.training.assign(
+        self_influence=found.training["self_influence"].where(found.training["index"] > 9, -1.0)
+    )
     plot = self_influence_against_loss(replace(found, training=negative))
     (axes,) = plot.figure.axes
     drawn = sum(len(each.get_offsets()) for each in axes.collections)  # type: ignore[arg-type]
@@ -156,8 +193,14 @@ def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"unit": UNIT.replace("in nats", "in nats (uncalibrated)")}, "rise of its own loss, in nats (uncalibrated), if it were removed"),
-        ({"unit": "predicted fall of the query's margin, in nats, if"}, "predicted rise of its own loss, in nats, if it were removed"),
+        (
+            {"unit": UNIT.replace("in nats", "in nats (uncalibrated)")},
+            "rise of its own loss, in nats (uncalibrated), if it were removed",
+        ),
+        (
+            {"unit": "predicted fall of the query's margin, in nats, if"},
+            "predicted rise of its own loss, in nats, if it were removed",
+        ),
         ({"unit": "relative, no unit", "predicts_removal": False}, "relative, no unit"),
         ({"unit": "fall of the query's loss", "predicts_removal": False}, "fall of its own loss"),
     ],
@@ -178,6 +221,11 @@ def test_all_queries_come_first_unless_there_is_but_one() -> None:
 @pytest.mark.filterwarnings("error")
 def test_figures_render_without_warnings_whatever_the_names_are() -> None:
     found = result(20, 1, class_names=["$x^$ \\frac{ 漢"] * 10)
-    evil = replace(found, unit="$x^$ \\frac{", queries=found.queries.assign(id="$y^$"), scores=found.scores.assign(train_id="$z_$"))
+    evil = replace(
+        found,
+        unit="$x^$ \\frac{",
+        queries=found.queries.assign(id="$y^$"),
+        scores=found.scores.assign(train_id="$z_$"),
+    )
     for plot in draw_influence_plots(evil):
         assert plot.png().startswith(b"\x89PNG")

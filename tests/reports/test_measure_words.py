@@ -1,4 +1,6 @@
-"""What the page says of measures: whole sources and warnings, no matrix as a list of numbers, names without what all begin with."""
+"""What the page says of measures: whole sources and warnings, no matrix as a list of numbers, names without
+what all begin with.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Gathered
-from psgrad.reports.measure_plots import histograms
-from psgrad.reports.measure_sections import measure_sections
+from psgrad.reports.measures import histograms, measure_sections
 from psgrad.results import MeasureResult
-from psgrad.workflows.analysis import result_of
+from psgrad.workflows.analyze import result_of
 from tests.reports import frames
 
 
 def _facts(**numbers: Any) -> dict[str, str]:
     measure = MeasureResult("grand", "GraNd", "formula", "unit", "source", numbers=numbers)
-    (section,) = measure_sections(replace(frames.result(frames.classification(20)), measures={"grand": measure}), {}, 0)
+    (section,) = measure_sections(
+        replace(frames.result(frames.classification(20)), measures={"grand": measure}), {}, 0
+    )
     return dict(section.numbers)
 
 
@@ -28,20 +31,26 @@ def test_facts_matrix_is_left_to_its_figure() -> None:
 
 
 def test_facts_warning_is_whole() -> None:
-    warning = f"the checkpoints {'a' * 100}.safetensors and {'b' * 100}.safetensors rank the samples differently"
+    warning = (
+        f"the checkpoints {'a' * 100}.safetensors and {'b' * 100}.safetensors rank the samples differently"
+    )
     assert _facts(warning=warning) == {"Warning": warning}
 
 
 def test_facts_names_lose_what_all_begin_with() -> None:
     names = [f"a_long_wrapper.of_the_model.layer.{number}.weight" for number in range(3)]
-    assert _facts(layers=names) == {"Layers": "0.weight, 1.weight, 2.weight (all below a_long_wrapper.of_the_model.layer)"}
+    assert _facts(layers=names) == {
+        "Layers": "0.weight, 1.weight, 2.weight (all below a_long_wrapper.of_the_model.layer)"
+    }
     assert _facts(places=["input 0"]) == {"Places": "input 0"}
 
 
 def test_sources_and_meanings_of_known_measures_are_whole() -> None:
     samples = frames.classification(20)
     for kind in known_measures().values():
-        measure = MeasureResult(kind.name, kind.title, kind.formula, kind.unit, kind.source, dict(kind.meanings))
+        measure = MeasureResult(
+            kind.name, kind.title, kind.formula, kind.unit, kind.source, dict(kind.meanings)
+        )
         (section,) = measure_sections(replace(frames.result(samples), measures={kind.name: measure}), {}, 0)
         assert kind.source in dict(section.about).values()
         columns = list(kind.meanings)
@@ -52,7 +61,9 @@ def test_sources_and_meanings_of_known_measures_are_whole() -> None:
             assert all(meaning in caption for meaning in kind.meanings.values())
 
 
-@pytest.mark.parametrize(("loss", "unit"), [("cross_entropy", "nats"), ("mse", "loss"), ("losses.py:own", "loss")])
+@pytest.mark.parametrize(
+    ("loss", "unit"), [("cross_entropy", "nats"), ("mse", "loss"), ("losses.py:own", "loss")]
+)
 def test_units_of_measures_are_those_of_the_loss(loss: str, unit: str) -> None:
     for kind in known_measures().values():
         found = result_of(kind(), Gathered(), loss)
@@ -60,4 +71,7 @@ def test_units_of_measures_are_those_of_the_loss(loss: str, unit: str) -> None:
     found = result_of(known_measures()["grand"](), Gathered(), loss)
     assert found.unit == f"{unit} per unit of parameter"
     assert f"({unit} per unit of parameter)" in found.meanings["grand"]
-    assert f"({unit} per checkpoint)" in result_of(known_measures()["trajectory"](), Gathered(), loss).meanings["loss_slope"]
+    assert (
+        f"({unit} per checkpoint)"
+        in result_of(known_measures()["trajectory"](), Gathered(), loss).meanings["loss_slope"]
+    )

@@ -1,4 +1,6 @@
-"""Each number of a report is that of its sample and its column: ranks, percentiles, losses, norms and scores."""
+"""Each number of a report is that of its sample and its column: ranks, percentiles, losses, norms and
+scores.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.reports.class_tables import class_pages, class_statistics, class_table
-from psgrad.reports.html import _cards
-from psgrad.reports.influence_html import _own
-from psgrad.reports.influence_terminal import sides_table
-from psgrad.reports.influence_words import examples, signed
+from psgrad.reports.analyze_page import _cards
+from psgrad.reports.influence_page import _own
+from psgrad.reports.influence_terminal import examples, sides_table, signed
+from psgrad.reports.outlier_sections import class_pages, class_statistics, class_table
+from psgrad.reports.page import DataTable
 from psgrad.reports.sample_table import sample_table
-from psgrad.reports.tables import DataTable
 from psgrad.reports.terminal import print_table, top_table
 from psgrad.reports.words import identifier, number, percent, percentile
 from psgrad.results import AnalyzeResult, shown_queries
@@ -22,10 +23,14 @@ from tests.reports import frames, influence_runs
 
 
 def run() -> AnalyzeResult:
-    """Where no column could stand for another: rank, percentile, confidence and p-value differ in every row."""
+    """Where no column could stand for another: rank, percentile, confidence and p-value differ in
+    every row.
+    """
     samples = frames.classification(300)
     places = np.random.default_rng(3).permutation(300)
-    return frames.result(samples.assign(robust_z=places / 7, p_value=places / 300 + 1e-3, outlier_score=places / 11))
+    return frames.result(
+        samples.assign(robust_z=places / 7, p_value=places / 300 + 1e-3, outlier_score=places / 11)
+    )
 
 
 def by_id(samples: pd.DataFrame) -> dict[str, dict[Any, Any]]:
@@ -33,7 +38,9 @@ def by_id(samples: pd.DataFrame) -> dict[str, dict[Any, Any]]:
 
 
 def columns(table: DataTable) -> list[dict[str, str]]:
-    return [dict(zip((heading.key for heading in table.headings), row.cells, strict=True)) for row in table.rows]
+    return [
+        dict(zip((heading.key for heading in table.headings), row.cells, strict=True)) for row in table.rows
+    ]
 
 
 def test_numbers_of_the_table_of_samples_are_those_of_their_columns() -> None:
@@ -77,7 +84,10 @@ def test_numbers_on_cards_and_in_class_pages_are_those_of_their_samples() -> Non
     finite = result.samples[result.samples["status"] == "ok"]
     for cells in columns(class_table(result, statistics)):
         inside = finite[finite["target"] == int(cells["class"])]
-        assert (cells["median_norm"], cells["median_loss"]) == (number(inside["grad_norm"].median()), number(inside["loss"].median()))
+        assert (cells["median_norm"], cells["median_loss"]) == (
+            number(inside["grad_norm"].median()),
+            number(inside["loss"].median()),
+        )
         assert cells["listed"] == str(int(inside["is_outlier_issue"].sum()))
 
 

@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from PIL import Image
 
-from psgrad.quality.ranking import rank_samples
+from psgrad.quality.judging import rank_samples
 from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.measure_plots import trajectories
+from psgrad.reports.measures import trajectories
 from psgrad.reports.plots import draw_plots, norm_histogram, norms_per_class, norms_per_layer, top_sheet
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
-from psgrad.reports.scatter import loss_against_norm
+from psgrad.reports.sample_table import loss_against_norm
 from psgrad.reports.ticks import power_words
 from psgrad.results import TopSample, has_classes, top_samples
 from tests.browser.results import measured
@@ -44,7 +44,10 @@ def test_the_histogram_holds_every_finite_sample_once() -> None:
 def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> None:
     run = frames.result(frames.classification(300))
     judged = dataclasses.replace(run, manifest={**run.manifest, "outliers": {"decided_by": "reference"}})
-    for result, expected, other in ((run, "review list", "unlike the reference"), (judged, "unlike the reference", "review list")):
+    for result, expected, other in (
+        (run, "review list", "unlike the reference"),
+        (judged, "unlike the reference", "review list"),
+    ):
         words = " ".join(
             [plot.caption + plot.alt for plot in draw_plots(result)]
             + [
@@ -62,7 +65,9 @@ def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> Non
 def test_zero_and_nonfinite_rows_are_counted_in_the_caption() -> None:
     samples = frames.regression(10).assign(grad_norm=[0.0, 0.0, np.nan, *range(1, 8)])
     caption = norm_histogram(rank_samples(samples.drop(columns="status"), 0.1)).caption
-    assert caption.endswith("Not drawn: 1 with a loss or gradient that is not finite and 2 with a norm of exactly zero.")
+    assert caption.endswith(
+        "Not drawn: 1 with a loss or gradient that is not finite and 2 with a norm of exactly zero."
+    )
 
 
 def test_a_negative_loss_gets_a_linear_axis() -> None:
@@ -75,7 +80,10 @@ def test_many_points_are_binned_and_none_is_lost() -> None:
     plot = loss_against_norm(frames.classification(20_000, nonfinite=0))
     assert "Binned" in plot.caption
     mesh, *points = plot.figure.axes[0].collections
-    assert np.nansum(np.ma.filled(mesh.get_array(), 0)) + sum(len(each.get_offsets()) for each in points) == 20_000
+    assert (
+        np.nansum(np.ma.filled(mesh.get_array(), 0)) + sum(len(each.get_offsets()) for each in points)
+        == 20_000
+    )
 
 
 def test_the_rank_correlation_is_spearmans() -> None:
@@ -124,7 +132,9 @@ def test_the_sheet_has_a_picture_for_each_top_sample() -> None:
 
 def test_pngs_have_their_title_above_the_figure() -> None:
     plot = norm_histogram(frames.classification(100))
-    with_title, without = (np.asarray(Image.open(io.BytesIO(plot.png(titled=titled))).convert("L")) for titled in (True, False))
+    with_title, without = (
+        np.asarray(Image.open(io.BytesIO(plot.png(titled=titled))).convert("L")) for titled in (True, False)
+    )
     strip = len(with_title) - len(without)
     assert strip > 30
     assert (with_title[:strip] < 100).any()
@@ -157,7 +167,10 @@ def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:
 
 def test_logarithmic_axes_say_that_they_are(drawn: list[Plot]) -> None:
     axes = [axis for plot in drawn for each in plot.figure.axes for axis in (each.xaxis, each.yaxis)]
-    scales = {scale: [axis.get_label_text() for axis in axes if axis.get_scale() == scale] for scale in ("log", "symlog")}
+    scales = {
+        scale: [axis.get_label_text() for axis in axes if axis.get_scale() == scale]
+        for scale in ("log", "symlog")
+    }
     assert all("log scale" in label for label in scales["log"])
     assert all("signed log scale: linear about zero" in label for label in scales["symlog"])
     assert min(map(len, scales.values())) > 0
@@ -173,20 +186,31 @@ def test_counts_are_ticked_at_whole_numbers() -> None:
 
 def test_captions_of_pictures_do_not_collide() -> None:
     samples = frames.classification(100)
-    long = samples.assign(id=[f"/data/collected/2024/camera-7/long-folder-name/WMWMWMW-{place:05}.jpeg" for place in range(100)])
-    inputs = [TopSample(identity, np.random.default_rng(0).random((8, 8))) for identity in top_samples(long, 12)["id"]]
+    long = samples.assign(
+        id=[f"/data/collected/2024/camera-7/long-folder-name/WMWMWMW-{place:05}.jpeg" for place in range(100)]
+    )
+    inputs = [
+        TopSample(identity, np.random.default_rng(0).random((8, 8)))
+        for identity in top_samples(long, 12)["id"]
+    ]
     figure = top_sheet(long, inputs, [f"a class of a long name {place}" for place in range(10)]).figure
     figure.savefig(io.BytesIO())
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     assert len(boxes) == 12 * 4
-    assert not any(one.overlaps(other) for one, other in itertools.combinations([box.shrunk(0.98, 0.6) for box in boxes], 2))
+    assert not any(
+        one.overlaps(other)
+        for one, other in itertools.combinations([box.shrunk(0.98, 0.6) for box in boxes], 2)
+    )
     words = [text.get_text() for text in figure.axes[0].texts]
     assert f"{inputs[0].id[-9:]}" in words[0]  # the end tells which it is
 
 
 def test_long_parameter_names_are_told_apart() -> None:
     layers = frames.parameters(40)
-    names = [f"m.base_model.model.model.layers.{place}.self_attn.q_proj.lora_A.default.weight" for place in range(40)]
+    names = [
+        f"m.base_model.model.model.layers.{place}.self_attn.q_proj.lora_A.default.weight"
+        for place in range(40)
+    ]
     plot = norms_per_layer(layers.assign(parameter=names))
     shown = _texts(plot.figure)[:30]
     assert len(set(shown)) == 30
@@ -197,7 +221,11 @@ def test_long_parameter_names_are_told_apart() -> None:
 def test_log_ticks_are_plain_text() -> None:
     plot = loss_against_norm(frames.classification(300))
     plot.png()
-    labels = [label.get_text() for axis in (plot.figure.axes[0].xaxis, plot.figure.axes[0].yaxis) for label in axis.get_ticklabels()]
+    labels = [
+        label.get_text()
+        for axis in (plot.figure.axes[0].xaxis, plot.figure.axes[0].yaxis)
+        for label in axis.get_ticklabels()
+    ]
     assert not any("$" in label for label in labels)
     assert [power_words(value) for value in (1, 0.001, 2e-7, 1e-6, 2000, 1e5, -1e-6, 0)] == [
         *("1", "0.001", "2×10⁻⁷", "10⁻⁶", "2,000", "10⁵", "-10⁻⁶", "0")
@@ -216,7 +244,13 @@ def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> Non
 
 def test_reports_load_neither_torch_nor_pyplot() -> None:
     script = (
-        "import sys, psgrad.reports.write, psgrad.reports.terminal, psgrad.reports.privacy_plots, psgrad.reports.influence; "
-        "print([n for n in ('torch', 'matplotlib.pyplot') if n in sys.modules])"
+        "import sys, psgrad.reports.analyze_page, psgrad.reports.terminal, psgrad.reports.privacy_plots,"
+        " psgrad.reports.influence_page; print([n for n in ('torch', 'matplotlib.pyplot') if n in"
+        " sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -1,4 +1,6 @@
-"""What a private step says: the guarantee with all that belongs to it, bounds never rounded down, and nothing private on stdout."""
+"""What a private step says: the guarantee with all that belongs to it, bounds never rounded down, and nothing
+private on stdout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.reports.privacy import (
     RELATIONS,
     compact,
@@ -48,13 +50,24 @@ def test_an_upper_bound_is_never_rounded_down(value: float) -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(None, "–"), (math.nan, "–"), (math.inf, "infinite"), (3.0, "3"), (1.8, "1.8"), (2.98101, "2.982"), (12.3401, "12.35")],
+    [
+        (None, "–"),
+        (math.nan, "–"),
+        (math.inf, "infinite"),
+        (3.0, "3"),
+        (1.8, "1.8"),
+        (2.98101, "2.982"),
+        (12.3401, "12.35"),
+    ],
 )
 def test_epsilons_that_are_told_in_words(value: float | None, words: str) -> None:
     assert epsilon(value) == words
 
 
-@pytest.mark.parametrize(("value", "words"), [(1e-5, "1e-5"), (0.0712, "0.0712"), (128.0, "128"), (1e-10, "1e-10"), (0.001, "0.001")])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(1e-5, "1e-5"), (0.0712, "0.0712"), (128.0, "128"), (1e-10, "1e-10"), (0.001, "0.001")],
+)
 def test_numbers_are_written_short(value: float, words: str) -> None:
     assert compact(value) == words
 
@@ -67,12 +80,16 @@ def test_the_table_has_both_accountants_and_what_belongs_to_them() -> None:
     told = answers(written())
     assert told["privacy spent"] == "epsilon 1.101 (PLD), 1.235 (RDP) at delta 1e-5"
     assert told["after"] == "120 of 300 planned steps, which together cost epsilon 1.8 (PLD)"
-    assert told["protects"].startswith("one row; neighbouring datasets differ by one record that is added or removed")
+    assert told["protects"].startswith(
+        "one row; neighbouring datasets differ by one record that is added or removed"
+    )
     assert told["sampling"] == "Poisson sampling, each record by itself with probability 0.0712 (poisson)"
     assert told["clipping"] == "each record's gradient clipped to norm 2"
     assert told["noise"] == "gaussian, standard deviation 2.2 on the sum = 1.1 x sensitivity 2"
     assert told["generator"].startswith("AES-256-CTR")
-    assert told["update"] == "SGD of the noisy sum / 128, 490 of 30,000 parameters; the others stay as they were"
+    assert (
+        told["update"] == "SGD of the noisy sum / 128, 490 of 30,000 parameters; the others stay as they were"
+    )
     assert told["private"].startswith("runs/private/private: NOT PRIVATE")
     assert "warning" not in told
 
@@ -100,26 +117,32 @@ def test_no_noise_is_told_as_no_privacy() -> None:
 
 
 def test_the_guarantee_is_one_sentence_with_everything_in_it() -> None:
-    assert guarantee(private_runs.step()) == (
-        "(epsilon 1.101, delta 1e-5)-differential privacy by PLD, after 120 steps, for one row; "
-        "neighbouring datasets differ by one record that is added or removed; "
-        "Poisson sampling, each record by itself with probability 0.0712; no seed; "
-        "released numbers are rounded to a public grid, and what is left of floating point adds at most 2e-6 to epsilon; "
-        "not covered: how long steps take and how much memory they need, how kernels round one record beside others, "
-        "and what the model's code keeps outside of the model and the loss (global variables, files)"
+    assert (
+        guarantee(private_runs.step())
+        == "(epsilon 1.101, delta 1e-5)-differential privacy by PLD, after 120 steps, for one row;"
+        " neighbouring datasets differ by one record that is added or removed; Poisson sampling, each"
+        " record by itself with probability 0.0712; no seed; released numbers are rounded to a public"
+        " grid, and what is left of floating point adds at most 2e-6 to epsilon; not covered: how long"
+        " steps take and how much memory they need, how kernels round one record beside others, and what"
+        " the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
 
 def test_guarantee_states_floating_point() -> None:
-    assert "; exact noise on a grid of integers; " in guarantee(private_runs.step(mechanism="discrete_gaussian"))
+    assert "; exact noise on a grid of integers; " in guarantee(
+        private_runs.step(mechanism="discrete_gaussian")
+    )
     unrounded = {**private_runs.step()["rounding"], "unrounded_steps": 12}
-    assert "; 12 steps of an earlier version had noise whose floating-point gaps may tell records" in guarantee(
-        private_runs.step(rounding=unrounded)
+    assert (
+        "; 12 steps of an earlier version had noise whose floating-point gaps may tell records"
+        in guarantee(private_runs.step(rounding=unrounded))
     )
 
 
 def test_the_smaller_of_two_bounds_is_the_one_promised() -> None:
-    assert "(epsilon 1.235, delta 1e-5)-differential privacy by RDP" in guarantee(private_runs.step(epsilon_pld=1.5))
+    assert "(epsilon 1.235, delta 1e-5)-differential privacy by RDP" in guarantee(
+        private_runs.step(epsilon_pld=1.5)
+    )
 
 
 def test_a_seed_is_told_as_the_hole_that_it_is() -> None:
@@ -133,8 +156,16 @@ def test_a_seed_is_told_as_the_hole_that_it_is() -> None:
     [
         ({"scheme": "fixed", "batch_size": 64}, "fixed batches of 64 records, without amplification (fixed)"),
         (
-            {"scheme": "truncated_poisson", "sample_rate": 0.01, "max_batch_size": 140, "dataset_size": 10_000},
-            "Poisson sampling, each record by itself with probability 0.01, cut off at 140 of 10,000 records (truncated_poisson)",
+            {
+                "scheme": "truncated_poisson",
+                "sample_rate": 0.01,
+                "max_batch_size": 140,
+                "dataset_size": 10_000,
+            },
+            (
+                "Poisson sampling, each record by itself with probability 0.01, cut off at 140 of 10,000"
+                " records (truncated_poisson)"
+            ),
         ),
     ],
 )
@@ -145,22 +176,33 @@ def test_other_samplers_are_told_as_what_they_are(sampling: dict[str, object], w
 def test_groups_are_counted() -> None:
     groups = [{"name": str(k), "parameters": [str(k)], "bound": 0.5 + k} for k in range(3)]
     told = answers(written(clipping={"groups": groups, "rule": "automatic", "stability": 0.01}))
-    assert told["clipping"] == "each record's gradient normalised to below norms 0.5 to 2.5 in each of 3 groups of parameters"
+    assert (
+        told["clipping"]
+        == "each record's gradient normalised to below norms 0.5 to 2.5 in each of 3 groups of parameters"
+    )
 
 
 def test_an_adaptive_bound_has_the_noise_of_its_sum_and_what_is_accounted() -> None:
     adaptive = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": 10.0}
     told = answers(written(noise_multiplier=1.1, noise_std=2.3, sensitivity=2.0, adaptive=adaptive))
-    assert told["clipping"] == "each record's gradient clipped to a norm that follows the 50% quantile of all, 2 at first"
-    assert told["noise"] == (
-        "gaussian, standard deviation 2.3 on the sum = 1.15 x sensitivity 2; with the bound's count it is accounted as 1.1"
+    assert (
+        told["clipping"]
+        == "each record's gradient clipped to a norm that follows the 50% quantile of all, 2 at first"
+    )
+    assert (
+        told["noise"]
+        == "gaussian, standard deviation 2.3 on the sum = 1.15 x sensitivity 2; with the bound's count it is"
+        " accounted as 1.1"
     )
 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ({"kind": "step", "every": 50, "factor": 0.8}, "the multiplier changes by a factor of 0.8 every 50 steps"),
+        (
+            {"kind": "step", "every": 50, "factor": 0.8},
+            "the multiplier changes by a factor of 0.8 every 50 steps",
+        ),
         ({"kind": "exponential", "factor": 0.999}, "the multiplier changes by a factor of 0.999 every step"),
         ({"kind": "list", "multipliers": [1.0, 2.0]}, "each step has a multiplier of its own"),
     ],
@@ -176,7 +218,9 @@ def test_json_is_the_public_record_alone() -> None:
 
 
 def test_json_takes_numbers_of_numpy_and_has_no_infinity() -> None:
-    told = json.loads(written("json", epsilon_pld=math.inf, sensitivity=np.float64(2.5), planned_steps=np.int64(7)))
+    told = json.loads(
+        written("json", epsilon_pld=math.inf, sensitivity=np.float64(2.5), planned_steps=np.int64(7))
+    )
     assert (told["epsilon_pld"], told["sensitivity"], told["planned_steps"]) == (None, 2.5, 7)
 
 

@@ -1,4 +1,6 @@
-"""The figures of a private run: what is public follows from the plan, what is private says so in the picture."""
+"""The figures of a private run: what is public follows from the plan, what is private says so in the
+picture.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def test_epsilon_by_pld_is_strong_and_by_moments_faint_and_only_the_latter_cross
     result = private_runs.result(steps=300, epsilon_rdp=1.952, epsilon_pld=1.74, target_epsilon=1.8)
     lines = {str(line.get_label()): line for line in axes_of(epsilon_against_steps(result)).lines}
     counts, loose, target = lines["taken (PLD)"], lines["all steps (RDP)"], lines["target 1.8"]
-    assert max(np.asarray(counts.get_ydata())) < np.asarray(target.get_ydata())[0] < max(np.asarray(loose.get_ydata()))
+    assert (
+        max(np.asarray(counts.get_ydata()))
+        < np.asarray(target.get_ydata())[0]
+        < max(np.asarray(loose.get_ydata()))
+    )
     assert strength(counts) > 6 * strength(loose)
     assert counts.get_linestyle() == "-"
     assert loose.get_linestyle() == "--"
@@ -65,14 +71,20 @@ def test_epsilon_by_pld_is_strong_and_by_moments_faint_and_only_the_latter_cross
 
 def test_a_plan_draws_each_multiplier_strongly_by_pld() -> None:
     plan = private_runs.plan()
-    by_pld = [replace(row, curve_pld=[(steps, spent * 0.9) for steps, spent in row.curve[::40]]) for row in plan.rows]
+    by_pld = [
+        replace(row, curve_pld=[(steps, spent * 0.9) for steps, spent in row.curve[::40]])
+        for row in plan.rows
+    ]
     plot = epsilon_by_multiplier(replace(plan, rows=by_pld))
     strong, faint = [], []
     for line in lines_of(axes_of(plot)):
         (strong if line.get_linewidth() > 1 else faint).append(len(np.atleast_1d(line.get_xdata())))
     assert len(strong) == 5
     assert (set(faint), len(faint)) == ({300}, 5)
-    assert "and between them as even as their square root, the smaller bound, which counts. Faint: by RDP" in plot.caption
+    assert (
+        "and between them as even as their square root, the smaller bound, which counts. Faint: by RDP"
+        in plot.caption
+    )
 
 
 def test_a_line_through_a_few_points_goes_through_them_and_not_below_a_square_root_between_them() -> None:
@@ -80,7 +92,9 @@ def test_a_line_through_a_few_points_goes_through_them_and_not_below_a_square_ro
     few = [point for point in private_runs.curve(1.8) if point[0] in (1, 5, 19, 75, 169, 300)]
     planned = axes_of(epsilon_against_steps(replace(result, curve_pld=few))).lines[0]
     steps, spent = (np.asarray(values, dtype=float) for values in planned.get_data())
-    assert set(zip(*zip(*few, strict=True), strict=True)) <= set(zip(steps.tolist(), spent.tolist(), strict=True))
+    assert set(zip(*zip(*few, strict=True), strict=True)) <= set(
+        zip(steps.tolist(), spent.tolist(), strict=True)
+    )
     np.testing.assert_allclose(spent, 1.8 * np.sqrt(steps / 300), rtol=1e-12)
     assert len(steps) > 100
 
@@ -105,13 +119,19 @@ def test_steps_between_the_points_of_a_coarse_curve_are_drawn_to_their_end() -> 
     result = private_runs.result(steps=120)
     coarse = replace(result, curve=result.curve[49::50], curve_pld=[])
     taken = axes_of(epsilon_against_steps(coarse)).lines[1]
-    np.testing.assert_allclose(np.column_stack(taken.get_data()), [*coarse.curve[:2], (120, result.step["epsilon_rdp"])])
+    np.testing.assert_allclose(
+        np.column_stack(taken.get_data()), [*coarse.curve[:2], (120, result.step["epsilon_rdp"])]
+    )
 
 
 def test_the_public_figure_says_what_its_epsilon_means() -> None:
     axes = axes_of(epsilon_against_steps(private_runs.result(target_epsilon=3.0)))
     title = axes.get_title(loc="left")
-    assert title == "delta 1e-5, add or remove one (one row), Poisson sampling, each record by itself with probability 0.0712"
+    assert (
+        title
+        == "delta 1e-5, add or remove one (one row), Poisson sampling, each record by itself with probability"
+        " 0.0712"
+    )
     legend = axes.get_legend()
     assert legend is not None
     words = [text.get_text() for text in legend.get_texts()]
@@ -123,7 +143,9 @@ def test_the_public_figure_says_what_its_epsilon_means() -> None:
 
 def test_an_infinite_epsilon_is_told_in_words() -> None:
     result = private_runs.result(epsilon_pld=math.inf, epsilon_rdp=math.inf)
-    plot = epsilon_against_steps(replace(result, curve=[(1, math.inf), (2, math.inf)], curve_pld=[(2, math.inf)]))
+    plot = epsilon_against_steps(
+        replace(result, curve=[(1, math.inf), (2, math.inf)], curve_pld=[(2, math.inf)])
+    )
     assert [text.get_text() for text in axes_of(plot).texts] == ["no finite epsilon to draw"]
     assert plot.png().startswith(b"\x89PNG")
 
@@ -137,11 +159,23 @@ def test_a_plan_has_a_named_line_a_multiplier_and_its_final_bound() -> None:
     plan = private_runs.plan()
     axes = axes_of(epsilon_by_multiplier(plan))
     assert len(lines_of(axes)) == 5
-    ends = [line.get_data() for line in axes.lines if line.get_marker() == "D" and len(np.atleast_1d(line.get_xdata())) == 1]
-    assert [(int(steps[0]), float(spent[0])) for steps, spent in ends] == [(300, row.epsilon_pld) for row in plan.rows]  # type: ignore[index]
+    ends = [
+        line.get_data()
+        for line in axes.lines
+        if line.get_marker() == "D" and len(np.atleast_1d(line.get_xdata())) == 1
+    ]
+    assert [(int(steps[0]), float(spent[0])) for steps, spent in ends] == [
+        (300, row.epsilon_pld) for row in plan.rows
+    ]  # type: ignore[index]
     names = [text.get_text().strip() for text in axes.texts]
     assert sorted(names) == sorted(
-        ["multiplier 0.55: 4.91", "multiplier 0.8: 3.375", "multiplier 1.1: 2.455", "multiplier 1.5: 1.8", "multiplier 2.2: 1.228"]
+        [
+            "multiplier 0.55: 4.91",
+            "multiplier 0.8: 3.375",
+            "multiplier 1.1: 2.455",
+            "multiplier 1.5: 1.8",
+            "multiplier 2.2: 1.228",
+        ]
     )
 
 
@@ -210,7 +244,12 @@ def test_each_figure_goes_where_it_belongs() -> None:
         lambda name, data: files.update({f"public/{name}": data}),
         lambda name, data: files.update({f"private/{name}": data}),
     )
-    assert sorted(files) == ["private/clip_fraction.png", "private/losses.png", "private/norms.png", "public/epsilon.png"]
+    assert sorted(files) == [
+        "private/clip_fraction.png",
+        "private/losses.png",
+        "private/norms.png",
+        "public/epsilon.png",
+    ]
     assert all(data.startswith(b"\x89PNG") for data in files.values())
 
 
@@ -218,6 +257,10 @@ def test_each_figure_goes_where_it_belongs() -> None:
 def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
     result = private_runs.result()
-    for plot in [*public_plots(result), *private_plots(result), epsilon_by_multiplier(private_runs.plan(target_epsilon=2.0))]:
+    for plot in [
+        *public_plots(result),
+        *private_plots(result),
+        epsilon_by_multiplier(private_runs.plan(target_epsilon=2.0)),
+    ]:
         assert plot.png().startswith(b"\x89PNG")
     assert dict(matplotlib.rcParams) == before

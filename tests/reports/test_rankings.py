@@ -1,4 +1,6 @@
-"""The two rankings, by norm and by loss, are compared where a report begins: on the page and on the terminal."""
+"""The two rankings, by norm and by loss, are compared where a report begins: on the page and on the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,33 @@ from typing import Any
 
 import pytest
 
-from psgrad.reports.html import render
+from psgrad.reports.analyze_page import gate_table, render
+from psgrad.reports.outlier_sections import rankings_of
 from psgrad.reports.plots import norm_histogram
-from psgrad.reports.rankings import rankings_of
 from psgrad.reports.terminal import summary
-from psgrad.reports.verdicts import gate_table
 from psgrad.results import AnalyzeResult
 from psgrad.results.findings import CheckResult, GateOutcome
 from tests.reports import frames
 
 
-def outliers(spearman: float = 0.99996, shared: int = 8, score: str = "grad_norm", other: str = "loss") -> dict[str, Any]:
-    agreement = {"spearman": spearman, "top": 18, "shared": shared, "top_overlap": shared / 18, "other": other, "words": "w"}
+def outliers(
+    spearman: float = 0.99996, shared: int = 8, score: str = "grad_norm", other: str = "loss"
+) -> dict[str, Any]:
+    agreement = {
+        "spearman": spearman,
+        "top": 18,
+        "shared": shared,
+        "top_overlap": shared / 18,
+        "other": other,
+        "words": "w",
+    }
     return {"decided_by": "review", "score": score, "loss_agreement": agreement}
 
 
 def run(**changes: Any) -> AnalyzeResult:
-    return frames.result(frames.classification(300), manifest={**frames.MANIFEST, "outliers": outliers(**changes)})
+    return frames.result(
+        frames.classification(300), manifest={**frames.MANIFEST, "outliers": outliers(**changes)}
+    )
 
 
 def plain(page: str) -> str:
@@ -33,13 +45,17 @@ def plain(page: str) -> str:
 def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() -> None:
     page = render(run(), [norm_histogram(frames.classification(20))])
     said = (
-        "Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18 by gradient norm are among the "
-        "first 18 by loss (44%), although the rank correlation over all samples is 0.9999."
+        "Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18 by"
+        " gradient norm are among the first 18 by loss (44%), although the rank correlation over all samples"
+        " is 0.9999."
     )
     words = plain(page)
     assert f"What stands out {said}" in words  # nothing stands before it
     assert 'id="rankings" class="loud"' in page
-    assert "--set analyze.outliers.score=loss, or analyze.outliers.score: loss in the config, ranks and judges by it." in words
+    assert (
+        "--set analyze.outliers.score=loss, or analyze.outliers.score: loss in the config, ranks and judges"
+        " by it." in words
+    )
     assert "8 of 18" in words.split("What stands out")[0]  # among the headline figures
     assert "1.00" not in words.split("Samples to look at first")[0]
 
@@ -47,25 +63,44 @@ def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() 
 @pytest.mark.parametrize(
     ("top", "shared", "expected"),
     [
-        (18, 0, "look at first: none of the first 18 by gradient norm is among the first 18 by loss, although"),
-        (18, 1, "look at first: only 1 of the first 18 by gradient norm is among the first 18 by loss (6%), although"),
+        (
+            18,
+            0,
+            "look at first: none of the first 18 by gradient norm is among the first 18 by loss, although",
+        ),
+        (
+            18,
+            1,
+            (
+                "look at first: only 1 of the first 18 by gradient norm is among the first 18 by loss (6%),"
+                " although"
+            ),
+        ),
         (1, 0, "look at first: the first by gradient norm is not the first by loss, although"),
         (1, 1, "Gradient norm and loss agree: the first by gradient norm is the first by loss, and"),
     ],
 )
 def test_tops_of_one_and_tops_without_any_in_common(top: int, shared: int, expected: str) -> None:
     facts = outliers()
-    found = rankings_of({**facts, "loss_agreement": {**facts["loss_agreement"], "top": top, "shared": shared}})
+    found = rankings_of(
+        {**facts, "loss_agreement": {**facts["loss_agreement"], "top": top, "shared": shared}}
+    )
     assert found is not None
     assert expected in found.sentence
 
 
 def test_the_overlap_is_said_once_beside_the_headline() -> None:
-    listed = len(frames.result(frames.classification(300)).samples.query("is_outlier_issue and status == 'ok'"))
+    listed = len(
+        frames.result(frames.classification(300)).samples.query("is_outlier_issue and status == 'ok'")
+    )
     once = run()
     agreement = once.manifest["outliers"]["loss_agreement"]
     agreement |= {"top": listed, "shared": 1}
-    words = plain(render(once, [norm_histogram(frames.classification(20))])).split("What stands out")[2].split("How large")[0]
+    words = (
+        plain(render(once, [norm_histogram(frames.classification(20))]))
+        .split("What stands out")[2]
+        .split("How large")[0]
+    )
     assert words.count("by loss") == 1  # in the first sentence
     assert "Agreement" not in words
     assert "largest by loss" not in words
@@ -75,13 +110,18 @@ def test_the_overlap_is_said_once_beside_the_headline() -> None:
 
 def test_the_terminal_says_so_too() -> None:
     _, disagreement, offer, *_ = summary(run()).splitlines()
-    assert disagreement.startswith("Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18")
+    assert disagreement.startswith(
+        "Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18"
+    )
     assert offer.endswith("--set analyze.outliers.score=loss ranks and judges by it")
 
 
 def test_tops_that_agree_are_said_quietly() -> None:
     page = render(run(shared=18), [norm_histogram(frames.classification(20))])
-    assert "Gradient norm and loss agree: 18 of the first 18 by gradient norm are among the first 18 by loss (100%)" in plain(page)
+    assert (
+        "Gradient norm and loss agree: 18 of the first 18 by gradient norm are among the first 18 by loss"
+        " (100%)" in plain(page)
+    )
     assert 'class="loud"' not in page
     assert "--set analyze.outliers.score=loss" not in summary(run(shared=18))
 
@@ -100,15 +140,21 @@ def test_orders_that_differ_altogether_are_not_said_to_be_alike() -> None:
     assert "and the rank correlation over all samples is 0.1234" in found.sentence
 
 
-@pytest.mark.parametrize("facts", [None, {}, {"loss_agreement": {"spearman": None, "top": None, "shared": None}}, {"loss_agreement": {}}])
+@pytest.mark.parametrize(
+    "facts",
+    [None, {}, {"loss_agreement": {"spearman": None, "top": None, "shared": None}}, {"loss_agreement": {}}],
+)
 def test_what_can_not_be_compared_is_not(facts: dict[str, Any] | None) -> None:
     assert rankings_of(facts) is None
     assert "disagree" not in render(
-        frames.result(frames.classification(20), manifest={"outliers": facts}), [norm_histogram(frames.classification(20))]
+        frames.result(frames.classification(20), manifest={"outliers": facts}),
+        [norm_histogram(frames.classification(20))],
     )
 
 
 def test_counts_of_the_gate_are_whole() -> None:
-    table = gate_table(CheckResult((GateOutcome("max_outliers", "failed", "too many", 12_345, 10_000),), (), "out", 20_000))
+    table = gate_table(
+        CheckResult((GateOutcome("max_outliers", "failed", "too many", 12_345, 10_000),), (), "out", 20_000)
+    )
     assert table is not None
     assert table.rows[0].cells[2:4] == ["12,345", "10,000"]

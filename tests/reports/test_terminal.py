@@ -1,4 +1,6 @@
-"""The end of a run on a terminal: what nobody has is left out, and no text of the data reaches the terminal as a command."""
+"""The end of a run on a terminal: what nobody has is left out, and no text of the data reaches the terminal
+as a command.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,36 @@ def _printed(result: AnalyzeResult, n: int = 5, stream: io.StringIO | None = Non
 def test_q_values_stand_beside_loss_and_norm_where_there_was_a_reference() -> None:
     samples = frames.classification(60)
     assert "q-value" not in _printed(frames.result(samples.assign(q_value=np.nan)))
-    found = _printed(frames.result(samples.assign(q_value=np.where(samples["rank"].fillna(0) == 1, 0.0123, 0.5))))
+    found = _printed(
+        frames.result(samples.assign(q_value=np.where(samples["rank"].fillna(0) == 1, 0.0123, 0.5)))
+    )
     heading, first, second, *_ = found.splitlines()
-    assert heading.split() == ["rank", "id", "label", "prediction", "loss", "gradient", "norm", "percentile", "q-value"]
+    assert heading.split() == [
+        "rank",
+        "id",
+        "label",
+        "prediction",
+        "loss",
+        "gradient",
+        "norm",
+        "percentile",
+        "q-value",
+    ]
     assert first.split()[-1] == "0.0123"
     assert second.split()[-1] == "0.5"
 
 
 def test_the_summary_tells_a_verdict_from_a_list() -> None:
     samples = frames.classification(60, nonfinite=2)
-    assert "1 in the review list (a list to look at, not a verdict), 2 with a loss" in summary(frames.result(samples))
-    against = {"decided_by": "reference", "evaluable": True, "fdr": 0.1, "resolution": "30 trusted samples can tell 2 or more"}
+    assert "1 in the review list (a list to look at, not a verdict), 2 with a loss" in summary(
+        frames.result(samples)
+    )
+    against = {
+        "decided_by": "reference",
+        "evaluable": True,
+        "fdr": 0.1,
+        "resolution": "30 trusted samples can tell 2 or more",
+    }
     found = summary(frames.result(samples, manifest={"outliers": against}))
     assert "1 unlike the reference at a false discovery rate of 0.1, 2 with a loss" in found
     assert "resolution limit: 30 trusted samples can tell 2 or more" in found
@@ -56,13 +77,17 @@ def test_the_score_that_decides_and_the_group_are_shown() -> None:
 
 
 def test_what_no_sample_has_is_no_column() -> None:
-    heading = _printed(frames.result(frames.regression(20).assign(target=None, prediction=None))).splitlines()[0]
+    heading = _printed(
+        frames.result(frames.regression(20).assign(target=None, prediction=None))
+    ).splitlines()[0]
     assert "label" not in heading
     assert "prediction" not in heading
 
 
 @pytest.mark.parametrize("what", NASTY)
-def test_nasty_ids_and_groups_command_no_terminal_and_stay_within_its_width(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nasty_ids_and_groups_command_no_terminal_and_stay_within_its_width(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = NASTY[what]
     samples = frames.classification(3, nonfinite=0)

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import Plot, figure_with_axes
-from psgrad.reports.measure_plots import matrix, spectrum
+from psgrad.reports.measures import matrix, spectrum
 from psgrad.reports.ticks import LogTicks, log_axis
 from psgrad.results import MeasureResult
 
@@ -53,7 +53,10 @@ def test_log_ticks_of_what_is_counted_are_whole() -> None:
     assert LogTicks().tick_values(-1, 1) == []
 
 
-@pytest.mark.parametrize("values", [(0.99988, 0.99998), (-1e-4, 1e-4), (0.00482, 0.00494), (1.5e8, 1.6e8), (0.0, 1.0), (-20.0, 20.0)])
+@pytest.mark.parametrize(
+    "values",
+    [(0.99988, 0.99998), (-1e-4, 1e-4), (0.00482, 0.00494), (1.5e8, 1.6e8), (0.0, 1.0), (-20.0, 20.0)],
+)
 def test_linear_ticks_need_no_offset_and_do_not_collide(values: tuple[float, float]) -> None:
     figure = Figure(figsize=(8, 2.3), layout="constrained")
     for axes in figure.subplots(1, 2):
@@ -64,7 +67,11 @@ def test_linear_ticks_need_no_offset_and_do_not_collide(values: tuple[float, flo
     axes = figure.axes[0]
     assert axes.xaxis.get_offset_text().get_text() == ""
     low, high = axes.get_xlim()
-    drawn = [label for label, place in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True) if low <= place <= high]
+    drawn = [
+        label
+        for label, place in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True)
+        if low <= place <= high
+    ]
     FigureCanvasAgg(figure).draw()  # at the resolution that places are measured in
     boxes = [label.get_window_extent() for label in drawn]
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
@@ -83,7 +90,9 @@ def test_spectrum_places_are_whole_and_its_share_is_no_whole_that_it_is_not() ->
 
 
 def test_matrix_axes_say_what_rows_and_columns_are() -> None:
-    plot = matrix(_measure(), "rank_correlation", np.array([[1, 0.9999898], [0.9999888, 1]]), "checkpoint", ["1", "2"])
+    plot = matrix(
+        _measure(), "rank_correlation", np.array([[1, 0.9999898], [0.9999888, 1]]), "checkpoint", ["1", "2"]
+    )
     axes, bar = plot.figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("checkpoint", "checkpoint")
     assert _ticks(plot.figure) == ["1", "2"]

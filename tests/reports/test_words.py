@@ -10,7 +10,16 @@ import pandas as pd
 import pytest
 
 from psgrad.reports.terminal import print_table, summary, top_table
-from psgrad.reports.words import count, identifier, label, number, percent, percentile, value_words, values_line
+from psgrad.reports.words import (
+    count,
+    identifier,
+    label,
+    number,
+    percent,
+    percentile,
+    value_words,
+    values_line,
+)
 from tests.reports import frames
 
 
@@ -55,7 +64,12 @@ def test_labels(value: Any, names: list[str] | None, text: str) -> None:
 
 
 def test_a_percentile_is_100_only_for_the_largest() -> None:
-    assert [percentile(value) for value in (100.0, 99.9999, 99.994, 50.0)] == ["100.00", "99.9999", "99.99", "50.00"]
+    assert [percentile(value) for value in (100.0, 99.9999, 99.994, 50.0)] == [
+        "100.00",
+        "99.9999",
+        "99.99",
+        "50.00",
+    ]
 
 
 def test_percent_is_all_or_nothing_for_these_alone() -> None:
@@ -65,7 +79,19 @@ def test_percent_is_all_or_nothing_for_these_alone() -> None:
 
 
 def test_values_of_the_data_stand_as_they_are() -> None:
-    values = (94105.0, 12.460000038146973, 0.1184, 1001, "red", None, float("nan"), 2.5e7 + 0.5, -3.0, 1e-9, float("inf"))
+    values = (
+        94105.0,
+        12.460000038146973,
+        0.1184,
+        1001,
+        "red",
+        None,
+        float("nan"),
+        2.5e7 + 0.5,
+        -3.0,
+        1e-9,
+        float("inf"),
+    )
     assert [value_words(value) for value in values] == [
         "94105",
         "12.46",

@@ -20,7 +20,9 @@ HEADER = {"delta": 1e-5, "planned": PLANNED}
 
 
 class Run:
-    """A run of a few steps, kept as `psgrad dp-step` keeps its own. The parts are methods, so that a test can get one wrong."""
+    """A run of a few steps, kept as `psgrad dp-step` keeps its own. The parts are methods, so that a test can
+    get one wrong.
+    """
 
     def __init__(self, path: Path, tell: Tell) -> None:
         self.path, self.tell = path, tell
@@ -31,13 +33,21 @@ class Run:
         step = 0
         if (self.path / "manifest.json").exists() and has_begun(self.path / "public" / "ledger.jsonl"):
             self.folder = PrivateRunFolder.open(self.path)
-            snapshot = Snapshot.from_bytes(self.folder.checkpoint.read_bytes()) if self.folder.checkpoint.exists() else None
-            self.ledger = Ledger.resume(self.folder.ledger, {}, expected=HEADER, mark=snapshot and snapshot.metadata)
+            snapshot = (
+                Snapshot.from_bytes(self.folder.checkpoint.read_bytes())
+                if self.folder.checkpoint.exists()
+                else None
+            )
+            self.ledger = Ledger.resume(
+                self.folder.ledger, {}, expected=HEADER, mark=snapshot and snapshot.metadata
+            )
             self.folder.remove_leftovers()
             if snapshot is not None:
                 snapshot.restore({"weight": weight}, optimizer)
                 step = snapshot.metadata["step"]
-                self.release(self.public(step, weight, snapshot.metadata["ledger_position"]))  # it may have died before it could
+                self.release(
+                    self.public(step, weight, snapshot.metadata["ledger_position"])
+                )  # it may have died before it could
         else:
             self.folder = PrivateRunFolder.create(self.path, overwrite=True)
             self.ledger = Ledger.create(self.folder.ledger, HEADER)
@@ -46,7 +56,9 @@ class Run:
             weight.grad = torch.full_like(weight, float(self.ledger.position))
             optimizer.step()
             step += 1
-            self.keep(Snapshot.take({"weight": weight}, optimizer, {"step": step, **self.ledger.mark()}).to_bytes())
+            self.keep(
+                Snapshot.take({"weight": weight}, optimizer, {"step": step, **self.ledger.mark()}).to_bytes()
+            )
             self.release(self.public(step, weight, self.ledger.position))
         self.folder.write_manifest({"command": "dp-step", "state": "finished", "timings": {"all": 1.0}})
         self.ledger.close()
@@ -88,7 +100,9 @@ def check(path: Path, told: list[Any], finished: bool) -> None:
         content = Ledger.read(path / "public" / "ledger.jsonl")
         for release in releases:
             assert content.position > release["line"], "the ledger lags a release"
-            assert content.lines[release["line"]].get("step") == release["step"] - 1, "another line than the step's own paid for it"
+            assert content.lines[release["line"]].get("step") == release["step"] - 1, (
+                "another line than the step's own paid for it"
+            )
         values = {(release["line"], release["value"]) for release in releases if release["value"] is not None}
         assert len({line for line, _ in values}) == len(values), "one line paid for two releases"
         if (path / "checkpoint.safetensors").exists():

@@ -1,4 +1,6 @@
-"""Run folders: nothing half-written, nothing of a stranger's removed, finished work stays when the disk is full."""
+"""Run folders: nothing half-written, nothing of a stranger's removed, finished work stays when the disk is
+full.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,13 @@ def test_a_run_from_the_first_shard_to_the_finished_tables(tmp_path: Path) -> No
     run.write_table("parameters.parquet", ROWS)
     run.write_bytes("plots/norms.png", b"png")
     run.write_manifest({"state": "complete"})
-    assert _names(run.path) == {"manifest.json", "samples.parquet", "samples.csv", "parameters.parquet", "plots/norms.png"}
+    assert _names(run.path) == {
+        "manifest.json",
+        "samples.parquet",
+        "samples.csv",
+        "parameters.parquet",
+        "plots/norms.png",
+    }
     pd.testing.assert_frame_equal(pd.read_parquet(run.path / "parameters.parquet"), ROWS)
     assert len(pd.read_csv(run.path / "samples.csv")) == 4
     assert json.loads((run.path / "manifest.json").read_text()) == {"tool": "psgrad", "state": "complete"}
@@ -120,7 +128,9 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     run = RunFolder.create(tmp_path / "run")
     append(run)
     before = _names(run.path)
@@ -139,7 +149,9 @@ def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(tmp_path: Path, 
     assert len(pd.read_parquet(run.path / "parts" / "samples" / "00000.parquet")) == 2
 
 
-def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder.create(tmp_path / "run", overwrite=False)
 
     def full(descriptor: int) -> None:
@@ -151,7 +163,9 @@ def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(tmp_path: Path
     assert "likely cause: no space; what was written before is whole\n" in str(failure.value)
 
 
-def test_a_failed_write_leaves_the_earlier_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_earlier_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.write_bytes("report.html", b"old")
 
@@ -184,7 +198,9 @@ def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
         except OutputError as error:
             print(error)
     """
-    output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    ).stdout
     assert "disk is full or over quota" in output
     assert "10 finished samples stay" in output
     assert _names(tmp_path / "run") == {
@@ -194,7 +210,9 @@ def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
     }
 
 
-def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunFolder.create(tmp_path / "run")
 
     def interrupted(descriptor: int) -> None:
@@ -208,7 +226,15 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(tmp_path: Path, 
 
 def test_json_is_plain_whatever_goes_in(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    content = {"a": np.float32(0.5), "b": np.arange(2), "c": math.nan, "d": np.inf, "e": Path("x/y"), 3: (1, "ü"), "f": np.bool_(True)}
+    content = {
+        "a": np.float32(0.5),
+        "b": np.arange(2),
+        "c": math.nan,
+        "d": np.inf,
+        "e": Path("x/y"),
+        3: (1, "ü"),
+        "f": np.bool_(True),
+    }
     run.write_json("facts.json", content)
     assert json.loads((run.path / "facts.json").read_text("utf-8")) == {
         "a": 0.5,

@@ -1,4 +1,6 @@
-"""The index on the disk: what is written is whole, a kill loses a shard at most, and no index is taken for another."""
+"""The index on the disk: what is written is whole, a kill loses a shard at most, and no index is taken for
+another.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,19 @@ def arrays(checkpoint: int, rows: range) -> dict[str, np.ndarray]:
 def fill(index: GradientIndex, tell: Tell = lambda told: None) -> None:
     for checkpoint, shard in index.unwritten():
         tell([checkpoint, shard])
-        index.write(checkpoint, shard, {"rows": np.array([5])} if shard is None else arrays(checkpoint, index.shards[shard]))
+        index.write(
+            checkpoint,
+            shard,
+            {"rows": np.array([5])} if shard is None else arrays(checkpoint, index.shards[shard]),
+        )
 
 
 def all_rows(index: GradientIndex, checkpoint: int) -> np.ndarray:
     return np.concatenate([found["rows"] for _, found in index.blocks(checkpoint, 100)])
 
 
-# Kills -----------------------------------------------------------------------------------------------------------------------------------
+# Kills
+# ------------------------------------------------------------------------------------------------------------
 
 
 SMALL = {**DESCRIPTION, "rows": 3, "checkpoints": 1}
@@ -54,7 +61,9 @@ def go(path: Path, tell: Tell) -> None:
 
 def check(path: Path, told: list[Any], finished: bool) -> None:
     if finished:
-        np.testing.assert_array_equal(all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"])
+        np.testing.assert_array_equal(
+            all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"]
+        )
         assert not list((path / "index").rglob("*.tmp"))
         assert len(told) - len({tuple(each) for each in told}) <= 1, "a finished shard was computed again"
     else:
@@ -73,7 +82,9 @@ def test_killed_at_every_operation_and_resumed(tmp_path: Path) -> None:
 def test_killed_again_and_again(tmp_path: Path) -> None:
     def is_right_in_the_end(path: Path, told: list[Any], finished: bool) -> None:
         if finished:
-            np.testing.assert_array_equal(all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"])
+            np.testing.assert_array_equal(
+                all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"]
+            )
 
     assert kill_and_resume(go, is_right_in_the_end, tmp_path, [7] * 20) >= 3
 
@@ -86,7 +97,9 @@ def test_a_shard_written_in_place_would_be_found(tmp_path: Path) -> None:
             GradientIndex(other, self.description).write(checkpoint, shard, found)
             files.make_folder(target.parent)
             with target.open("wb", buffering=0) as file:
-                files.write_all(file.fileno(), GradientIndex(other, self.description).file(checkpoint, shard).read_bytes())
+                files.write_all(
+                    file.fileno(), GradientIndex(other, self.description).file(checkpoint, shard).read_bytes()
+                )
 
     def wrong(path: Path, tell: Tell) -> None:
         fill(InPlace.resume(path / "index", SMALL), tell)
@@ -101,14 +114,18 @@ def test_a_shard_written_in_place_would_be_found(tmp_path: Path) -> None:
         all_kills()
 
 
-# Reading ---------------------------------------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_blocks_come_in_order_whatever_their_size(tmp_path: Path, most: int) -> None:
     index = GradientIndex.create(tmp_path, DESCRIPTION)
     fill(index)
-    starts, found = zip(*[(start, block["rows"]) for start, block in GradientIndex.open(tmp_path).blocks(1, most)], strict=True)
+    starts, found = zip(
+        *[(start, block["rows"]) for start, block in GradientIndex.open(tmp_path).blocks(1, most)],
+        strict=True,
+    )
     np.testing.assert_array_equal(np.concatenate(found), arrays(1, range(5))["rows"])
     assert list(starts) == [start for rows in index.shards for start in range(rows.start, rows.stop, most)]
     assert max(map(len, found)) <= most
@@ -117,14 +134,18 @@ def test_blocks_come_in_order_whatever_their_size(tmp_path: Path, most: int) -> 
 
 def test_types_are_kept(tmp_path: Path) -> None:
     index = GradientIndex.create(tmp_path, {**DESCRIPTION, "rows": 2, "checkpoints": 1})
-    given = {name: np.arange(4, dtype=name).reshape(2, 2) for name in ("float64", "float32", "float16", "uint16", "int16")}
+    given = {
+        name: np.arange(4, dtype=name).reshape(2, 2)
+        for name in ("float64", "float32", "float16", "uint16", "int16")
+    }
     index.write(0, 0, given | {"columns": np.arange(6.0).reshape(2, 3).T})  # not contiguous
     found = index.read(0, 0)
     np.testing.assert_array_equal(found.pop("columns"), np.arange(6.0).reshape(2, 3).T)
     assert {name: array.dtype.name for name, array in found.items()} == {name: name for name in given}
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_half_built_index_is_refused(tmp_path: Path) -> None:
@@ -197,7 +218,9 @@ def test_overwriting_leaves_nothing_of_the_earlier_index(tmp_path: Path) -> None
 def test_a_shard_of_another_index_and_one_cut_short_are_refused(tmp_path: Path) -> None:
     for name, dtype in (("one", "float32"), ("two", "float16")):
         fill(GradientIndex.create(tmp_path / name, {**DESCRIPTION, "dtype": dtype}))
-    first, second = (tmp_path / name / "checkpoint-001" / "gradients-00001.safetensors" for name in ("one", "two"))
+    first, second = (
+        tmp_path / name / "checkpoint-001" / "gradients-00001.safetensors" for name in ("one", "two")
+    )
     whole = first.read_bytes()
     first.write_bytes(second.read_bytes())
     with pytest.raises(OutputError, match=r"gradients-00001.safetensors is of another index"):
@@ -248,6 +271,8 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1  # among the numbers, which stand at the end
     path.write_bytes(data)
-    with pytest.raises(OutputError, match=r"gradients-00000\.safetensors holds other numbers than were written") as refusal:
+    with pytest.raises(
+        OutputError, match=r"gradients-00000\.safetensors holds other numbers than were written"
+    ) as refusal:
         GradientIndex.open(tmp_path / "index")
     assert "delete it, then psgrad influence index CONFIG --resume" in str(refusal.value)

@@ -1,4 +1,6 @@
-"""kill -9 at durable operations: the ledger never lags a release, no checkpoint is torn, the run goes on, and mistakes would be found."""
+"""kill -9 at durable operations: the ledger never lags a release, no checkpoint is torn, the run goes on, and
+mistakes would be found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 
 from psgrad.errors import CheckpointError
-from psgrad.storage import Ledger, crash, files
+from psgrad.storage import Ledger, files
+from psgrad.storage import files as crash
 from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 from tests.storage.runs import Run, check, go
 
@@ -34,7 +37,8 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert sum(line["kind"] == "resume" for line in content.lines) >= 10
 
 
-# What the harness is for: each of these is a mistake that it finds ---------------------------------------------------------------------
+# What the harness is for: each of these is a mistake that it finds
+# ---------------------------------------------------------------------
 
 
 class PaysLate(Run):
@@ -57,7 +61,8 @@ class ReleasesInPlace(Run):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"), [(PaysLate, "the ledger lags a release"), (KeepsInPlace, "is damaged"), (ReleasesInPlace, "is torn")]
+    ("mistake", "words"),
+    [(PaysLate, "the ledger lags a release"), (KeepsInPlace, "is damaged"), (ReleasesInPlace, "is torn")],
 )
 def test_a_planted_mistake_is_found(tmp_path: Path, mistake: type[Run], words: str) -> None:
     def wrong(path: Path, tell: Tell) -> None:
@@ -96,7 +101,10 @@ def test_the_hook_kills_where_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_the_hook_is_armed_by_the_environment(tmp_path: Path) -> None:
-    script = "import sys; from pathlib import Path; from psgrad.storage import files; files.write_atomically(Path(sys.argv[1]), b'whole')"
+    script = (
+        "import sys; from pathlib import Path; from psgrad.storage import files;"
+        " files.write_atomically(Path(sys.argv[1]), b'whole')"
+    )
     command = [sys.executable, "-c", script, str(tmp_path / "file")]
     done = subprocess.run(command, env={**os.environ, crash.VARIABLE: "3"}, check=False)
     assert done.returncode == -signal.SIGKILL

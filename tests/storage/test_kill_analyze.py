@@ -1,4 +1,6 @@
-"""`psgrad analyze` itself, killed with SIGKILL and resumed: at most one shard is lost, and the tables are the same bytes."""
+"""`psgrad analyze` itself, killed with SIGKILL and resumed: at most one shard is lost, and the tables are the
+same bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ import yaml
 
 from psgrad.config import load_config
 from psgrad.results import Progress
-from psgrad.workflows import analyze
+from psgrad.workflows.analyze import analyze
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.workplace import ROWS, Workplace
 
 CHUNK, SHARD = 4, 8
-# A measure that gathers, looks twice, keeps several numbers a sample and has a pass of its own: all that a state has to hold.
+# A measure that gathers, looks twice, keeps several numbers a sample and has a pass of its own: all that a
+# state has to hold.
 MEASURE = """\
 from dataclasses import dataclass
 
@@ -36,7 +39,8 @@ class Everything(Measure):
     looks_twice = True
 
     def prepare(self, setting):
-        self.setting, self.total, self.chunk = setting, {name: torch.zeros_like(p) for name, p in setting.examples.params.items()}, {}
+        self.setting, self.chunk = setting, {}
+        self.total = {name: torch.zeros_like(p) for name, p in setting.examples.params.items()}
 
     def columns(self, gradients):
         self.chunk = gradients.weighted_sum(torch.full_like(gradients.losses, 1.1))
@@ -52,7 +56,8 @@ class Everything(Measure):
 
     def passes(self):
         def run(start, chunk_size):
-            for rows, found in self.setting.examples.sized(chunk_size).each(lambda g: {"own": g.losses * 3}, start):
+            examples = self.setting.examples.sized(chunk_size)
+            for rows, found in examples.each(lambda g: {"own": g.losses * 3}, start):
                 yield type("C", (), {"start": rows.start, "stop": rows.stop, "values": found})
         return [OwnPass("everything", run)]
 
@@ -63,16 +68,22 @@ class Everything(Measure):
         self.total = dict(state)
 
     def gather(self, rows):
-        return Gathered(columns={"whole": rows["dot"] + rows["own"]}, arrays={"pairs": rows["pair"], **self.total})
+        arrays = {"pairs": rows["pair"], **self.total}
+        return Gathered(columns={"whole": rows["dot"] + rows["own"]}, arrays=arrays)
 """
 
 
 @pytest.fixture
 def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
     monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", SHARD)
-    monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: write("report.html", b"a page"))
+    monkeypatch.setattr(
+        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"a page")
+    )
     (workplace.folder / "own.py").write_text(MEASURE)
-    workplace.config |= {"engine": {"chunk_size": CHUNK, "verify": 0}, "analyze": {"measures": ["own.py:Everything", "el2n"]}}
+    workplace.config |= {
+        "engine": {"chunk_size": CHUNK, "verify": 0},
+        "analyze": {"measures": ["own.py:Everything", "el2n"]},
+    }
 
     def go(folder: Path, tell: Tell) -> None:
         workplace.config["output"] = str(folder)
@@ -88,14 +99,21 @@ def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The hash of every file, but of the manifest, which has timings. The verdict says where the run lies, which is left out."""
+    """The hash of every file, but of the manifest, which has timings. The verdict says where the run lies,
+    which is left out.
+    """
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     contents = {path: path.read_bytes().replace(json.dumps(str(folder)).encode(), b"") for path in files}
-    return {str(path.relative_to(folder)): hashlib.sha256(content).hexdigest() for path, content in contents.items()}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(content).hexdigest()
+        for path, content in contents.items()
+    }
 
 
 class Checked:
-    """What must hold after each death: no whole shard is lost, nothing is done twice that a shard holds; and at the end the same bytes."""
+    """What must hold after each death: no whole shard is lost, nothing is done twice that a shard holds; and
+    at the end the same bytes.
+    """
 
     def __init__(self, undisturbed: Path) -> None:
         self.expected = contents(undisturbed)
@@ -106,7 +124,9 @@ class Checked:
             assert json.loads((folder / "manifest.json").read_text())["state"] == "finished"
             return
         if (folder / "samples.parquet").exists():
-            assert pd.read_parquet(folder / "samples.parquet")["id"].tolist() == [f"row-{row:02d}" for row in range(ROWS)]
+            assert pd.read_parquet(folder / "samples.parquet")["id"].tolist() == [
+                f"row-{row:02d}" for row in range(ROWS)
+            ]
         shards = folder / "parts" / "samples"
         if shards.exists():
             kept = sum(len(pd.read_parquet(path)) for path in shards.glob("[0-9]*.parquet"))
@@ -118,7 +138,9 @@ class Checked:
 def test_killed_anywhere_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check = Checked(tmp_path / "undisturbed")
-    assert {"samples.parquet", "parameters.parquet", "samples.csv", "measures/everything.safetensors"} <= set(check.expected)
+    assert {"samples.parquet", "parameters.parquet", "samples.csv", "measures/everything.safetensors"} <= set(
+        check.expected
+    )
     draw = random.Random(half)
     deaths = 0
     while deaths < 50:
@@ -136,7 +158,9 @@ def test_a_state_that_is_lost_would_be_found(go: Go, tmp_path: Path, workplace: 
 
 @pytest.mark.parametrize("name", ["00001.parquet", "_00002.state.safetensors", "_00001.arrays.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
-def test_a_damaged_shard_is_done_again(go: Go, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_shard_is_done_again(
+    go: Go, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points_of(go, tmp_path / "undisturbed")
 
     def killed(self: Any, frame: pd.DataFrame) -> None:

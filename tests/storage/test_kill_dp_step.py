@@ -1,4 +1,6 @@
-"""`psgrad dp-step` itself, killed with SIGKILL at every durable operation and resumed: what is released was paid for, and it goes on."""
+"""`psgrad dp-step` itself, killed with SIGKILL at every durable operation and resumed: what is released was
+paid for, and it goes on.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from psgrad.results import Progress
 from psgrad.storage import Ledger
 from psgrad.storage.folders import manifest_of
 from psgrad.storage.ledger_lines import has_begun
-from psgrad.workflows import dp_step
+from psgrad.workflows.dp_step import dp_step
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.private_workplace import PrivateWorkplace
 from tests.workplace import Workplace
@@ -30,16 +32,31 @@ STEPS = 1  # are taken by each process
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figures, their files alone."""
+    """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figures,
+    their files alone.
+    """
 
-    def write_plots(result: Any, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None], unit: str = "") -> None:
+    def write_plots(
+        result: Any,
+        public: Callable[[str, bytes], None],
+        private: Callable[[str, bytes], None],
+        unit: str = "",
+    ) -> None:
         public("epsilon.png", b"a figure")
         private("norms.png", b"another")
 
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", write_plots)
-    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for"))
+    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", write_plots)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
+    )
     private = PrivateWorkplace(workplace)
-    private.privacy.update({"steps": 100, "checkpoint_every": 1, "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}})
+    private.privacy.update(
+        {
+            "steps": 100,
+            "checkpoint_every": 1,
+            "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}},
+        }
+    )
     return private
 
 
@@ -54,7 +71,13 @@ def go(private: PrivateWorkplace) -> Go:
                 tell(progress.done)
 
         begun = has_begun(folder / "public" / "ledger.jsonl")
-        dp_step(load_config(Path("config.yaml")), steps=STEPS, resume=begun, overwrite=not begun, progress=released)
+        dp_step(
+            load_config(Path("config.yaml")),
+            steps=STEPS,
+            resume=begun,
+            overwrite=not begun,
+            progress=released,
+        )
 
     return go
 
@@ -64,7 +87,9 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
     assert not manifest.exists() or manifest_of(folder) is not None
     begun = has_begun(public / "ledger.jsonl")
     assert begun or not told
-    assert begun or not any(path for path in public.glob("*") if path.name != "ledger.jsonl"), "released without a ledger"
+    assert begun or not any(path for path in public.glob("*") if path.name != "ledger.jsonl"), (
+        "released without a ledger"
+    )
     if not begun:
         return
     content = Ledger.read(public / "ledger.jsonl")
@@ -96,7 +121,9 @@ def test_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path, half: int
     deaths = 0
     for at in range(half, points + 1, 2):
         # of every tenth run the process that resumes is killed as well, each time elsewhere
-        deaths += kill_and_resume(go, check, tmp_path / f"run-{at}", [at] if at % 10 else [at, 1 + at * 37 % (points // 2)])
+        deaths += kill_and_resume(
+            go, check, tmp_path / f"run-{at}", [at] if at % 10 else [at, 1 + at * 37 % (points // 2)]
+        )
     assert deaths >= 50
 
 

@@ -1,4 +1,6 @@
-"""The ledger: a line is on the disk before `append` returns, an unfinished line costs nothing, and all other damage is named."""
+"""The ledger: a line is on the disk before `append` returns, an unfinished line costs nothing, and all other
+damage is named.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from psgrad.storage import Ledger, require_same
 from psgrad.storage.ledger_lines import has_begun, parse
 from tests.crashes import Ended, in_a_child
 
-HEADER = {"delta": 1e-5, "relation": "add_or_remove_one", "scheme": {"scheme": "poisson", "sample_rate": 0.1}, "planned": 3}
+HEADER = {
+    "delta": 1e-5,
+    "relation": "add_or_remove_one",
+    "scheme": {"scheme": "poisson", "sample_rate": 0.1},
+    "planned": 3,
+}
 
 
 @pytest.fixture
@@ -44,8 +51,18 @@ def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
     plain = [json.loads(line) for line in lines]  # any reader of JSON lines will do
     assert [line["kind"] for line in plain] == ["header", "step", "step", "step"]
     assert [line["position"] for line in plain] == [0, 1, 2, 3]
-    assert [line["previous"] for line in plain] == [None, *(hashlib.sha256(line).hexdigest() for line in lines[:-1])]
-    assert plain[0] == {"kind": "header", "position": 0, "previous": None, "tool": "psgrad", "format": 1, **HEADER}
+    assert [line["previous"] for line in plain] == [
+        None,
+        *(hashlib.sha256(line).hexdigest() for line in lines[:-1]),
+    ]
+    assert plain[0] == {
+        "kind": "header",
+        "position": 0,
+        "previous": None,
+        "tool": "psgrad",
+        "format": 1,
+        **HEADER,
+    }
     content = Ledger.read(path)
     assert content.header == plain[0]
     assert content.steps == plain[1:]
@@ -60,7 +77,10 @@ def test_a_run_that_is_resumed_goes_on_counting(tmp_path: Path) -> None:
         assert ledger.header["relation"] == "add_or_remove_one"
         ledger.append({"step": 2, "noise_multiplier": 1.1})
         assert [line["step"] for line in ledger.steps] == [0, 1, 2, 2]
-    assert [(line["kind"], line["position"]) for line in Ledger.read(path).lines[4:]] == [("resume", 4), ("step", 5)]
+    assert [(line["kind"], line["position"]) for line in Ledger.read(path).lines[4:]] == [
+        ("resume", 4),
+        ("step", 5),
+    ]
     assert "torn" not in Ledger.read(path).lines[4]
 
 
@@ -74,24 +94,38 @@ def test_lines_of_other_kinds_are_kept_and_are_no_steps(tmp_path: Path) -> None:
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=5).map("x".__add__), numbers | st.text() | st.lists(numbers)), max_size=4))
-def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]) -> None:
+@given(
+    st.lists(
+        st.dictionaries(st.text(max_size=5).map("x".__add__), numbers | st.text() | st.lists(numbers)),
+        max_size=4,
+    )
+)
+def test_what_is_read_is_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]
+) -> None:
     path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
     with Ledger.create(path, HEADER) as ledger:
         for content in contents:
             ledger.append(content)
     own = ("kind", "position", "previous")
-    assert [{key: value for key, value in line.items() if key not in own} for line in Ledger.read(path).steps] == contents
+    assert [
+        {key: value for key, value in line.items() if key not in own} for line in Ledger.read(path).steps
+    ] == contents
 
 
-# A line is on the disk before append returns -----------------------------------------------------------------------------------------
+# A line is on the disk before append returns
+# -----------------------------------------------------------------------------------------
 
 
-def test_a_line_is_one_write_and_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_one_write_and_synced_before_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     for name in ("write", "fsync"):
         honest = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, _name=name, _honest=honest: (calls.append(_name), _honest(*a))[1])
+        monkeypatch.setattr(
+            os, name, lambda *a, _name=name, _honest=honest: (calls.append(_name), _honest(*a))[1]
+        )
     ledger = Ledger.create(tmp_path / "ledger.jsonl", HEADER)
     assert calls == ["fsync", "write", "fsync"]  # the file's name in its folder; the header
     calls.clear()
@@ -116,7 +150,9 @@ def test_numbers_that_are_no_json_are_refused_before_anything_is_written(tmp_pat
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_line_that_can_t_be_written_releases_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str) -> None:
+def test_a_line_that_can_t_be_written_releases_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl", steps=1)
     ledger = Ledger.resume(path, {})
 
@@ -156,7 +192,9 @@ def test_a_disk_that_takes_a_part_of_a_line(tmp_path: Path) -> None:
         except OutputError as error:
             print(done, error)
     """
-    output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    ).stdout
     assert "the disk is full or over quota: the ledger" in output
     done = int(output.split()[0])
     content = Ledger.read(tmp_path / "ledger.jsonl")
@@ -166,7 +204,9 @@ def test_a_disk_that_takes_a_part_of_a_line(tmp_path: Path) -> None:
         assert len(ledger.steps) == done
 
 
-def test_an_interrupt_in_the_middle_of_a_line_ends_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_middle_of_a_line_ends_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = Ledger.create(tmp_path / "ledger.jsonl", HEADER)
 
     def interrupted(descriptor: int) -> None:
@@ -200,7 +240,9 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [moved, restored, appended, cut])
-def test_a_ledger_that_is_changed_during_the_run_pays_for_nothing_more(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_a_ledger_that_is_changed_during_the_run_pays_for_nothing_more(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
     ledger = Ledger.create(tmp_path / "ledger.jsonl", HEADER)
     ledger.append({"step": 0})
     change(tmp_path / "ledger.jsonl")
@@ -208,7 +250,8 @@ def test_a_ledger_that_is_changed_during_the_run_pays_for_nothing_more(tmp_path:
         ledger.append({"step": 1})
 
 
-# Unfinished lines --------------------------------------------------------------------------------------------------------------------
+# Unfinished lines
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_cut_anywhere_is_accounted_for_by_who_resumes(tmp_path: Path, quick_disk: None) -> None:
@@ -228,7 +271,9 @@ def test_a_line_cut_anywhere_is_accounted_for_by_who_resumes(tmp_path: Path, qui
         assert last["step"] == 99
         assert last["position"] == steps + 2
         torn = path.read_bytes()[start:].split(b"\n")[0] + b"\n" if steps == 2 and length > start else None
-        assert resumed.get("torn") == (torn and {"bytes": len(torn), "sha256": hashlib.sha256(torn).hexdigest()})
+        assert resumed.get("torn") == (
+            torn and {"bytes": len(torn), "sha256": hashlib.sha256(torn).hexdigest()}
+        )
         assert torn is None or torn == whole[start:length] + b" [unfinished]\n"
 
 
@@ -254,7 +299,10 @@ def test_a_power_cut_may_leave_zeros(tmp_path: Path) -> None:
     assert Ledger.read(path).lines[-1]["torn"]["bytes"] == 200 + len(" [unfinished]\n")
 
 
-@pytest.mark.parametrize("left", [b"", bytes(50), b"{", b'{"kind": "header", "position": 0, "previous": nu', b'{"ki [unfinished]\n{"kind'])
+@pytest.mark.parametrize(
+    "left",
+    [b"", bytes(50), b"{", b'{"kind": "header", "position": 0, "previous": nu', b'{"ki [unfinished]\n{"kind'],
+)
 def test_a_run_killed_before_its_header_was_whole_begins_anew(tmp_path: Path, left: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(left)
@@ -271,11 +319,14 @@ def test_a_run_killed_before_its_header_was_whole_begins_anew(tmp_path: Path, le
     assert has_begun(path)
 
 
-# Damage ------------------------------------------------------------------------------------------------------------------------------
+# Damage
+# ------------------------------------------------------------------------------------------------------------
 
 
 def damaged(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> str:
-    """What is said of the ledger after its lines were changed; resuming it is refused alike, and writes nothing."""
+    """What is said of the ledger after its lines were changed; resuming it is refused alike, and writes
+    nothing.
+    """
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
     before = path.read_bytes()
     with pytest.raises(LedgerError) as refusal:
@@ -287,10 +338,15 @@ def damaged(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("number", range(3))  # the last line, lost whole, is missed by the checkpoint's mark alone: below
+@pytest.mark.parametrize(
+    "number", range(3)
+)  # the last line, lost whole, is missed by the checkpoint's mark alone: below
 def test_a_lost_line_is_named(tmp_path: Path, number: int) -> None:
     words = damaged(a_ledger(tmp_path / "ledger.jsonl"), lambda lines: lines[:number] + lines[number + 1 :])
-    assert f"is damaged: line {number + 1} says that there are {number + 1} lines before it, and there are {number}" in words
+    assert (
+        f"is damaged: line {number + 1} says that there are {number + 1} lines before it, and there are"
+        f" {number}" in words
+    )
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -305,13 +361,17 @@ def test_a_changed_number_is_named(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("garbage", [b"\n", b"garbage\n", b"12\n", b'{"kind": "step"}\n', bytes(30) + b"\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "garbage", [b"\n", b"garbage\n", b"12\n", b'{"kind": "step"}\n', bytes(30) + b"\n", b"\xff\xfe\n"]
+)
 def test_a_line_that_can_t_be_read_is_named(tmp_path: Path, number: int, garbage: bytes) -> None:
     def change(lines: list[bytes]) -> list[bytes]:
         lines[number] = garbage
         return lines
 
-    assert f"line {number + 1} is not a line that psgrad wrote" in damaged(a_ledger(tmp_path / "ledger.jsonl"), change)
+    assert f"line {number + 1} is not a line that psgrad wrote" in damaged(
+        a_ledger(tmp_path / "ledger.jsonl"), change
+    )
 
 
 def test_a_flipped_bit_anywhere_before_the_last_line_is_found(tmp_path: Path) -> None:
@@ -356,7 +416,9 @@ def test_an_unfinished_line_must_be_accounted_for_as_it_is(tmp_path: Path) -> No
     step = lines[5].replace(b'"kind": "resume"', b'"kind": "step"')
     assert "line 6 is a step line, which has no place there" in words(lambda lines: [*lines[:5], step])
     # a paid line that is passed off as unfinished
-    assert f"line 5 {accounts}" in words(lambda lines: [*lines[:3], lines[3][:-5] + b" [unfinished]\n", *lines[5:]])
+    assert f"line 5 {accounts}" in words(
+        lambda lines: [*lines[:3], lines[3][:-5] + b" [unfinished]\n", *lines[5:]]
+    )
 
 
 def test_lines_out_of_place_are_named(tmp_path: Path) -> None:
@@ -389,20 +451,26 @@ def test_the_checkpoint_knows_the_ledger_that_paid_for_it(tmp_path: Path) -> Non
         ledger.append({"step": 1})
         mark = ledger.mark()
     late = path.read_bytes()
-    assert mark == {"ledger_position": 3, "ledger_sha256": hashlib.sha256(late.splitlines(keepends=True)[2]).hexdigest()}
+    assert mark == {
+        "ledger_position": 3,
+        "ledger_sha256": hashlib.sha256(late.splitlines(keepends=True)[2]).hexdigest(),
+    }
     Ledger.resume(path, {}, mark={**mark, "step": 2}).close()
     path.write_bytes(early)
     with pytest.raises(LedgerError, match="had 3 lines, and it has 2") as refusal:
         Ledger.resume(path, {}, mark=mark)
     assert "the epsilon would be too small" in str(refusal.value)
     path.write_bytes(late.replace(b'"step": 1}', b'"step": 7}'))
-    with pytest.raises(LedgerError, match=r"line 3 of the ledger .* is not the one that the checkpoint was made after"):
+    with pytest.raises(
+        LedgerError, match=r"line 3 of the ledger .* is not the one that the checkpoint was made after"
+    ):
         Ledger.resume(path, {}, mark=mark)
     path.write_bytes(late[:-1])  # an editor that took the last newline away
     Ledger.resume(path, {}, mark=mark).close()
 
 
-# One process, one run ------------------------------------------------------------------------------------------------------------------
+# One process, one run
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
@@ -446,7 +514,9 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     before = path.read_bytes()
     with pytest.raises(ConfigError) as refusal:
-        Ledger.resume(path, {}, expected={**HEADER, "delta": 1e-6, "scheme": {"scheme": "fixed"}, "unit": "row"})
+        Ledger.resume(
+            path, {}, expected={**HEADER, "delta": 1e-6, "scheme": {"scheme": "fixed"}, "unit": "row"}
+        )
     assert refusal.value.exit_code == 2
     words = str(refusal.value)
     assert "is that of another run: delta was 1e-05 and is 1e-06; scheme was {" in words
@@ -475,7 +545,10 @@ def test_a_strangers_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_ledger_that_is_not_there_is_not_made_by_resuming(tmp_path: Path) -> None:
-    for use in (lambda: Ledger.resume(tmp_path / "ledger.jsonl", {}), lambda: Ledger.read(tmp_path / "ledger.jsonl")):
+    for use in (
+        lambda: Ledger.resume(tmp_path / "ledger.jsonl", {}),
+        lambda: Ledger.read(tmp_path / "ledger.jsonl"),
+    ):
         with pytest.raises(LedgerError, match="can't be opened: No such file"):
             use()
     assert not (tmp_path / "ledger.jsonl").exists()

@@ -1,8 +1,10 @@
-"""The power is cut after every durable operation: what was not synced may be lost, or torn, and the promises hold just the same.
+"""The power is cut after every durable operation: what was not synced may be lost, or torn, and the promises
+hold just the same.
 
-A killed process leaves its writes to the system; a power cut does not. A model of the disk follows what psgrad.storage asks of it, and
-knows what is certain to be there: of a file, what fsync has seen; of a name, what the fsync of its folder has seen. All else may be as it
-was last, as it was at the last sync, or zeros, file by file and folder by folder.
+A killed process leaves its writes to the system; a power cut does not. A model of the disk follows what
+psgrad.storage asks of it, and knows what is certain to be there: of a file, what fsync has seen; of a name,
+what the fsync of its folder has seen. All else may be as it was last, as it was at the last sync, or zeros,
+file by file and folder by folder.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Folder:
 
 
 class Disk:
-    """Follows the calls of `os` below one folder, which are carried out as well. `at_each` is called before each of them."""
+    """Follows the calls of `os` below one folder, which are carried out as well. `at_each` is called before
+    each of them.
+    """
 
     def __init__(self, root: Path, at_each: Callable[[Disk], None], patch: pytest.MonkeyPatch) -> None:
         self.path, self.root, self.at_each = root, Folder(), at_each
@@ -48,7 +52,9 @@ class Disk:
 
     def _followed(self, name: str, honest: Callable[..., Any]) -> Callable[..., Any]:
         def call(target: Any, *rest: Any, **options: Any) -> Any:
-            known = target in self._open if isinstance(target, int) else Path(target).is_relative_to(self.path)
+            known = (
+                target in self._open if isinstance(target, int) else Path(target).is_relative_to(self.path)
+            )
             if not known:
                 return honest(target, *rest, **options)
             self.at_each(self)
@@ -101,7 +107,9 @@ class Disk:
         folder.latest[name] = Folder()
 
     def after_a_cut(self, choose: Callable[[list[str]], str]) -> Tree:
-        """What may be found when the power is back: `choose` picks the fate of each file and of each folder's names."""
+        """What may be found when the power is back: `choose` picks the fate of each file and of each folder's
+        names.
+        """
         tree: Tree = {}
 
         def walk(folder: Folder, prefix: str) -> None:
@@ -114,14 +122,18 @@ class Disk:
                     latest, synced = bytes(node.latest), node.synced
                     kept = len(synced) if latest.startswith(synced) else 0
                     zeros = latest[:kept] + bytes(len(latest) - kept)
-                    tree[prefix + name] = {"synced": synced, "latest": latest, "zeros": zeros}[choose(["synced", "latest", "zeros"])]
+                    tree[prefix + name] = {"synced": synced, "latest": latest, "zeros": zeros}[
+                        choose(["synced", "latest", "zeros"])
+                    ]
 
         walk(self.root, "")
         return tree
 
 
 def cuts(path: Path) -> list[tuple[Tree, list[Any]]]:
-    """(what may be found, what had been told) for a cut at every operation of an undisturbed run, each once."""
+    """(what may be found, what had been told) for a cut at every operation of an undisturbed run,
+    each once.
+    """
     told: list[Any] = []
     found: dict[str, tuple[Tree, list[Any]]] = {}
     rng = random.Random(0)
@@ -173,12 +185,18 @@ def survive(cases: list[tuple[Tree, list[Any]]], path: Path, patch: pytest.Monke
 def test_the_power_is_cut_after_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "watched").mkdir()
     cases = cuts(tmp_path / "watched")
-    assert any(bytes(10) in content for tree, _ in cases for name, content in tree.items() if content and name.endswith("ledger.jsonl"))
+    assert any(
+        bytes(10) in content
+        for tree, _ in cases
+        for name, content in tree.items()
+        if content and name.endswith("ledger.jsonl")
+    )
     assert {len(told) for _, told in cases} == {0, 1, 2}
     survive(cases, tmp_path, monkeypatch)
 
 
-# What the model of the disk is for: each of these is a mistake that no kill -9 would find ------------------------------------------------
+# What the model of the disk is for: each of these is a mistake that no kill -9 would find
+# ------------------------------------------------
 
 
 def nothing(*_: Any) -> None:
@@ -213,7 +231,9 @@ def unsynced_write(target: Path, data: bytes) -> None:
         ("psgrad.storage.files.write_atomically", unsynced_write, "is damaged|is torn"),
     ],
 )
-def test_a_planted_mistake_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, instead: Any, words: str) -> None:
+def test_a_planted_mistake_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, instead: Any, words: str
+) -> None:
     (tmp_path / "watched").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(place, instead)

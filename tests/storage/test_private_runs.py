@@ -1,4 +1,6 @@
-"""The folder of a private run: what may be published is apart from what may not, and a ledger is never cleared away."""
+"""The folder of a private run: what may be published is apart from what may not, and a ledger is never
+cleared away.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ def test_the_manifest_keeps_its_private_half_apart(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     folder.write_manifest({**FACTS, "state": "failed", "error": "row 17 has a NaN", "invented later": 3})
     public = json.loads((folder.path / "manifest.json").read_text())
-    assert public == {"tool": "psgrad", **{key: FACTS[key] for key in ("version", "command", "config", "versions")}, "state": "failed"}
+    assert public == {
+        "tool": "psgrad",
+        **{key: FACTS[key] for key in ("version", "command", "config", "versions")},
+        "state": "failed",
+    }
     private = folder.private_manifest()
     assert private == {
         "warning": WARNING,
@@ -79,7 +85,9 @@ def test_the_manifest_keeps_its_private_half_apart(tmp_path: Path) -> None:
 def test_every_private_file_says_so(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     folder.write_private_json("step.json", {"clip_fraction": 0.5, "warning": "none"})
-    assert next(iter(json.loads((folder.path / "private" / "NOT_PRIVATE_step.json").read_text()).items())) == ("warning", WARNING)
+    assert next(
+        iter(json.loads((folder.path / "private" / "NOT_PRIVATE_step.json").read_text()).items())
+    ) == ("warning", WARNING)
     frame = pd.DataFrame({"norm": [0.5]})
     folder.write_private_table("norms.parquet", frame)
     kept = pd.read_parquet(folder.path / "private" / "NOT_PRIVATE_norms.parquet")
@@ -87,7 +95,9 @@ def test_every_private_file_says_so(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(kept, frame)
     assert frame.attrs == {}
     assert WARNING.startswith("NOT PRIVATE: ")
-    with pytest.raises(ValueError, match=r"private/norms.json: a private file's name begins with NOT_PRIVATE_"):
+    with pytest.raises(
+        ValueError, match=r"private/norms.json: a private file's name begins with NOT_PRIVATE_"
+    ):
         folder.write_json("private/norms.json", {})
     with pytest.raises(ValueError, match="begins with NOT_PRIVATE_"):
         folder.write_bytes("private/NOT_PRIVATE_plots/norms.png", b"")
@@ -148,7 +158,10 @@ def test_what_can_t_be_resumed(tmp_path: Path) -> None:
     analysis.write_manifest({"command": "analyze"})
     with pytest.raises(ConfigError, match="it is one of `psgrad analyze`, which is no private run"):
         PrivateRunFolder.open(analysis.path)
-    assert PrivateRunFolder.open(a_run(tmp_path / "private").path).checkpoint == tmp_path / "private" / "checkpoint.safetensors"
+    assert (
+        PrivateRunFolder.open(a_run(tmp_path / "private").path).checkpoint
+        == tmp_path / "private" / "checkpoint.safetensors"
+    )
 
 
 def test_whether_the_last_process_came_to_its_end(tmp_path: Path) -> None:
@@ -163,7 +176,12 @@ def test_whether_the_last_process_came_to_its_end(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     kept = names(folder.path) | {".mine.1.tmp"}
-    leftovers = [".manifest.json.9.tmp", ".checkpoint.safetensors.9.tmp", "public/.step.json.9.tmp", "private/.NOT_PRIVATE_x.json.9.tmp"]
+    leftovers = [
+        ".manifest.json.9.tmp",
+        ".checkpoint.safetensors.9.tmp",
+        "public/.step.json.9.tmp",
+        "private/.NOT_PRIVATE_x.json.9.tmp",
+    ]
     for name in [*leftovers, ".mine.1.tmp"]:
         (folder.path / name).write_text("half")
     folder.remove_leftovers()

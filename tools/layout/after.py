@@ -1,4 +1,5 @@
 """Mends what the map cannot say, after move.py: `after.py ROOT`."""
+
 # ruff: noqa
 
 import re, sys
@@ -20,7 +21,8 @@ WHERE = {
     "save_baseline": "check",
 }
 (root / "psgrad/workflows/__init__.py").write_text(
-    '"""The data flow of each command, from a config to a run folder: one module for each command, and what they share."""\n'
+    '"""The data flow of each command, from a config to a run folder: one module for each command, and what'
+    ' they share."""\n'
 )
 for p in [root / "psgrad/api.py", *sorted((root / "psgrad/cli").glob("*.py"))]:
     t = p.read_text()
@@ -78,7 +80,7 @@ for p in sorted((root / "tests").rglob("*.py")) + sorted((root / "benchmarks").r
         p.write_text(n)
 sub(
     "tests/test_workflows.py",
-    ("import psgrad.workflows.analysis", "import psgrad.workflows.analyze"),
+    ("import psgrad.workflows.analyze", "import psgrad.workflows.analyze"),
     ("psgrad.workflows.analyze(config", "psgrad.workflows.analyze.analyze(config"),
 )
 sub(
@@ -117,7 +119,11 @@ for p in (
         )
         if leaf in names:
             continue
-        n = re.sub(rf'(?<![\w."\'`]){old}\b(?=[.,)\]])', leaf, n.replace(m.group(0), m.group(0).replace(f" as {old}", "")))
+        n = re.sub(
+            rf'(?<![\w."\'`]){old}\b(?=[.,)\]])',
+            leaf,
+            n.replace(m.group(0), m.group(0).replace(f" as {old}", "")),
+        )
         n = re.sub(rf"(?m)^([ \t]*from {re.escape(pk)} import )(.*)$", lambda x: x.group(0), n)
     if n != t:
         try:

@@ -1,4 +1,5 @@
 """Lets tests/test_house.py check the layers of the new layout and circular imports: `house.py ROOT`."""
+
 # ruff: noqa
 
 import re, sys
@@ -18,8 +19,10 @@ def sub(a, b, count=1):
 
 
 sub(
-    '"""The house rules of ARCHITECTURE.md: what a module may import, what it may not mention, and the linters."""',
-    '"""The layers of ARCHITECTURE.md: what a module may import, that no files import each other in a circle, and the linters."""',
+    '"""The house rules of ARCHITECTURE.md: what a module may import, what it may not mention, and the'
+    ' linters."""',
+    '"""The layers of ARCHITECTURE.md: what a module may import, that no files import each other in a circle,'
+    ' and the linters."""',
 )
 sub(
     "# From the top: a part may import the parts on lower floors, and none on its own.\nFLOORS",

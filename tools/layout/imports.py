@@ -1,4 +1,5 @@
 """Lists the modules that import each other in a circle: `imports.py ROOT`."""
+
 # ruff: noqa
 
 import ast, sys

@@ -1,4 +1,7 @@
-"""The map of docs/decisions/0041-next-layout.md: each new module, and the modules of today that it is made of."""
+"""The map of docs/decisions/0041-next-layout.md: each new module, and the modules of today that it is made
+of.
+"""
+
 # ruff: noqa
 
 T = "engine.transforms."
@@ -127,7 +130,11 @@ m(I + "curvature.rows", *pre(I + "curvature.", "rows", "output_derivatives"))
 m(I + "curvature.products", *pre(I + "curvature.", "products", "row_products", "pass_products"))
 m(I + "curvature.kronecker_blocks", *pre(I + "curvature.kronecker.", "blocks", "bases"))
 m(I + "curvature.kronecker_factors", *pre(I + "curvature.kronecker.", "covariances", "forms"))
-m(I + "curvature.kronecker_fitting", I + "curvature.kronecker", *pre(I + "curvature.kronecker.", "fitting", "sampled"))
+m(
+    I + "curvature.kronecker_fitting",
+    I + "curvature.kronecker",
+    *pre(I + "curvature.kronecker.", "fitting", "sampled"),
+)
 m(I + "solvers.direct", *pre(I + "solvers.", "exact", "dual"))
 m(I + "solvers.conjugate_gradient", *pre(I + "solvers.", "conjugate_gradient", "preconditioner"))
 m(I + "solvers.lissa", *pre(I + "solvers.", "lissa"))
@@ -238,4 +245,8 @@ m("cli.options", "cli.options", "cli.completing")
 
 PACKAGES = []
 PACKAGE_DOCS = {}
-RENAME = {Q + "detectors:Array": "FloatArray", I + "removal_check:_ROUNDING": "_LOSS_ROUNDING", P + "schedules:FIELDS": "SCHEDULE_FIELDS"}
+RENAME = {
+    Q + "detectors:Array": "FloatArray",
+    I + "removal_check:_ROUNDING": "_LOSS_ROUNDING",
+    P + "schedules:FIELDS": "SCHEDULE_FIELDS",
+}

@@ -1,4 +1,5 @@
 """Moves and merges modules by a map and rewrites imports, paths and names: `move.py ROOT MAP [--check]`."""
+
 # ruff: noqa
 
 import ast, builtins, re, subprocess, sys
@@ -94,7 +95,13 @@ class Edits:
         return self.starts[line - 1] + col
 
     def replace(self, node, new):
-        self.edits.append((self.pos(node.lineno, node.col_offset), self.pos(node.end_lineno, node.end_col_offset), new.encode()))
+        self.edits.append(
+            (
+                self.pos(node.lineno, node.col_offset),
+                self.pos(node.end_lineno, node.end_col_offset),
+                new.encode(),
+            )
+        )
 
     def span(self, a, b, new):
         self.edits.append((a, b, new.encode()))
@@ -113,7 +120,10 @@ def rename_in(text, old, new):
 
     def params_bind(fn):
         a = fn.args
-        return any(x.arg == old for x in a.args + a.kwonlyargs + a.posonlyargs + [y for y in (a.vararg, a.kwarg) if y])
+        return any(
+            x.arg == old
+            for x in a.args + a.kwonlyargs + a.posonlyargs + [y for y in (a.vararg, a.kwarg) if y]
+        )
 
     def local_bind(fn):
         if params_bind(fn):
@@ -128,7 +138,9 @@ def rename_in(text, old, new):
                 return True
             if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n is not fn and n.name == old:
                 return True
-            if isinstance(n, (ast.Import, ast.ImportFrom)) and any((a.asname or a.name) == old for a in n.names):
+            if isinstance(n, (ast.Import, ast.ImportFrom)) and any(
+                (a.asname or a.name) == old for a in n.names
+            ):
                 return True
         return False
 
@@ -145,7 +157,11 @@ def rename_in(text, old, new):
                         visit(a.annotation)
                 if not isinstance(c, ast.Lambda) and c.returns:
                     visit(c.returns)
-                if not isinstance(c, ast.Lambda) and c.name == old and isinstance(node, (ast.Module, ast.If, ast.Try)):
+                if (
+                    not isinstance(c, ast.Lambda)
+                    and c.name == old
+                    and isinstance(node, (ast.Module, ast.If, ast.Try))
+                ):
                     fix_def(c)
                 if local_bind(c):
                     continue
@@ -191,7 +207,9 @@ def rename_in(text, old, new):
 for m, p in list(files.items()):
     if m in is_pkg and target[m] == m and m not in merge and m != "psgrad":
         body = ast.parse(src[m]).body
-        if all(isinstance(n, ast.Expr) for n in body) and not any(t.startswith(m + ".") for t in target.values() if t != m):
+        if all(isinstance(n, ast.Expr) for n in body) and not any(
+            t.startswith(m + ".") for t in target.values() if t != m
+        ):
             print("drop", m)
             p.unlink() if not CHECK else None
             del files[m], target[m], members[m]
@@ -242,7 +260,10 @@ def rewrite_imports(text, own_new=None, where=""):
                     if a.asname is None and leaf != a.name:
                         lines.append(f"from {parent} import {leaf} as {a.name}")
                     else:
-                        lines.append(f"from {parent} import {leaf}" + (f" as {a.asname}" if a.asname and a.asname != leaf else ""))
+                        lines.append(
+                            f"from {parent} import {leaf}"
+                            + (f" as {a.asname}" if a.asname and a.asname != leaf else "")
+                        )
                 else:
                     bound = a.asname or a.name
                     if n == own_new:
@@ -277,7 +298,11 @@ def rewrite_imports(text, own_new=None, where=""):
         tree = ast.parse(out)
         e = Edits(out)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in attrs:
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in attrs
+            ):
                 e.replace(node, node.attr)
         out = e.result()
     return out
@@ -289,7 +314,12 @@ def split(text):
     lines = text.splitlines(keepends=True)
     doc = ""
     body = tree.body
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
+    if (
+        body
+        and isinstance(body[0], ast.Expr)
+        and isinstance(body[0].value, ast.Constant)
+        and isinstance(body[0].value.value, str)
+    ):
         doc = body[0].value.value
         body_start = 1
     else:
@@ -309,7 +339,11 @@ def split(text):
             and "TYPE_CHECKING" in ast.unparse(n.test)
             and all(isinstance(x, (ast.Import, ast.ImportFrom, ast.Pass)) for x in n.body)
         ):
-            tc += ["".join(lines[x.lineno - 1 : x.end_lineno]).strip("\n") for x in n.body if not isinstance(x, ast.Pass)]
+            tc += [
+                "".join(lines[x.lineno - 1 : x.end_lineno]).strip("\n")
+                for x in n.body
+                if not isinstance(x, ast.Pass)
+            ]
             cut.append((n.lineno, n.end_lineno))
     drop = set()
     for a, b in cut:
@@ -351,7 +385,12 @@ def defsrc(text, name):
     for n in tree.body:
         if isinstance(n, (ast.Assign, ast.AnnAssign)):
             ts = n.targets if isinstance(n, ast.Assign) else [n.target]
-            names = [x.id for t in ts for x in ast.walk(t) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
+            names = [
+                x.id
+                for t in ts
+                for x in ast.walk(t)
+                if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+            ]
             if name in names:
                 return "".join(lines[n.lineno - 1 : n.end_lineno]).strip(), (n.lineno, n.end_lineno)
     return None
@@ -401,14 +440,26 @@ for new, olds in members.items():
                 continue
             if name in bound:
                 k2, or2, o2 = bound[name]
-                if kind == "def" and k2 == "def" and defsrc(texts[o], name) and defsrc(texts[o], name)[0] == defsrc(texts[o2], name)[0]:
+                if (
+                    kind == "def"
+                    and k2 == "def"
+                    and defsrc(texts[o], name)
+                    and defsrc(texts[o], name)[0] == defsrc(texts[o2], name)[0]
+                ):
                     a, b = defsrc(texts[o], name)[1]
                     drops.setdefault(o, []).append((a, b))
                     continue
                 if kind == "import" and k2 == "import" and final(*origin[:2]) == final(*or2[:2]):
                     skip_imports.setdefault(o, set()).add(name)
                     continue
-                if kind == "import" and origin[0] is None and k2 == "import" and or2[0] is None and origin[2] is None and or2[2] is None:
+                if (
+                    kind == "import"
+                    and origin[0] is None
+                    and k2 == "import"
+                    and or2[0] is None
+                    and origin[2] is None
+                    and or2[2] is None
+                ):
                     continue
                 if kind == "import" and k2 == "import" and origin == or2:
                     continue
@@ -431,9 +482,12 @@ for new, olds in members.items():
                 keep = [a for a in n.names if (a.asname or a.name) not in names]
                 e.replace(
                     n,
-                    f"from {n.module} import " + ", ".join(a.name + (f" as {a.asname}" if a.asname else "") for a in keep)
-                    if keep
-                    else "pass",
+                    (
+                        f"from {n.module} import "
+                        + ", ".join(a.name + (f" as {a.asname}" if a.asname else "") for a in keep)
+                        if keep
+                        else "pass"
+                    ),
                 )
         texts[o] = e.result()
     docs, imports, tcs, rests = [], [], [], []
@@ -455,9 +509,19 @@ for new, olds in members.items():
     imports = [i for i in imports if "__future__" not in i]
     ty = [i for i in imports if i.startswith("from typing import")]
     doc = "\n\n".join(d for d in docs if d)
-    out = '"""' + doc + ("\n" if "\n" in doc else "") + '"""\n\n' + "from __future__ import annotations\n\n" + "\n".join(imports) + "\n"
+    out = (
+        '"""'
+        + doc
+        + ("\n" if "\n" in doc else "")
+        + '"""\n\n'
+        + "from __future__ import annotations\n\n"
+        + "\n".join(imports)
+        + "\n"
+    )
     if tcs:
-        out += "\nif TYPE_CHECKING:\n" + "\n".join(t if t.startswith("    ") else "    " + t for t in tcs) + "\n"
+        out += (
+            "\nif TYPE_CHECKING:\n" + "\n".join(t if t.startswith("    ") else "    " + t for t in tcs) + "\n"
+        )
     out += "\n\n" + "\n\n\n".join(rests) + "\n"
     try:
         ast.parse(out)
@@ -490,7 +554,12 @@ for pk in allpk:
     if not p.exists():
         p.write_text(f'"""{themap.PACKAGE_DOCS.get(pk.removeprefix("psgrad."), "TODO " + pk)}"""\n')
 # 3. the other Python files
-others = [Path(x) for x in subprocess.run(["git", "-C", str(ROOT), "ls-files", "*.py"], capture_output=True, text=True).stdout.split()]
+others = [
+    Path(x)
+    for x in subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "*.py"], capture_output=True, text=True
+    ).stdout.split()
+]
 for rel in others:
     p = ROOT / rel
     if rel.parts[0] == "psgrad" or not p.exists():
@@ -506,7 +575,11 @@ for rel in others:
         p.write_text(n)
 # 4. text: dotted names and paths
 dotted = {o: n for o, n in target.items() if o != n}
-pat = re.compile(r"\b(" + "|".join(sorted(map(re.escape, dotted), key=len, reverse=True)) + r")\b(?!\.py\b)") if dotted else None
+pat = (
+    re.compile(r"\b(" + "|".join(sorted(map(re.escape, dotted), key=len, reverse=True)) + r")\b(?!\.py\b)")
+    if dotted
+    else None
+)
 paths = {}
 for o, n in dotted.items():
     oldp = files[o].relative_to(ROOT).as_posix()
@@ -514,11 +587,19 @@ for o, n in dotted.items():
     paths[oldp] = newp
     paths[oldp.removeprefix("psgrad/")] = newp.removeprefix("psgrad/")
     paths[oldp.removeprefix("psgrad/engine/")] = newp.removeprefix("psgrad/engine/")
-ppat = re.compile(r"(?<![\w/])(" + "|".join(sorted((re.escape(x) for x in paths if "/" in x), key=len, reverse=True)) + r")(?!\w)")
+ppat = re.compile(
+    r"(?<![\w/])("
+    + "|".join(sorted((re.escape(x) for x in paths if "/" in x), key=len, reverse=True))
+    + r")(?!\w)"
+)
 names = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True).stdout.split()
 for rel in set(names) | {str(p.relative_to(ROOT)) for p in newfiles}:
     p = ROOT / rel
-    if not p.exists() or p.suffix not in {".py", ".md", ".yaml", ".yml", ".toml", ".html", ".txt", ".json", ".sh", ""} or not p.is_file():
+    if (
+        not p.exists()
+        or p.suffix not in {".py", ".md", ".yaml", ".yml", ".toml", ".html", ".txt", ".json", ".sh", ""}
+        or not p.is_file()
+    ):
         continue
     try:
         t = p.read_text()
@@ -532,7 +613,9 @@ for rel in set(names) | {str(p.relative_to(ROOT)) for p in newfiles}:
     def sub(m):
         return dotted[m.group(1)]
 
-    n = "\n".join(line if re.match(r"\s*(from|import) psgrad", line) else pat.sub(sub, line) for line in n.split("\n"))
+    n = "\n".join(
+        line if re.match(r"\s*(from|import) psgrad", line) else pat.sub(sub, line) for line in n.split("\n")
+    )
     n = ppat.sub(lambda m: paths[m.group(1)], n)
     if n != t:
         p.write_text(n)

@@ -1,4 +1,5 @@
 """Wraps docstrings and comments at 110 characters: `rewrap.py FILE...`."""
+
 # ruff: noqa
 
 import ast, io, re, sys, textwrap, tokenize
@@ -7,7 +8,9 @@ W = 110
 
 
 def wrap(words, first, rest):
-    return textwrap.wrap(words, W, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        words, W, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 BUL = re.compile(r"(\s*)([-*] |\d+\. |[`\w, ]{1,40}: {2,})")
@@ -51,7 +54,11 @@ def docstrings(tree):
             and isinstance(n.body, list)
         ):
             for b in n.body:
-                if isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant) and isinstance(b.value.value, str):
+                if (
+                    isinstance(b, ast.Expr)
+                    and isinstance(b.value, ast.Constant)
+                    and isinstance(b.value.value, str)
+                ):
                     yield b
 
 
@@ -65,7 +72,11 @@ def do(path):
     ins = {}
     for t in toks:
         r, c = t.start
-        if len(lines[r - 1]) > W and lines[r - 1][:c].strip() and not re.search(r"noqa|type: ignore|fmt:", t.string):
+        if (
+            len(lines[r - 1]) > W
+            and lines[r - 1][:c].strip()
+            and not re.search(r"noqa|type: ignore|fmt:", t.string)
+        ):
             ins[r] = t.string
             lines[r - 1] = lines[r - 1][:c].rstrip()
     out = []
@@ -121,7 +132,9 @@ def do(path):
             while j in toks and toks[j] == toks[i]:
                 j += 1
             block = lines[i:j]
-            if any(len(l) > W for l in block) and not any(re.search(r"noqa|type: ignore|fmt:|^\s*#!", l) for l in block):
+            if any(len(l) > W for l in block) and not any(
+                re.search(r"noqa|type: ignore|fmt:|^\s*#!", l) for l in block
+            ):
                 c = toks[i]
                 bodies = [l[c + 1 :] for l in block]
                 global_ = [" " * c + " " + b[1:] if b.startswith(" ") else " " * c + " " + b for b in bodies]

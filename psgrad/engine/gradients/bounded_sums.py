@@ -1,21 +1,26 @@
-"""Weighted sums in which no sample's part is longer than its weight times the norm that the weight was chosen for.
+"""Weighted sums in which no sample's part is longer than its weight times the norm that the weight was chosen
+for.
 
-A weight follows from a norm that was computed in one way, and the sum adds the gradient up in another. Where both are rounded, they differ,
-and where a sample's positions cancel, by any factor. So the norm is measured once more, of the numbers that are summed:
+A weight follows from a norm that was computed in one way, and the sum adds the gradient up in another. Where
+both are rounded, they differ, and where a sample's positions cancel, by any factor. So the norm is measured
+once more, of the numbers that are summed:
 
-- a value that costs little beside the products that it is made of, or that is there anyhow, is materialised in the precision of its
-  factors, a block of samples at a time. Norm and sum are then of one tensor, in float64;
+- a value that costs little beside the products that it is made of, or that is there anyhow, is materialised
+  in the precision of its factors, a block of samples at a time. Norm and sum are then of one tensor, in
+  float64;
 - else the factors are taken to float64, and so are norm and sum.
 
-A sample whose measured norm m exceeds the given norm a has its weight w reduced to w * a / m. What it adds is then, with u = 2^-53,
+A sample whose measured norm m exceeds the given norm a has its weight w reduced to w * a / m. What it adds is
+then, with u = 2^-53,
 
     |part| <= w * (a + e),    e = (k + c) * u * S,
 
-S being `absolute_sum` of the sample's gradient, k the number of products that are added up in a row (its own positions, at most
-`ROWS` positions of a piece of the batch, one for each further piece) and c a small constant for the roundings of the norm, of the
-weight and of one product (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, sections 3.1 and 3.5: a sum of k products in
-any order is off by at most k * u times the sum of their absolute values). The sum of N samples is off by at most k * u * sum_n w_n S_n
-for the same reason, so with one sample more or less it changes by that sample's part and twice this.
+S being `absolute_sum` of the sample's gradient, k the number of products that are added up in a row (its own
+positions, at most `ROWS` positions of a piece of the batch, one for each further piece) and c a small
+constant for the roundings of the norm, of the weight and of one product (Higham, "Accuracy and Stability of
+Numerical Algorithms", 2002, sections 3.1 and 3.5: a sum of k products in any order is off by at most k * u
+times the sum of their absolute values). The sum of N samples is off by at most k * u * sum_n w_n S_n for the
+same reason, so with one sample more or less it changes by that sample's part and twice this.
 """
 
 from __future__ import annotations
@@ -24,28 +29,36 @@ from collections.abc import Iterator
 
 import torch
 
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype, blocks, square_norm
 
 # Positions of the samples that one float64 product adds up.
 ROWS = 1 << 11
-# Multiplications a sample and element from which the value costs less than float64 products: reading and adding it takes as long as
-# some 16 multiplications in float32 (a CPU, one thread: 64 x 64 x 3 x 3 and 256 x 1024 over 8 to 256 positions).
+# Multiplications a sample and element from which the value costs less than float64 products: reading and
+# adding it takes as long as some 16 multiplications in float32 (a CPU, one thread: 64 x 64 x 3 x 3 and 256 x
+# 1024 over 8 to 256 positions).
 _WORTH_A_VALUE = 32
 
 
 def absolute_sum(gradient: DeferredGradient) -> torch.Tensor:
-    """[n] float64: the norms of all products that are added up in a sample's gradient, added up; of one term or more.
+    """[n] float64: the norms of all products that are added up in a sample's gradient, added up; of one term
+    or more.
 
-    The rounding of norms and sums is proportional to it. More than `ROWS` positions of one sample count in proportion.
+    The rounding of norms and sums is proportional to it. More than `ROWS` positions of one sample count in
+    proportion.
     """
-    parts = [placed.term.absolute_sums().double() * max(1.0, placed.term.summands / ROWS) for placed in gradient.terms]
+    parts = [
+        placed.term.absolute_sums().double() * max(1.0, placed.term.summands / ROWS)
+        for placed in gradient.terms
+    ]
     return torch.stack(parts).sum(0)
 
 
 def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """[*shape] float64: the sum over samples, each times its weight [n], none longer than weight times norm [n]."""
+    """[*shape] float64: the sum over samples, each times its weight [n], none longer than weight times norm
+    [n].
+    """
     terms = [placed.term for placed in gradient.terms]
     if not terms or not terms[0].samples:
         return torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
@@ -56,15 +69,23 @@ def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.
     return first
 
 
-def _sums_of_values(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> Iterator[torch.Tensor]:
+def _sums_of_values(
+    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """The sums over blocks of samples, from values in the precision of the factors."""
     elements, kind = gradient.shape.numel(), accumulating_dtype(gradient.terms[0].term.dtype)
     for block in blocks(len(weights), 3 * kind.itemsize * elements, gradient.device):
-        value = in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, elements)
-        yield (_limited(weights[block], norms[block], square_norm(value).sqrt()) @ value).reshape(gradient.shape)
+        value = (
+            in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, elements)
+        )
+        yield (_limited(weights[block], norms[block], square_norm(value).sqrt()) @ value).reshape(
+            gradient.shape
+        )
 
 
-def _sums_of_products(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> Iterator[torch.Tensor]:
+def _sums_of_products(
+    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """The sums over pieces of at most `ROWS` positions, or of one sample, from factors in float64."""
     step = max(1, ROWS // max(placed.term.summands for placed in gradient.terms))
     for start in range(0, len(weights), step):

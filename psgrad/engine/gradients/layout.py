@@ -1,4 +1,6 @@
-"""How a parameter's axes lie over those of a term: transposes, reshapes and slices as bookkeeping, without touching a value."""
+"""How a parameter's axes lie over those of a term: transposes, reshapes and slices as bookkeeping, without
+touching a value.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ class Run:
         return self.start + (length - 1) * self.step + 1
 
     def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, Run] | None:
-        """Of `length` places of this run those among `wanted` places from `start` on: which they are, and where they lie among
-        those. None where the two steps don't go together; an empty slice where there are none.
+        """Of `length` places of this run those among `wanted` places from `start` on: which they are, and
+        where they lie among those. None where the two steps don't go together; an empty slice where there are
+        none.
         """
         if step == 1:
             first = max(0, -(-(start - self.start) // self.step))
             last = min(length - 1, (start + wanted - 1 - self.start) // self.step)
-            return slice(first, max(last + 1, first)), Run(self.start + first * self.step - start, self.step, wanted)
+            return slice(first, max(last + 1, first)), Run(
+                self.start + first * self.step - start, self.step, wanted
+            )
         if self.step == 1:
             first = max(0, -(-(self.start - start) // step))
             last = min(wanted - 1, (self.start + length - 1 - start) // step)
@@ -44,7 +49,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """A relabelling of axes: canonical axes are cut into atoms, the atoms put in another order and grouped into axes again.
+    """A relabelling of axes: canonical axes are cut into atoms, the atoms put in another order and grouped
+    into axes again.
 
     With a window, the result stands in a larger value that is zero everywhere else: the gradient of a slice.
     """
@@ -88,14 +94,21 @@ class Layout:
         if len(kept) == len(self.atoms):
             return self
         place = {atom: number for number, atom in enumerate(kept)}
-        return replace(self, atoms=tuple(self.atoms[a] for a in kept), order=tuple(place[a] for a in self.order if a in place))
+        return replace(
+            self,
+            atoms=tuple(self.atoms[a] for a in kept),
+            order=tuple(place[a] for a in self.order if a in place),
+        )
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """The window, as an index into the parameter."""
         if self.window is None:
             return tuple(slice(0, size) for size in self.inner)
-        return tuple(slice(run.start, run.end(length), run.step) for run, length in zip(self.window, self.inner, strict=True))
+        return tuple(
+            slice(run.start, run.end(length), run.step)
+            for run, length in zip(self.window, self.inner, strict=True)
+        )
 
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
         """[*lead, *canonical] -> [*lead, *shape]; `lead` axes in front are left alone."""
@@ -113,7 +126,9 @@ class Layout:
         return value
 
     def invert(self, value: torch.Tensor, canonical: Sequence[int], lead: int = 0) -> torch.Tensor:
-        """[*lead, *shape] -> [*lead, *canonical]: the transpose of `apply`, and but for what lies outside a window its inverse."""
+        """[*lead, *shape] -> [*lead, *canonical]: the transpose of `apply`, and but for what lies outside a
+        window its inverse.
+        """
         if self.window is not None:
             value = value[(slice(None),) * lead + self.slices]
         front = value.shape[:lead]
@@ -124,7 +139,9 @@ class Layout:
         return value.reshape((*front, *canonical))
 
     def reshape(self, shape: Sequence[int]) -> Layout | None:
-        """The same elements under another shape, None where an axis would cut an atom unevenly, or a window would not be one."""
+        """The same elements under another shape, None where an axis would cut an atom unevenly, or a window
+        would not be one.
+        """
         return _reshape(self, tuple(shape))
 
     def permute(self, dims: Sequence[int]) -> Layout | None:
@@ -132,11 +149,15 @@ class Layout:
         if groups is None:
             return None
         window = None if self.window is None else tuple(self.window[d] for d in dims)
-        return Layout(self.atoms, tuple(i for d in dims for i in groups[d]), tuple(self.inner[d] for d in dims), window)
+        return Layout(
+            self.atoms, tuple(i for d in dims for i in groups[d]), tuple(self.inner[d] for d in dims), window
+        )
 
     def embed(self, dim: int, start: int, step: int, size: int) -> Layout:
         """The same in a larger value, of which the axis `dim` is `size` long."""
-        window = list(self.window) if self.window is not None else [Run(0, 1, length) for length in self.inner]
+        window = (
+            list(self.window) if self.window is not None else [Run(0, 1, length) for length in self.inner]
+        )
         window[dim] = Run(start + window[dim].start * step, window[dim].step * step, size)
         if all(run.covers(length) for run, length in zip(window, self.inner, strict=True)):
             return self.bare
@@ -194,8 +215,12 @@ def _suffix_products(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[k:]) for k in range(len(sizes) + 1)]
 
 
-def _reshape_window(window: Sequence[Run], inner: Sequence[int], shape: Sequence[int]) -> list[tuple[Run, int]] | None:
-    """For each axis of the new shape its run and how many places it has; None where the window is no such product of runs."""
+def _reshape_window(
+    window: Sequence[Run], inner: Sequence[int], shape: Sequence[int]
+) -> list[tuple[Run, int]] | None:
+    """For each axis of the new shape its run and how many places it has; None where the window is no such
+    product of runs.
+    """
     if math.prod(shape) != math.prod(run.size for run in window) or 0 in inner or 0 in shape:
         return None
     out: list[tuple[Run, int]] = []
@@ -221,7 +246,9 @@ def _reshape_window(window: Sequence[Run], inner: Sequence[int], shape: Sequence
 
 
 def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int] | None:
-    """(start, step, length) of the places that runs along several axes are in the one axis that these make up."""
+    """(start, step, length) of the places that runs along several axes are in the one axis that these make
+    up.
+    """
     start, step, length = 0, 1, 1
     behind = 1  # the size of the axes so far, from the last on
     for run, count in zip(reversed(runs), reversed(lengths), strict=True):
@@ -238,8 +265,8 @@ def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int]
 
 
 def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[Run, int]] | None:
-    """For each of the axes that one of prod(sizes) is cut into, its run and how many places it has, which together are those of
-    a run along the whole; None where there are no such runs.
+    """For each of the axes that one of prod(sizes) is cut into, its run and how many places it has, which
+    together are those of a run along the whole; None where there are no such runs.
     """
     out: list[tuple[Run, int]] = []
     for place, size in enumerate(sizes):

@@ -1,4 +1,6 @@
-"""Squared norms of deferred gradients: of each term, vetted, and of the pairs of terms that meet in one parameter."""
+"""Squared norms of deferred gradients: of each term, vetted, and of the pairs of terms that meet in one
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.doubts import is_noting, is_trusting, samples_where
-from psgrad.engine.gradients.pairs import cross_products
+from psgrad.engine.gradients.overlap import cross_products
+from psgrad.engine.gradients.precision_guard import is_noting, is_trusting, samples_where
 from psgrad.engine.gradients.terms import CANCELLATION, Term, blocks, square_norm
 
 # Squares leave float32's range long before gradients do.
@@ -25,14 +27,18 @@ def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
     """[n] float64 for each gradient: the squared norms of its samples; None for a gradient without terms."""
     terms = [placed.term for gradient in gradients for placed in gradient.terms]
     norms = iter(reliable_square_norms(terms))
-    return [_of_sum(gradient.terms, [next(norms) for _ in gradient.terms]) if gradient.terms else None for gradient in gradients]
+    return [
+        _of_sum(gradient.terms, [next(norms) for _ in gradient.terms]) if gradient.terms else None
+        for gradient in gradients
+    ]
 
 
 def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """[n] float64: the squared norms of a sum, of which those of its terms are known.
 
-    Taken again in float64 for the samples in which the terms cancel, or whose products left the range of float32; and from the
-    materialised value where they cancel so far that a difference of inner products has lost its digits in float64, too.
+    Taken again in float64 for the samples in which the terms cancel, or whose products left the range of
+    float32; and from the materialised value where they cancel so far that a difference of inner products has
+    lost its digits in float64, too.
     """
     if len(terms) == 1:
         return norms[0]
@@ -45,27 +51,37 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
         total[samples] = alone + 2 * _pairs(exact)
         lost = torch.nonzero(total[samples] < _LOST * alone).squeeze(1)
         if len(lost):
-            total[samples[lost]] = _materialised([Placed(placed.term.at(lost), placed.layout) for placed in exact])
+            total[samples[lost]] = _materialised(
+                [Placed(placed.term.at(lost), placed.layout) for placed in exact]
+            )
     return total.clamp_(min=0)  # rounding may leave a tiny negative number
 
 
 def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
-    """[n] float64: the squared norms of a sum of terms in float64, from its value, which no cancellation spoils."""
+    """[n] float64: the squared norms of a sum of terms in float64, from its value, which no cancellation
+    spoils.
+    """
     size = 3 * math.prod(terms[0].layout.shape) * torch.float64.itemsize
     parts = []
     for block in blocks(terms[0].term.samples, size, terms[0].term.device):
         values = [placed.layout.apply(placed.term.at(block).materialise(), lead=1) for placed in terms]
-        parts.append(square_norm(torch.stack([value.reshape(len(value), -1) for value in values]).sum(0)))  # axes of length 1 may differ
+        parts.append(
+            square_norm(torch.stack([value.reshape(len(value), -1) for value in values]).sum(0))
+        )  # axes of length 1 may differ
     return torch.cat(parts)
 
 
 def _pairs(terms: Sequence[Placed]) -> torch.Tensor:
     """[n] float64: the inner products of every two terms."""
-    return torch.stack([cross_products(placed, other) for place, placed in enumerate(terms) for other in terms[:place]]).sum(0)
+    return torch.stack(
+        [cross_products(placed, other) for place, placed in enumerate(terms) for other in terms[:place]]
+    ).sum(0)
 
 
 def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
-    """[n] float64 for each term; taken again in float64 for the samples whose squares left the range of float32."""
+    """[n] float64 for each term; taken again in float64 for the samples whose squares left the range of
+    float32.
+    """
     if not terms:
         return []
     found = [term.square_norms().double() for term in terms]
@@ -95,14 +111,18 @@ def _all_in_range(norms: torch.Tensor) -> bool:
 
 
 def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
-    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay what they are."""
+    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay what they
+    are.
+    """
     retry = samples[_are_products(term.at(samples))]
     if len(retry):
         norms[retry] = term.at(retry, torch.float64).square_norms()
 
 
 def _are_products(term: Term) -> torch.Tensor:
-    """[n]: whether all factors are finite and not zero throughout, so that a norm of zero or infinity comes of multiplying them."""
+    """[n]: whether all factors are finite and not zero throughout, so that a norm of zero or infinity comes
+    of multiplying them.
+    """
     factors = [f.reshape(len(f), -1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
     if not factors:
         return torch.zeros(term.samples, dtype=torch.bool, device=term.device)

@@ -1,7 +1,11 @@
-"""One pass forward and back over a batch, and each parameter's gradient as factors."""
+"""One pass forward and back over a batch, and each parameter's gradient as factors.
+
+Which form of a per-sample gradient is kept: its factors, or its value where that is smaller.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -9,19 +13,53 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.bounded_sums import absolute_sum
-from psgrad.engine.gradients.deferral import DeferredGradient, WeightDeferral, deferred_in
+from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, term_of
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.placed import term_of
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms, merged
-from psgrad.engine.gradients.settling import settled
-from psgrad.engine.gradients.terms import Dense
-from psgrad.engine.transforms import generators
+from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
+from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.branching import Divergence, WriteWatch
-from psgrad.engine.transforms.differentiate import cotangents_and_value
+from psgrad.engine.transforms.grad import cotangents_and_value
+from psgrad.engine.transforms.levels import Divergence, WriteWatch
 from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
-from psgrad.engine.transforms.vectorize import flat_in_dims, mapped_size
+from psgrad.engine.transforms.vmap import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
+
+# How much more room than its factors a value may take that is contracted again and again: a convolution's
+# norms, sums and inner products take as long as writing it out each, and a tenth of that where it is there.
+# Measured on the CNN of configs/digits.yaml.
+_ROOM_FOR_MANY = 2.0
+
+
+def settled_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
+    """The same gradients for many queries: written out also where that takes up to twice the room."""
+    found = {name: settled(gradient, _ROOM_FOR_MANY) for name, gradient in gradients.gradients.items()}
+    return PerSampleGradients(found, gradients.losses, gradients.aux)
+
+
+def settled(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
+    """The same gradient, written out where its value takes no more than `room` times what its factors do.
+
+    Only where its norm is found by writing it out anyhow, so that nothing is lost: the value costs what the
+    sum over all samples does, and every later query then reads the value. Never for a weight that is larger
+    than what the samples say about it.
+    """
+    if gradient.dtype != accumulating_dtype(
+        gradient.dtype
+    ):  # a value in halves would have lost digits that factors in halves have
+        return gradient
+    if len(gradient.terms) != 1 or not _written_out_is_smaller(gradient.terms[0].term, gradient.dtype, room):
+        return gradient
+    return gradient.with_terms([Placed.plain(Dense(gradient.materialise(), written_out=True))])
+
+
+def _written_out_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
+    if isinstance(term, Dense) or not term.samples:
+        return False
+    own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
+    kept = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
+    return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= room * kept
 
 
 def per_sample_gradients(
@@ -36,25 +74,37 @@ def per_sample_gradients(
     """The gradients of `loss(params, *sample)` for each sample of a batch, in one pass forward and one back.
 
     Args:
-        loss: the loss of one sample, without a batch axis: a real tensor of shape (); with `has_aux` a pair of it and a pytree
+        loss: the loss of one sample, without a batch axis: a real tensor of shape (); with `has_aux` a pair
+        of it and a pytree
             of tensors.
-        params: name -> parameter, shared by all samples.
-        batch: pytrees of tensors with a sample axis, n long.
-        in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
-        randomness: as for `vmap`.
-        settle: whether gradients that are smaller than their factors (of a convolution on large images, of a small layer over many
+        params: name -> parameter, shared by all samples. batch: pytrees of tensors with a sample axis, n
+        long. in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
+        randomness: as for `vmap`. settle: whether gradients that are smaller than their factors (of a
+        convolution on large images, of a small layer over many
             positions) are written out at once, and the factors dropped.
 
-    Nothing of the size n x parameters is made here, nor by a query that does not ask for it, unless it is the smaller.
+    Nothing of the size n x parameters is made here, nor by a query that does not ask for it, unless it is the
+    smaller.
 
-    Where `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome, as under `vmap`.
+    Where `loss` branches on a sample's data and samples disagree, it runs once for the samples of each
+    outcome, as under `vmap`.
     """
     found: dict[str, DeferredGradient] = {}
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
-        losses, aux = job.run(lambda name, gradient: found.__setitem__(name, settled(gradient) if settle else gradient))
+        losses, aux = job.run(
+            lambda name, gradient: found.__setitem__(name, settled(gradient) if settle else gradient)
+        )
     except Divergence as divergence:
-        again = partial(per_sample_gradients, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness, settle=settle)
+        again = partial(
+            per_sample_gradients,
+            loss,
+            params,
+            in_dims=in_dims,
+            has_aux=has_aux,
+            randomness=randomness,
+            settle=settle,
+        )
         return job.split(divergence, again, PerSampleGradients.of_groups)
     return PerSampleGradients({name: found[name] for name in params}, losses, aux)
 
@@ -68,17 +118,26 @@ def per_sample_square_norms(
     randomness: str = "error",
     absolute: bool = False,
 ) -> SquareNorms:
-    """The squared norms alone, with the arguments of `per_sample_gradients`. absolute: whether `SquareNorms.absolute` is found, too.
+    """The squared norms alone, with the arguments of `per_sample_gradients`. absolute: whether
+    `SquareNorms.absolute` is found, too.
 
-    Each parameter's gradient is contracted as soon as the pass back has all of it, and dropped: the factors of all parameters never
-    exist together.
+    Each parameter's gradient is contracted as soon as the pass back has all of it, and dropped: the factors
+    of all parameters never exist together.
     """
     norms = NormsByName(absolute)
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(norms.add)
     except Divergence as divergence:
-        again = partial(per_sample_square_norms, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=absolute)
+        again = partial(
+            per_sample_square_norms,
+            loss,
+            params,
+            in_dims=in_dims,
+            has_aux=has_aux,
+            randomness=randomness,
+            absolute=absolute,
+        )
         return job.split(divergence, again, SquareNorms.of_groups)
     return norms.of(params, losses, aux)
 
@@ -100,7 +159,8 @@ class NormsByName:
         elif terms:
             self.found[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
-            # Where nothing is added up it is the norm, which in float32 was vetted against squares that leave their range.
+            # Where nothing is added up it is the norm, which in float32 was vetted against squares that leave
+            # their range.
             once = len(terms) == 1 and terms[0].term.summands == 1 and terms[0].term.dtype != torch.float64
             self.absolute[name] = self.found[name].sqrt() if once else absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
@@ -109,24 +169,29 @@ class NormsByName:
         """Those of all parameters, in order."""
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         absolute = {} if self.absolute is None else {name: self.absolute.get(name, zero) for name in names}
-        return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as, absolute)
+        return SquareNorms(
+            {name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as, absolute
+        )
 
 
-# Entries of a parameter (a bias or its like) whose norm is taken in float64 at once, where it needs no vetting.
+# Entries of a parameter (a bias or its like) whose norm is taken in float64 at once, where it needs no
+# vetting.
 _SMALL = 1024
 
 
 class Pass:
     """One pass forward and back over a batch, or over some samples of it."""
 
-    def __init__(self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str) -> None:
+    def __init__(
+        self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str
+    ) -> None:
         self.loss, self.params, self.has_aux = loss, params, has_aux
         title = getattr(loss, "__name__", repr(loss))
         self.flat, self.structure = flatten(batch)
         self.dims = flat_in_dims(in_dims, batch, self.flat, title)
         self.level = BatchLevel(mapped_size(self.flat, self.dims, title), randomness, WeightDeferral())
         self.watch = WriteWatch(self.flat)
-        self.states = generators.states() if randomness == "same" else None
+        self.states = random_draws.states() if randomness == "same" else None
 
     def run(self, consume: Callable[[str, DeferredGradient], None]) -> tuple[torch.Tensor, Any]:
         """(losses [n], aux); `consume` is told each parameter's gradient when it is complete."""
@@ -140,10 +205,17 @@ class Pass:
             traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
             arguments = (dict(self.params), *unflatten(traced, self.structure))
             record = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
-            aux = map_leaves(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
+            aux = map_leaves(
+                lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux
+            )
             return level.batch.physical(record.value), aux
 
-    def split(self, divergence: Divergence, again: Callable[..., Any], join: Callable[[list[Any], list[torch.Tensor]], Any]) -> Any:
+    def split(
+        self,
+        divergence: Divergence,
+        again: Callable[..., Any],
+        join: Callable[[list[Any], list[torch.Tensor]], Any],
+    ) -> Any:
         """What `again` gives for the samples of each outcome of a branch, joined."""
         groups = self._groups(divergence)
         return join([again(*some) for some in self._batches(groups)], groups)
@@ -157,21 +229,27 @@ class Pass:
                 f"samples disagree on a branch{divergence.where}, after the loss had written into the batch",
                 next_step="write into a clone: the loss runs again for the samples of each outcome",
             )
-        return divergence.groups(next(x.device for x, d in zip(self.flat, self.dims, strict=True) if d is not None))
+        return divergence.groups(
+            next(x.device for x, d in zip(self.flat, self.dims, strict=True) if d is not None)
+        )
 
     def _batches(self, groups: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
         for group in groups:
             if self.states is not None:  # one draw for all samples, whatever group they are in
-                generators.restore(self.states)
+                random_draws.restore(self.states)
             yield self.batch_of(group)
 
     def batch_of(self, rows: torch.Tensor) -> tuple[Any, ...]:
         """The batch with these samples [k] in place of its own."""
-        chosen = [x if d is None else x.index_select(d, rows) for x, d in zip(self.flat, self.dims, strict=True)]
+        chosen = [
+            x if d is None else x.index_select(d, rows) for x, d in zip(self.flat, self.dims, strict=True)
+        ]
         return tuple(unflatten(chosen, self.structure))
 
 
-def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tensor | None) -> DeferredGradient:
+def _collected(
+    level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tensor | None
+) -> DeferredGradient:
     shape = parameter.shape
     if cotangent is None:  # the loss does not depend on the parameter
         return DeferredGradient((), shape, parameter.dtype, parameter.device)

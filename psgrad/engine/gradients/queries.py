@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, upright
 from psgrad.engine.gradients.inner import inner_products
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.placed import DeferredGradient, Placed, upright
 from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.second_moments import sum_of_squares
 from psgrad.engine.gradients.terms import accumulating, blocks
@@ -61,24 +61,30 @@ class PerSampleGradients:
     def square_norms(self, per: Per = "total") -> Any:
         """Squared Euclidean norms, float64 [n] whatever the parameters' dtype.
 
-        per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters' owner
-        ('' for parameters of the model itself).
+        per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters'
+        owner ('' for parameters of the model itself).
         """
         return _grouped(dict(self._square_norms), per)
 
     @cached_property
     def _square_norms(self) -> dict[str, torch.Tensor]:
-        """name -> [n] float64; kept, because several measures of one chunk ask for it, and nobody writes into it."""
+        """name -> [n] float64; kept, because several measures of one chunk ask for it, and nobody writes into
+        it.
+        """
         zero = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
         found = square_norms(list(self.gradients.values()))
-        return {name: norms if norms is not None else zero for name, norms in zip(self.gradients, found, strict=True)}
+        return {
+            name: norms if norms is not None else zero
+            for name, norms in zip(self.gradients, found, strict=True)
+        }
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
         weights = torch.as_tensor(weights, device=self.losses.device)
         if weights.shape != self.losses.shape:
             raise TransformError(
-                f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples", expected=f"shape ({len(self)},)"
+                f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples",
+                expected=f"shape ({len(self)},)",
             )
         return {name: gradient.weighted_sum(weights) for name, gradient in self.gradients.items()}
 
@@ -87,8 +93,12 @@ class PerSampleGradients:
         return self.weighted_sum(torch.full_like(self.losses, 1 / max(len(self), 1)))
 
     def second_moment(self) -> dict[str, torch.Tensor]:
-        """name -> [*shape] float64: the mean over samples of the squares of the gradients' elements (the empirical Fisher's diagonal)."""
-        return {name: sum_of_squares(gradient) / max(len(self), 1) for name, gradient in self.gradients.items()}
+        """name -> [*shape] float64: the mean over samples of the squares of the gradients' elements (the
+        empirical Fisher's diagonal).
+        """
+        return {
+            name: sum_of_squares(gradient) / max(len(self), 1) for name, gradient in self.gradients.items()
+        }
 
     def inner(self, other: PerSampleGradients, per: Per = "total") -> Any:
         """[n, m] float64: the inner product of each sample's gradient with each of another set's.
@@ -97,18 +107,23 @@ class PerSampleGradients:
             other: gradients of m samples, of any batch, in the same parameters.
             per: as for `square_norms`.
 
-        Sample by sample and never n x m x parameters: each parameter is contracted by its factors, or written out and multiplied piece
-        by piece, whichever is less work. A sample whose gradient is not finite has numbers that are not finite in its row or column.
+        Sample by sample and never n x m x parameters: each parameter is contracted by its factors, or written
+        out and multiplied piece by piece, whichever is less work. A sample whose gradient is not finite has
+        numbers that are not finite in its row or column.
 
         Raises TransformError where the two sets differ in their parameters' names, shapes or device.
         """
         self._assert_same_parameters(other)
         pairs = {name: (gradient, other.gradients[name]) for name, gradient in self.gradients.items()}
         samples, device = (len(self), len(other)), self.losses.device
-        return _of_groups(list(pairs), per, lambda names: inner_products([pairs[name] for name in names], samples, device))
+        return _of_groups(
+            list(pairs), per, lambda names: inner_products([pairs[name] for name in names], samples, device)
+        )
 
     def gram(self, per: Per = "total") -> Any:
-        """[n, n] float64, symmetric: the inner products of the samples' gradients with one another, for half the work of `inner`."""
+        """[n, n] float64, symmetric: the inner products of the samples' gradients with one another, for half
+        the work of `inner`.
+        """
         samples, device = (len(self), len(self)), self.losses.device
 
         def products(names: list[str]) -> torch.Tensor:
@@ -129,33 +144,44 @@ class PerSampleGradients:
         for name, gradient in self.gradients.items():
             if gradient.shape != other.gradients[name].shape:
                 raise TransformError(
-                    f"inner: {name} has shape {tuple(gradient.shape)} in one set and {tuple(other.gradients[name].shape)} in the other",
+                    f"inner: {name} has shape {tuple(gradient.shape)} in one set and"
+                    f" {tuple(other.gradients[name].shape)} in the other",
                     expected="gradients of the same parameters",
                     cause="two models",
                 )
         if self.losses.device != other.losses.device:
             raise TransformError(
-                f"inner: one set is on {self.losses.device}, the other on {other.losses.device}", expected="both on one device"
+                f"inner: one set is on {self.losses.device}, the other on {other.losses.device}",
+                expected="both on one device",
             )
 
     def dot(self, vector: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[n]: the inner product of each sample's gradient with one vector, given as name -> [*shape]. Absent names count zero."""
+        """[n]: the inner product of each sample's gradient with one vector, given as name -> [*shape]. Absent
+        names count zero.
+        """
         unknown = set(vector) - set(self.gradients)
         if unknown:
-            raise TransformError(f"dot: no gradient of the name(s) {sorted(unknown)}", expected=f"names among {list(self.gradients)[:8]}")
+            raise TransformError(
+                f"dot: no gradient of the name(s) {sorted(unknown)}",
+                expected=f"names among {list(self.gradients)[:8]}",
+            )
         total = torch.zeros(len(self), dtype=accumulating(self.losses).dtype, device=self.losses.device)
         for name, direction in vector.items():
             gradient = self.gradients[name]
             if direction.shape != gradient.shape:
-                raise TransformError(f"dot: {name} has shape {tuple(direction.shape)}", expected=f"{tuple(gradient.shape)}")
+                raise TransformError(
+                    f"dot: {name} has shape {tuple(direction.shape)}", expected=f"{tuple(gradient.shape)}"
+                )
             for placed in gradient.terms:
                 total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
         return total
 
     def project(self, projection: Projection) -> torch.Tensor:
-        """[n, k] float32 (float64 where gradients are): each sample's gradient, randomly projected without being written out.
+        """[n, k] float32 (float64 where gradients are): each sample's gradient, randomly projected without
+        being written out.
 
-        `projection.columns(names)` says which columns are whose, `Projection` what the inner products of the rows estimate.
+        `projection.columns(names)` says which columns are whose, `Projection` what the inner products of the
+        rows estimate.
         """
         return projection.apply(self.gradients, len(self), self.losses.device)
 
@@ -167,8 +193,10 @@ class PerSampleGradients:
         """A query of your own, from gradients that are written out for a few samples at a time.
 
         Args:
-            step: (state, name, samples, block) to the next state; block [k, *shape] holds the gradients in the parameter `name` of
-                the samples that the slice names. It is called for each parameter, and block by block in the samples' order.
+            step: (state, name, samples, block) to the next state; block [k, *shape] holds the gradients in
+            the parameter `name` of
+                the samples that the slice names. It is called for each parameter, and block by block in the
+                samples' order.
             initial: the first state.
 
         The largest entry of each sample's gradient:
@@ -180,17 +208,21 @@ class PerSampleGradients:
 
             grads.reduce(step, torch.zeros(len(grads)))
 
-        One block of one parameter exists at a time, and holds as many samples as fit the block size of the device, at least one.
+        One block of one parameter exists at a time, and holds as many samples as fit the block size of the
+        device, at least one.
         """
         state = initial
         for name, gradient in self.gradients.items():
             each = math.prod(gradient.shape) * max(gradient.dtype.itemsize, 4)
             for samples in blocks(len(self), 2 * each, gradient.device):
-                state = step(state, name, samples, _written_out(gradient.at(samples), samples.stop - samples.start))
+                state = step(
+                    state, name, samples, _written_out(gradient.at(samples), samples.stop - samples.start)
+                )
         return state
 
     def select(self, names: str | Iterable[str]) -> PerSampleGradients:
-        """The same for some of the parameters, by their names or by patterns such as "*.weight" ("*", "?" and "[...]" as in file names).
+        """The same for some of the parameters, by their names or by patterns such as "*.weight" ("*", "?" and
+        "[...]" as in file names).
 
         Raises TransformError for a name that is no parameter's, and for a pattern that fits none.
         """
@@ -203,7 +235,8 @@ class PerSampleGradients:
             if not fitting:
                 close = difflib.get_close_matches(name, self.gradients, n=1)
                 raise TransformError(
-                    f"select: no parameter of the name {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
+                    f"select: no parameter of the name {name!r}"
+                    + (f"; did you mean {close[0]}?" if close else ""),
                     expected=f"names among {list(self.gradients)[:8]}, or a pattern that fits some of them",
                 )
             chosen.update({each: self.gradients[each] for each in fitting})
@@ -215,7 +248,9 @@ class PerSampleGradients:
 
     @property
     def unfactored(self) -> list[str]:
-        """The parameters whose gradients were written out, sample by sample, because an operator on their way needed the value."""
+        """The parameters whose gradients were written out, sample by sample, because an operator on their way
+        needed the value.
+        """
         return [name for name, gradient in self.gradients.items() if gradient.lost_at]
 
 
@@ -224,10 +259,9 @@ class SquareNorms:
     """What is left of per-sample gradients when only their norms were wanted.
 
     Attributes:
-        by_parameter: name -> [n] float64, the squared norms.
-        losses, aux: as in PerSampleGradients.
-        computed_as: name -> how its norms were computed.
-        absolute: name -> [n] float64, what the rounding of norms and sums is proportional to (`bounded_sums.absolute_sum`); empty where
+        by_parameter: name -> [n] float64, the squared norms. losses, aux: as in PerSampleGradients.
+        computed_as: name -> how its norms were computed. absolute: name -> [n] float64, what the rounding of
+        norms and sums is proportional to (`bounded_sums.absolute_sum`); empty where
             nobody asked for it.
     """
 
@@ -240,8 +274,13 @@ class SquareNorms:
     @classmethod
     def of_groups(cls, parts: list[SquareNorms], groups: list[torch.Tensor]) -> SquareNorms:
         """The norms of groups of samples as one; `groups` holds each one's places."""
-        norms, losses, aux, absolute = _in_order([(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups)
-        ways = {name: " | ".join(dict.fromkeys(part.computed_as[name] for part in parts)) for name in parts[0].computed_as}
+        norms, losses, aux, absolute = _in_order(
+            [(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups
+        )
+        ways = {
+            name: " | ".join(dict.fromkeys(part.computed_as[name] for part in parts))
+            for name in parts[0].computed_as
+        }
         return cls(norms, losses, aux, ways, absolute)
 
     def __len__(self) -> int:
@@ -267,7 +306,10 @@ def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
         return norms
     if per == "total":
         return torch.stack(list(norms.values())).sum(0)
-    return {owner: torch.stack([norms[name] for name in names]).sum(0) for owner, names in _groups(list(norms), per).items()}
+    return {
+        owner: torch.stack([norms[name] for name in names]).sum(0)
+        for owner, names in _groups(list(norms), per).items()
+    }
 
 
 def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Tensor]) -> Any:
@@ -295,16 +337,26 @@ def _written_out(gradient: DeferredGradient, n: int) -> torch.Tensor:
 
 
 def _in_order(parts: list[Any], groups: list[torch.Tensor]) -> Any:
-    """What each group of samples gave (a pytree of tensors, sample axis in front), joined in the samples' order."""
+    """What each group of samples gave (a pytree of tensors, sample axis in front), joined in the samples'
+    order.
+    """
     order = torch.cat(groups).argsort()
-    return tree_map(lambda *items: torch.cat(items).index_select(0, order) if isinstance(items[0], torch.Tensor) else items[0], *parts)
+    return tree_map(
+        lambda *items: (
+            torch.cat(items).index_select(0, order) if isinstance(items[0], torch.Tensor) else items[0]
+        ),
+        *parts,
+    )
 
 
 def merged(terms: Iterable[Placed]) -> list[Placed]:
-    """Terms of one kind and layout as one: more positions of the same product. What is left over has cross terms of its own."""
+    """Terms of one kind and layout as one: more positions of the same product. What is left over has cross
+    terms of its own.
+    """
     groups: dict[Any, list[Placed]] = {}
     for placed in map(upright, terms):
         groups.setdefault((placed.layout, placed.term.kin()), []).append(placed)
     return [
-        Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first for first, *others in groups.values()
+        Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first
+        for first, *others in groups.values()
     ]

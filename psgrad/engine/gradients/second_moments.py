@@ -1,7 +1,8 @@
 """Sums over samples of the elementwise squares of their gradients.
 
-Of one outer product a sample the sum of squares is a product of squared factors, sum_n (l_n r_n^T)^2 = (L^2)^T (R^2); of a table it is
-made of rows, those of one sample and index added first. Everything else is written out, a block of samples at a time.
+Of one outer product a sample the sum of squares is a product of squared factors, sum_n (l_n r_n^T)^2 =
+(L^2)^T (R^2); of a table it is made of rows, those of one sample and index added first. Everything else is
+written out, a block of samples at a time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.inner.indexed import entries
-from psgrad.engine.gradients.inner.regions import apart
+from psgrad.engine.gradients.inner.regions import apart, entries
 from psgrad.engine.gradients.terms import Product, Rows, accumulating_dtype, blocks
 
 
@@ -38,7 +38,9 @@ def _outer_products(term: Product) -> torch.Tensor:
     columns = term.right.shape[3]
     total = torch.zeros(groups, rows, columns, dtype=torch.float64, device=term.device)
     for block in blocks(n, 16 * groups * (rows + columns), term.device):
-        left, right = (factor[block].double().square().squeeze(2).transpose(0, 1) for factor in (term.left, term.right))
+        left, right = (
+            factor[block].double().square().squeeze(2).transpose(0, 1) for factor in (term.left, term.right)
+        )
         total.baddbmm_(left.transpose(1, 2), right)
     return total
 

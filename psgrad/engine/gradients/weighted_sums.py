@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.memory import free_memory
 from psgrad.engine.gradients.bounded_sums import bounded_sum
-from psgrad.engine.gradients.memory import free_memory
-from psgrad.engine.gradients.per_sample import NormsByName, Pass, per_sample_square_norms
-from psgrad.engine.gradients.placed import DeferredGradient
+from psgrad.engine.gradients.deferred import DeferredGradient
+from psgrad.engine.gradients.per_sample import NormsByName, Pass, per_sample_square_norms, settled
 from psgrad.engine.gradients.queries import SquareNorms
-from psgrad.engine.gradients.settling import settled
-from psgrad.engine.transforms import generators
-from psgrad.engine.transforms.branching import Divergence
+from psgrad.engine.transforms import random_draws
+from psgrad.engine.transforms.levels import Divergence
 from psgrad.errors import TransformError
 
 WeightsByName = Mapping[str, torch.Tensor]
@@ -50,27 +49,30 @@ def per_sample_weighted_sum(
     memory: float | None = None,
     bounded: bool = False,
 ) -> WeightedSum:
-    """The sum over samples of their gradients, each times a weight that follows from the norms: `weights(norms)` is [n], or name -> [n]
-    where parameters have weights of their own.
+    """The sum over samples of their gradients, each times a weight that follows from the norms:
+    `weights(norms)` is [n], or name -> [n] where parameters have weights of their own.
 
-    Clipping to norm C is `weights=lambda norms: (C / norms.square_norms().sqrt()).clamp(max=1)`. A sample without a finite norm whose
-    weights are 0 adds nothing.
+    Clipping to norm C is `weights=lambda norms: (C / norms.square_norms().sqrt()).clamp(max=1)`. A sample
+    without a finite norm whose weights are 0 adds nothing.
 
-    The norms come first. What the sum needs of each parameter's gradient is kept meanwhile, in its smaller form, so that there is no
-    second pass (Bu, Wang, Zha and Karypis, "Differentially Private Optimization on Large Model at Small Cost", 2023, call this
-    book-keeping). Where that takes more than `memory` bytes (None: half of what is free), it is dropped, and a second pass sums each
-    parameter's gradient as soon as it is complete. It takes as long as the gradient of the weighted loss, whose weights would be rounded
-    with every operator on the way back (with eight bits where those run in bfloat16), so that its sum is of other gradients than the
-    norms were. Both ways give the same numbers, to rounding, and draw the same random numbers.
+    The norms come first. What the sum needs of each parameter's gradient is kept meanwhile, in its smaller
+    form, so that there is no second pass (Bu, Wang, Zha and Karypis, "Differentially Private Optimization on
+    Large Model at Small Cost", 2023, call this book-keeping). Where that takes more than `memory` bytes
+    (None: half of what is free), it is dropped, and a second pass sums each parameter's gradient as soon as
+    it is complete. It takes as long as the gradient of the weighted loss, whose weights would be rounded with
+    every operator on the way back (with eight bits where those run in bfloat16), so that its sum is of other
+    gradients than the norms were. Both ways give the same numbers, to rounding, and draw the same random
+    numbers.
 
-    With `bounded`, sums are float64, and what a sample adds to a parameter's sum is no longer than its weight times the norm that the
-    weight was made from, in spite of rounding (`bounded_sums`): the norm is measured of the numbers that are summed, in a second pass
-    too. A sample whose weights are all 0 is left out, whatever it holds, and `norms.absolute` is there for the weights to look at.
+    With `bounded`, sums are float64, and what a sample adds to a parameter's sum is no longer than its weight
+    times the norm that the weight was made from, in spite of rounding (`bounded_sums`): the norm is measured
+    of the numbers that are summed, in a second pass too. A sample whose weights are all 0 is left out,
+    whatever it holds, and `norms.absolute` is there for the weights to look at.
 
     The other arguments are those of `per_sample_gradients`.
     """
     kept = _Kept(memory, next(iter(params.values())).device)
-    before = generators.states() if randomness != "error" else None
+    before = random_draws.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     found = NormsByName(absolute=bounded)
 
@@ -85,18 +87,20 @@ def per_sample_weighted_sum(
     except Divergence:  # the transforms split the batch, in each of two passes
         kept.give_up()
         if before is not None:
-            generators.restore(before)
-        norms = per_sample_square_norms(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=bounded)
+            random_draws.restore(before)
+        norms = per_sample_square_norms(
+            loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=bounded
+        )
     given = weights(norms)
     summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
     if not kept.full:
         return WeightedSum(_sums(kept.gradients, list(params), summing), norms, given, recomputed=False)
-    after = generators.states() if before is not None else None
+    after = random_draws.states() if before is not None else None
     if before is not None:
-        generators.restore(before)
+        random_draws.restore(before)
     sums = _summed_again(loss, params, batch, summing, in_dims, has_aux, randomness)
     if after is not None:
-        generators.restore(after)
+        random_draws.restore(after)
     return WeightedSum(sums, norms, given, recomputed=True)
 
 
@@ -105,7 +109,9 @@ _WITHOUT_ASKING = 64 << 20
 
 
 class _Kept:
-    """Gradients that wait for their weights, up to so many bytes (None: half of what is free); past that none."""
+    """Gradients that wait for their weights, up to so many bytes (None: half of what is free); past that
+    none.
+    """
 
     def __init__(self, memory: float | None, device: torch.device) -> None:
         self.gradients: dict[str, DeferredGradient] = {}
@@ -136,12 +142,17 @@ class _Kept:
         self.gradients.clear()
 
 
-def _by_name(weights: torch.Tensor | WeightsByName, names: list[str], norms: SquareNorms) -> dict[str, torch.Tensor]:
-    """name -> [n], of weights that may be the same for all names; raises TransformError for any other shape, and for other names."""
+def _by_name(
+    weights: torch.Tensor | WeightsByName, names: list[str], norms: SquareNorms
+) -> dict[str, torch.Tensor]:
+    """name -> [n], of weights that may be the same for all names; raises TransformError for any other shape,
+    and for other names.
+    """
     if isinstance(weights, Mapping):
         if weights.keys() != set(names):
             raise TransformError(
-                f"per_sample_weighted_sum: only one of the parameters and weights(norms) has {sorted(weights.keys() ^ set(names))[:8]}",
+                "per_sample_weighted_sum: only one of the parameters and weights(norms) has"
+                f" {sorted(weights.keys() ^ set(names))[:8]}",
                 expected="weights for each parameter by its name, or one tensor for all",
             )
         each = {id(value): _checked(value, norms) for value in weights.values()}
@@ -153,7 +164,8 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     weights = torch.as_tensor(weights, device=norms.losses.device)
     if weights.shape != norms.losses.shape:
         raise TransformError(
-            f"per_sample_weighted_sum: weights(norms) has shape {tuple(weights.shape)} for {len(norms)} samples",
+            f"per_sample_weighted_sum: weights(norms) has shape {tuple(weights.shape)} for {len(norms)}"
+            " samples",
             expected=f"a tensor of shape ({len(norms)},), one weight a sample",
         )
     return weights
@@ -162,19 +174,23 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
 class _Summing:
     """How each parameter's gradient is summed: with its weights, over the samples that take part.
 
-    Nothing times infinity is no number: a sample whose weights are all zero is left out where its norm is not finite, and of a bounded
-    sum in any case.
+    Nothing times infinity is no number: a sample whose weights are all zero is left out where its norm is not
+    finite, and of a bounded sum in any case.
     """
 
     def __init__(self, weights: WeightsByName, norms: SquareNorms, bounded: bool) -> None:
         self._weights, self._norms, self._bounded = weights, norms, bounded
-        weighted = torch.stack([value != 0 for value in {id(value): value for value in weights.values()}.values()]).any(0)
+        weighted = torch.stack(
+            [value != 0 for value in {id(value): value for value in weights.values()}.values()]
+        ).any(0)
         taken = weighted if bounded else weighted | torch.isfinite(norms.square_norms())
         self._taken = None if bool(taken.all()) else taken
         self.samples = len(norms)
 
     def of(self, name: str, gradient: DeferredGradient, places: torch.Tensor | None = None) -> torch.Tensor:
-        """[*shape]: the weighted sum of the gradient in a parameter. places: of its samples among all; None where they are all there."""
+        """[*shape]: the weighted sum of the gradient in a parameter. places: of its samples among all; None
+        where they are all there.
+        """
         if self._taken is not None:
             own = self._taken if places is None else self._taken[places]
             chosen = torch.nonzero(own).squeeze(1)
@@ -182,14 +198,19 @@ class _Summing:
         weights, square_norms = self._weights[name], self._norms.by_parameter[name]
         if places is not None:
             weights, square_norms = weights[places], square_norms[places]
-        return bounded_sum(gradient, weights, square_norms.sqrt()) if self._bounded else gradient.weighted_sum(weights)
+        return (
+            bounded_sum(gradient, weights, square_norms.sqrt())
+            if self._bounded
+            else gradient.weighted_sum(weights)
+        )
 
 
 def _sums(kept: dict[str, DeferredGradient], names: list[str], summing: _Summing) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
 
-    In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with the last of the two, so that
-    the first layers' sums, mostly the last to come, don't meet the last layers' factors.
+    In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with
+    the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last layers'
+    factors.
     """
     sums = {name: summing.of(name, kept.pop(name)) for name in list(kept)}
     return {name: sums[name] for name in names}
@@ -204,7 +225,9 @@ def _summed_again(
     has_aux: bool,
     randomness: str,
 ) -> dict[str, torch.Tensor]:
-    """name -> [*shape], by a second pass, the same as the first, in which no two parameters' gradients meet."""
+    """name -> [*shape], by a second pass, the same as the first, in which no two parameters'
+    gradients meet.
+    """
     dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
 
     def of_one(params: Mapping[str, torch.Tensor], *sample: Any) -> Any:

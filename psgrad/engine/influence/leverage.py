@@ -1,28 +1,156 @@
-"""The one-step leverage correction: what removing an example does to the curvature, too.
+"""What is inverted, whichever way.
+
+Influence with the one-step leverage correction, on top of a way to invert the curvature.
+
+The one-step leverage correction: what removing an example does to the curvature, too.
 
 Without example i the Gauss-Newton matrix H loses J_i' L_i J_i. One Newton step on what is left leads to
-H_-i^-1 g_i = H^-1 J_i' (I - L_i M_i)^-1 r_i, with M_i = J_i H^-1 J_i' and g_i = J_i' r_i. So a score is corrected by another gradient of
-the example: that of its output times (I - L_i M_i)^-1 r_i. Where the model is linear and the loss quadratic (ridge regression) it is exact.
+H_-i^-1 g_i = H^-1 J_i' (I - L_i M_i)^-1 r_i, with M_i = J_i H^-1 J_i' and g_i = J_i' r_i. So a score is
+corrected by another gradient of the example: that of its output times (I - L_i M_i)^-1 r_i. Where the model
+is linear and the loss quadratic (ridge regression) it is exact.
 
-With L_i = S_i S_i' that vector is r_i + S_i w_i, w_i = (I - S_i' M_i S_i)^-1 S_i' M_i r_i, which takes a symmetric matrix.
+With L_i = S_i S_i' that vector is r_i + S_i w_i, w_i = (I - S_i' M_i S_i)^-1 S_i' M_i r_i, which takes a
+symmetric matrix.
 
-Source: Pregibon, "Logistic Regression Diagnostics" (1981), section 4, for one output; blocks for several follow by Woodbury's identity.
+Source: Pregibon, "Logistic Regression Diagnostics" (1981), section 4, for one output; blocks for several
+follow by Woodbury's identity.
+
+How much is added to every eigenvalue of a curvature before it is inverted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.gradients.loading import Batch
-from psgrad.engine.influence.curvature.rows import jacobian_rows
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.influence.curvature.products import Curvature
+from psgrad.engine.influence.curvature.rows import gauss_newton_rows, jacobian_rows, output_factors
+from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+from psgrad.errors import ConfigError, InfluenceError
 
-# A leverage nearer to one than this leaves the problem without the example with no solution, as far as float64 can tell.
+
+@dataclass(frozen=True)
+class Damping:
+    """lam of (H_S / n + lam I), in units of the curvature of the mean loss.
+
+    absolute: lam; None for `relative` times the mean eigenvalue.
+    """
+
+    absolute: float | None = None
+    relative: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in (("damping", self.absolute), ("relative_damping", self.relative)):
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(
+                    f"{name} is {value}",
+                    expected=(
+                        "a number that is not negative: it is added to every eigenvalue of the curvature"
+                    ),
+                )
+
+    def resolve(self, mean_eigenvalue: float) -> float:
+        """lam, for a curvature of the mean loss with this mean eigenvalue (its trace over the number of
+        parameters).
+        """
+        if self.absolute is not None:
+            return self.absolute
+        if not math.isfinite(mean_eigenvalue) or mean_eigenvalue < 0:
+            raise InfluenceError(
+                f"the curvature's mean eigenvalue is {mean_eigenvalue:.3g}, so no damping can be taken"
+                " from it",
+                expected="a mean eigenvalue above zero",
+                cause=(
+                    "a Hessian with more negative than positive curvature: the checkpoint is not near a"
+                    " minimum"
+                ),
+                next_step="set curvature: gauss_newton, or an absolute damping",
+            )
+        return self.relative * mean_eigenvalue
+
+
+def default_damping(
+    damping: float | None, relative: float | None, default: float, *, convex: bool, weight_decay: float
+) -> Damping:
+    """The damping that options ask for; where they leave it open, none for a convex objective with a weight
+    decay, and else `default` mean eigenvalues.
+
+    convex: whether the model is affine in its parameters. Its curvature and its weight decay are all of its
+    objective's curvature, and have an inverse, so that anything more would belong to another objective. A
+    network's own curvature is indefinite, and a damping that is much larger than its weight decay ranks
+    better (docs/explanation/influence.md).
+    """
+    if convex and weight_decay > 0 and damping is None and relative is None:
+        return Damping(0.0)
+    return Damping(damping, default if relative is None else relative)
+
+
+TITLES: dict[Curvature, str] = {
+    "gauss_newton": "Gauss-Newton matrix",
+    "hessian": "Hessian",
+    "fisher": "empirical Fisher",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """n (C + (weight_decay + lam) I), C the mean curvature of the training set, lam the damping.
+
+    leverage: whether scores are corrected for what a removal does to the curvature. say: told what a person
+    should hear.
+    """
+
+    training: Examples
+    curvature: Curvature
+    weight_decay: float
+    damping: Damping
+    leverage: bool
+    say: Callable[[str], None]
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.curvature]
+
+    def rows(self) -> Examples:
+        """Whose gradients' outer products add up to n C: for all curvatures but the Hessian."""
+        return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
+
+    def damped(self, damping: float | None, relative: float | None) -> Setting:
+        """The same with another damping, and with nothing to say that was said before."""
+        return replace(
+            self,
+            damping=Damping(damping) if relative is None else Damping(damping, relative),
+            say=lambda _: None,
+        )
+
+    @staticmethod
+    def chosen(facts: dict[str, Any]) -> dict[str, Any]:
+        """Of a fit's facts those that another damping leaves as they are: which solver it was, and why."""
+        return {name: facts[name] for name in ("solver", "solver_because") if name in facts}
+
+    def shift(self, mean_eigenvalue: float) -> tuple[float, dict[str, Any]]:
+        """n (weight_decay + lam), and facts. mean_eigenvalue: of C."""
+        damping = self.damping.resolve(mean_eigenvalue)
+        facts = {
+            "curvature": self.curvature,
+            "damping": damping,
+            "mean_eigenvalue": mean_eigenvalue,
+            "weight_decay": self.weight_decay,
+            "leverage": self.leverage,
+        }
+        return len(self.training) * (self.weight_decay + damping), facts
+
+
+# A leverage nearer to one than this leaves the problem without the example with no solution, as far as
+# float64 can tell.
 _NEAREST = 1e-10
 
 
@@ -30,9 +158,9 @@ _NEAREST = 1e-10
 class Leverage:
     """Of n examples, float64 on the CPU.
 
-    weights: w_i [n, R]. pull: S_i' M_i r_i [n, R]. extra: [n], what the correction adds to the influence on the own loss. largest: [n], the
-    largest eigenvalue of L_i M_i: zero for an example that the fit does not lean on, one for one without which the problem has no solution,
-    whose numbers here are NaN.
+    weights: w_i [n, R]. pull: S_i' M_i r_i [n, R]. extra: [n], what the correction adds to the influence on
+    the own loss. largest: [n], the largest eigenvalue of L_i M_i: zero for an example that the fit does not
+    lean on, one for one without which the problem has no solution, whose numbers here are NaN.
     """
 
     weights: torch.Tensor
@@ -68,13 +196,15 @@ class Leverage:
         if rows:
             named = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
             say(
-                f"without row {named} the training problem has no solution (its leverage is one), so its corrected scores are NaN; "
-                "a damping or a weight decay gives it one"
+                f"without row {named} the training problem has no solution (its leverage is one), so its"
+                " corrected scores are NaN; a damping or a weight decay gives it one"
             )
 
 
 def output_products(training: Examples, half: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """M_i = J_i H^-1 J_i' [n, C, C] float64 on the CPU. half: [k, p] to vectors [k, any] whose inner products are those through H^-1."""
+    """M_i = J_i H^-1 J_i' [n, C, C] float64 on the CPU. half: [k, p] to vectors [k, any] whose inner products
+    are those through H^-1.
+    """
     rows = jacobian_rows(training)
 
     def products(gradients: Any) -> dict[str, torch.Tensor]:
@@ -103,3 +233,89 @@ def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
 class _Given:
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor
+
+
+class Invertible(Preconditioned):
+    """A fit whose scores can be corrected."""
+
+    setting: Setting
+
+    def has_leverage(self) -> bool:
+        """Whether the rows' leverage can be had."""
+        return True
+
+    @abstractmethod
+    def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
+        """root, gradient: as `output_factors` has them."""
+
+    @abstractmethod
+    def on(self, training: Examples, weights: torch.Tensor) -> Self:
+        """The same inverse for the same examples with other gradients. weights: of Leverage, by which they
+        are others.
+        """
+
+    @abstractmethod
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Self:
+        """The same curvature with another damping: an absolute one, or one relative to the mean
+        eigenvalue.
+        """
+
+
+class Corrected(Fitted):
+    """decrements: [n], twice what each removal's own step lowers the objective without it by, as far as the
+    loss's gradient in the output is in the span of its second derivatives. facts: those of the fit, and
+    `largest_leverage`, the largest eigenvalue of any example's L_i M_i.
+
+    An example without which the training problem has no solution is told, and its scores are NaN.
+
+    automatic: whether the correction goes with the damping that a default chose: with another damping there
+    is none.
+    """
+
+    def __init__(self, plain: Invertible, *, automatic: bool = False) -> None:
+        self.automatic = automatic
+        training = plain.training
+        root, coefficients, gradient = output_factors(training)
+        self.plain = plain
+        self.leverage = plain.leverage(root, gradient)
+        self.decrements = (coefficients * self.leverage.pull).sum(1) + self.leverage.extra
+        self.leverage.tell(training, plain.setting.say)
+        weights = self.leverage.weights.nan_to_num(0.0)
+        self.removed = plain.on(
+            with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights
+        )
+        self.facts = plain.facts  # not copied, as solvers add to them while they solve
+        self.facts["largest_leverage"] = float(self.leverage.largest.max())
+        self.calibrated, self.has_self_influence = plain.calibrated, plain.has_self_influence
+
+    def solver(self) -> Preconditioned | None:
+        return self.plain
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Fitted:
+        """As that of the fit."""
+        plain = self.plain.with_damping(damping=damping, relative=relative)
+        if not self.automatic:
+            return Corrected(plain)
+        plain.facts["leverage"] = False
+        return plain
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        return map(self.marked, self.removed.scores(queries, per))
+
+    def marked(self, block: ScoreBlock) -> ScoreBlock:
+        """The block with NaN for examples without a score."""
+        gone = self.leverage.gone[block.start : block.stop].unsqueeze(1)
+        return replace(
+            block, scores={label: value.masked_fill(gone, torch.nan) for label, value in block.scores.items()}
+        )
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        # The removed part's norms are how far parameters move; its blocks need not be cut where those of the
+        # whole are.
+        norms = torch.cat([block.preconditioned_norm for block in self.removed.self_influence()]).masked_fill(
+            self.leverage.gone, torch.nan
+        )
+        for block in self.plain.self_influence():
+            rows = slice(block.start, block.stop)
+            own = block.self_influence + self.leverage.extra[rows]
+            yield replace(block, self_influence=own, preconditioned_norm=norms[rows])

@@ -1,4 +1,9 @@
-"""What every influence method is: options, a fit to the training set at one checkpoint, and scores that come block by block."""
+"""What every influence method is: options, a fit to the training set at one checkpoint, and scores that come
+block by block.
+
+Which rows have a loss and a gradient that are finite: one NaN would spoil every curvature that it is summed
+into.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.flat import Vectors, as_gradients
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.flat import Vectors, as_gradients
 
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
 
-# Of scores with this unit a sum over examples predicts what their removal does. {change} is what the measurement calls a change for the
-# worse: "rise of the query's loss, in nats", or "fall of the query's margin, in nats".
+# Of scores with this unit a sum over examples predicts what their removal does. {change} is what the
+# measurement calls a change for the worse: "rise of the query's loss, in nats", or "fall of the query's
+# margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
-# The same of scores whose sizes nothing vouches for: the curvature is damped or approximate, or the model is no convex problem's solution.
+# The same of scores whose sizes nothing vouches for: the curvature is damped or approximate, or the model is
+# no convex problem's solution.
 UNCALIBRATED = "predicted {change} (uncalibrated), if the training example were removed"
 # Of scores that rank, and whose sizes mean nothing.
 RELATIVE = "relative, no unit"
@@ -28,8 +36,9 @@ RELATIVE = "relative, no unit"
 class ScoreBlock:
     """The scores of the training examples start, ..., stop - 1 for all m queries, on the CPU.
 
-    weights: [k] float64, for methods whose scores are a product of a matrix and one number a training example, each of which is
-    averaged over checkpoints by itself (TRAK); None for all others. The scores are without them.
+    weights: [k] float64, for methods whose scores are a product of a matrix and one number a training
+    example, each of which is averaged over checkpoints by itself (TRAK); None for all others. The scores are
+    without them.
     """
 
     start: int
@@ -40,8 +49,9 @@ class ScoreBlock:
 
 @dataclass(frozen=True)
 class SelfBlock:
-    """Of the training examples start, ..., stop - 1: their influence on their own loss [k], and the norm of their preconditioned
-    gradient [k], both float64, on the CPU."""
+    """Of the training examples start, ..., stop - 1: their influence on their own loss [k], and the norm of
+    their preconditioned gradient [k], both float64, on the CPU.
+    """
 
     start: int
     stop: int
@@ -53,9 +63,9 @@ class SelfBlock:
 class Checkpoint:
     """Where in training the model is that a method is fitted to.
 
-    number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names none. say: is told what
-    a person should hear while it runs. queries: how many will be scored, for methods that choose what is the least work; None where that
-    is not known.
+    number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
+    none. say: is told what a person should hear while it runs. queries: how many will be scored, for methods
+    that choose what is the least work; None where that is not known.
     """
 
     number: int = 0
@@ -67,8 +77,8 @@ class Checkpoint:
 class Method(ABC):
     """A method with its options: kinds are frozen dataclasses, one file each in `methods/`.
 
-    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it, which it becomes where fits are `calibrated`.
-    predicts_removal: whether scores are the change on removal.
+    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it, which it becomes
+    where fits are `calibrated`. predicts_removal: whether scores are the change on removal.
     """
 
     name: ClassVar[str]
@@ -84,7 +94,10 @@ class Method(ABC):
 
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
         """One block of scores of those of several checkpoints: their mean, unless a method says otherwise."""
-        scores = {label: torch.stack([block.scores[label] for block in blocks]).mean(0) for label in blocks[0].scores}
+        scores = {
+            label: torch.stack([block.scores[label] for block in blocks]).mean(0)
+            for label in blocks[0].scores
+        }
         if blocks[0].weights is None:
             return scores
         weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
@@ -99,9 +112,10 @@ class Method(ABC):
 class Fitted(ABC):
     """A method fitted to a training set at one checkpoint.
 
-    facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them. has_self_influence: whether
-    it can be had for about what scores cost; False where it takes a solve an example. calibrated: whether scores are amounts: the curvature
-    is that of a convex training objective at its minimum, and nothing but its weight decay is added.
+    facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them.
+    has_self_influence: whether it can be had for about what scores cost; False where it takes a solve an
+    example. calibrated: whether scores are amounts: the curvature is that of a convex training objective at
+    its minimum, and nothing but its weight decay is added.
     """
 
     facts: dict[str, Any]
@@ -112,8 +126,8 @@ class Fitted(ABC):
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         """The scores of all training examples for these queries, in blocks, in the order of the training set.
 
-        per: 'parameter' or 'module' for a matrix a layer, which add up to the total; where they don't, the total comes with them, under
-        the label "". Raises InfluenceError where the method has none.
+        per: 'parameter' or 'module' for a matrix a layer, which add up to the total; where they don't, the
+        total comes with them, under the label "". Raises InfluenceError where the method has none.
         """
 
     @abstractmethod
@@ -126,7 +140,9 @@ class Fitted(ABC):
 
 
 class Preconditioned(Fitted):
-    """score = <A g_q, g_i>: the queries' gradients g_q are multiplied by a matrix A once, and the training gradients g_i stream past."""
+    """score = <A g_q, g_i>: the queries' gradients g_q are multiplied by a matrix A once, and the training
+    gradients g_i stream past.
+    """
 
     def __init__(self, training: Examples) -> None:
         self.training = training
@@ -149,8 +165,12 @@ class Preconditioned(Fitted):
         def both(gradients: Any) -> dict[str, torch.Tensor]:
             vectors = gradients.materialise()
             prepared = self.precondition(vectors)
-            product = torch.stack([(flat_rows(prepared[name]) * flat_rows(vectors[name])).sum(1) for name in vectors]).sum(0)
-            norm = torch.stack([flat_rows(value).square().sum(1) for value in prepared.values()]).sum(0).sqrt()
+            product = torch.stack(
+                [(flat_rows(prepared[name]) * flat_rows(vectors[name])).sum(1) for name in vectors]
+            ).sum(0)
+            norm = (
+                torch.stack([flat_rows(value).square().sum(1) for value in prepared.values()]).sum(0).sqrt()
+            )
             return {"self_influence": product, "norm": norm}
 
         for rows, found in self.training.each(both):
@@ -170,3 +190,29 @@ def with_total(values: Scores) -> Scores:
 def flat_rows(value: torch.Tensor) -> torch.Tensor:
     """[k, numel] float64 of [k, *shape]."""
     return value.reshape(len(value), -1).double()
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What a pass over n rows saw: finite [n], losses [n], norms [n] of the gradients, and further columns (a
+    prediction).
+    """
+
+    finite: torch.Tensor
+    losses: np.ndarray
+    norms: np.ndarray
+    columns: dict[str, np.ndarray]
+
+
+def screened(examples: Examples) -> Screened:
+    """One pass for norms."""
+    chunks = [found for _, found in examples.norms()]
+    columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    losses, squares = columns.pop("loss"), columns.pop("square_norm")
+    finite = torch.isfinite(losses) & torch.isfinite(squares)
+    return Screened(
+        finite,
+        losses.numpy(),
+        squares.sqrt().numpy(),
+        {name: value.numpy() for name, value in columns.items()},
+    )

@@ -1,4 +1,10 @@
-"""What a measure is: it asks deferred gradients of samples, and answers with columns, a number a sample, and with what it gathered."""
+"""What a measure is: it asks deferred gradients of samples, and answers with columns, a number a sample, and
+with what it gathered.
+
+Why a measure can't be had.
+
+Which samples have finite numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.streaming import Columns
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Columns
+from psgrad.engine.gradients import PerSampleGradients, SquareNorms
+from psgrad.errors import MeasureError
 
 Arrays = dict[str, torch.Tensor]
 
@@ -29,16 +36,15 @@ class Setting:
     """What is measured: the samples, the model, and what is known of them before the first pass.
 
     Attributes:
-        examples: n samples as the model sees them, with the training loss.
-        kind: of the loss: 'class' (one of C classes a sample), 'token' (a class a position), 'binary', 'value', 'custom'.
-        targets: [n] int64, the classes of the samples where they are at hand; None where they come with the rows only, or are no classes.
-        classes: C; None where the loss knows none.
-        ignore_index: the target of positions that do not count.
-        moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there are none.
-        seed: of everything that a measure draws.
-        shows_inputs: whether inputs of samples, and pictures over them, may be kept (`report.include_inputs`).
-        say: told what a person should know, in a sentence.
-        shared: what measures of one run make together (a mean gradient), by a name that they agree on.
+        examples: n samples as the model sees them, with the training loss. kind: of the loss: 'class' (one of
+        C classes a sample), 'token' (a class a position), 'binary', 'value', 'custom'. targets: [n] int64,
+        the classes of the samples where they are at hand; None where they come with the rows only, or are no
+        classes. classes: C; None where the loss knows none. ignore_index: the target of positions that do not
+        count. moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there
+        are none. seed: of everything that a measure draws. shows_inputs: whether inputs of samples, and
+        pictures over them, may be kept (`report.include_inputs`). say: told what a person should know, in a
+        sentence. shared: what measures of one run make together (a mean gradient), by a name that they agree
+        on.
     """
 
     examples: Examples
@@ -61,8 +67,8 @@ class Gathered:
     """What a measure knows once all samples have passed.
 
     Attributes:
-        columns: name -> [n]: further columns of the table of samples.
-        numbers: of the whole dataset, by name: plain numbers, texts, lists and dicts of them; NaN and None are written as null. They go
+        columns: name -> [n]: further columns of the table of samples. numbers: of the whole dataset, by name:
+        plain numbers, texts, lists and dicts of them; NaN and None are written as null. They go
             into measures.json under the measure's name.
         tables: name -> column -> values: measures/<name>.parquet.
         arrays: name -> tensor: measures/<name>.safetensors, one file a measure.
@@ -79,10 +85,12 @@ class OwnPass:
     """A pass over the samples that a measure makes by itself.
 
     Attributes:
-        name: of the pass, unlike those of all others; lower-case letters, digits and dashes.
-        run: (start, chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order. chunk_size is how many rows the
-            first pass took at a time; a pass that needs more memory a row takes fewer (`Examples.sized`). It is called again, with the
-            rows that are missing, where a run goes on that was interrupted: what it says of a row may not depend on the rows before it.
+        name: of the pass, unlike those of all others; lower-case letters, digits and dashes. run: (start,
+        chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order. chunk_size is how
+        many rows the
+            first pass took at a time; a pass that needs more memory a row takes fewer (`Examples.sized`). It
+            is called again, with the rows that are missing, where a run goes on that was interrupted: what it
+            says of a row may not depend on the rows before it.
     """
 
     name: str
@@ -90,21 +98,23 @@ class OwnPass:
 
 
 class Measure:
-    """One measure. A subclass is a dataclass whose fields are its options; a file each in `psgrad/engine/measures/known`.
+    """One measure. A subclass is a dataclass whose fields are its options; a file each in
+    `psgrad/engine/measures/known`.
 
-    The samples pass once for all measures together, chunk by chunk in the order of the dataset, and each is asked for `columns`. Those
-    with `looks_twice` are asked for `columns_again` in a second pass, when what all samples together said is known. A column is [n], one
-    number a sample, and becomes a column of samples.parquet; or [n, ...], which is kept for `gather` (and for measures that `need`
-    this one) and dropped. A sample whose numbers are not finite gets NaN, and adds nothing to what is gathered.
+    The samples pass once for all measures together, chunk by chunk in the order of the dataset, and each is
+    asked for `columns`. Those with `looks_twice` are asked for `columns_again` in a second pass, when what
+    all samples together said is known. A column is [n], one number a sample, and becomes a column of
+    samples.parquet; or [n, ...], which is kept for `gather` (and for measures that `need` this one) and
+    dropped. A sample whose numbers are not finite gets NaN, and adds nothing to what is gathered.
 
-    A chunk may be tried more than once (memory may run out): what is gathered counts from `keep` on, and `state` has all of it, as
-    tensors, so that a run that was killed goes on from there.
+    A chunk may be tried more than once (memory may run out): what is gathered counts from `keep` on, and
+    `state` has all of it, as tensors, so that a run that was killed goes on from there.
 
     Class attributes, from which the documentation is made (docs/reference/measures.md):
-        name: as in the config. title: for headings. formula, unit, source (paper, page), cost: a line each, formula in plain text.
-        meanings: column -> what it says, with its unit. In these and in `unit`, {loss} stands for the unit of the loss that is used.
-        needs: names of measures whose columns this one's `gather` reads.
-        needs_factors: whether it asks for more than norms, losses and aux of a chunk.
+        name: as in the config. title: for headings. formula, unit, source (paper, page), cost: a line each,
+        formula in plain text. meanings: column -> what it says, with its unit. In these and in `unit`, {loss}
+        stands for the unit of the loss that is used. needs: names of measures whose columns this one's
+        `gather` reads. needs_factors: whether it asks for more than norms, losses and aux of a chunk.
         looks_twice: whether it is asked a second time.
     """
 
@@ -120,11 +130,15 @@ class Measure:
     looks_twice: bool = False
 
     def prepare(self, setting: Setting) -> None:
-        """Before all else. Raises MeasureError where it can't be measured here (a measure of classes, and the loss knows none)."""
+        """Before all else. Raises MeasureError where it can't be measured here (a measure of classes, and the
+        loss knows none).
+        """
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        """What to keep of one sample's output: name -> small tensor of one shape for all samples, differentiable or not; it arrives in
-        `gradients.aux`. The names are this measure's own: begin them with its name."""
+        """What to keep of one sample's output: name -> small tensor of one shape for all samples,
+        differentiable or not; it arrives in `gradients.aux`. The names are this measure's own: begin them
+        with its name.
+        """
         return {}
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
@@ -135,7 +149,9 @@ class Measure:
         """The chunk that `columns` or `columns_again` was last asked about is done."""
 
     def between(self) -> None:
-        """All samples have passed once; the second pass begins. Called also where a run goes on inside the second pass."""
+        """All samples have passed once; the second pass begins. Called also where a run goes on inside the
+        second pass.
+        """
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         """The columns of one chunk in the second pass."""
@@ -153,6 +169,53 @@ class Measure:
         """Go on from what `state` gave."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        """When all passes are done; rows: every column of every measure, name -> [n, ...], those of this measure and those it needs among
-        them; `loss` [n] and `grad_norm` [n] are always there, and `ok` [n] bool, which samples are finite."""
+        """When all passes are done; rows: every column of every measure, name -> [n, ...], those of this
+        measure and those it needs among them; `loss` [n] and `grad_norm` [n] are always there, and `ok` [n]
+        bool, which samples are finite.
+        """
         return Gathered()
+
+
+def require_classes(measure: Measure, setting: Setting) -> None:
+    """Raises MeasureError where samples have no classes, or each has a share in several."""
+    if setting.kind != "class" or setting.classes is None:
+        raise MeasureError(
+            f"the measure {measure.name} looks at the class of each sample, and this loss has"
+            f" {_what(setting)}",
+            expected=(
+                "a loss over classes (cross_entropy, nll) whose output is one vector of classes a sample"
+            ),
+            next_step=f"take {measure.name} out of analyze.measures",
+        )
+    if setting.targets is None and not _is_whole(setting.examples.read(0, 1).target):
+        raise MeasureError(
+            f"the measure {measure.name} looks at the class of each sample, and the targets are probabilities"
+            " of classes",
+            expected="targets that are whole numbers, one class a sample",
+            next_step=(
+                f"take {measure.name} out of analyze.measures, or give the likeliest class as the target"
+            ),
+        )
+
+
+def _is_whole(target: torch.Tensor | None) -> bool:
+    return target is not None and target.dim() == 1 and not target.is_floating_point()
+
+
+def _what(setting: Setting) -> str:
+    return {
+        "token": "a class for each position",
+        "binary": "one probability",
+        "value": "a value",
+        "class": "outputs with positions",
+    }.get(setting.kind, "a form of its own")
+
+
+def finite_rows(gradients: PerSampleGradients | SquareNorms) -> torch.Tensor:
+    """[n] bool: the samples whose loss and gradient are finite."""
+    return torch.isfinite(gradients.square_norms()) & torch.isfinite(gradients.losses)
+
+
+def nan_elsewhere(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[n] float64: the values of these rows [n] bool, NaN in the others."""
+    return values.double().where(rows, torch.nan)

@@ -13,11 +13,11 @@ from psgrad.engine.measures.measure import Arrays, Measure
 
 
 class GradientNorms(Measure):
-    """Columns `loss` and `grad_norm`, the L2 norm of the gradient of a sample's loss in all parameters, in units of loss per
-    unit of parameter.
+    """Columns `loss` and `grad_norm`, the L2 norm of the gradient of a sample's loss in all parameters, in
+    units of loss per unit of parameter.
 
-    Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory, how the
-    norms were computed, and which parameters' gradients had to be written out for it.
+    Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in
+    bounded memory, how the norms were computed, and which parameters' gradients had to be written out for it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,9 @@ class GradientNorms(Measure):
         stacked = torch.stack(list(squares.values()))  # [parameters, n]
         total = stacked.sum(0)
         finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
-        norms = torch.cat([stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]).cpu()  # a GPU is waited for once
+        norms = torch.cat(
+            [stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]
+        ).cpu()  # a GPU is waited for once
         self._chunk = dict(zip(squares, norms[:-1, norms[-1] == 1], strict=True))
         self.computed_as = gradients.describe()
         self.unfactored = list(dict.fromkeys([*self.unfactored, *gradients.unfactored]))
@@ -43,7 +45,11 @@ class GradientNorms(Measure):
         self._chunk = {}
 
     def state(self) -> Arrays:
-        words = {"computed_as": self.computed_as, "unfactored": self.unfactored, "parameters": list(self.parameters)}
+        words = {
+            "computed_as": self.computed_as,
+            "unfactored": self.unfactored,
+            "parameters": list(self.parameters),
+        }
         state = {"words": text_tensor(words)}
         for place, distribution in enumerate(self.parameters.values()):
             state |= {f"{place}.{part}": value for part, value in distribution.state().items()}
@@ -71,8 +77,9 @@ def from_text_tensor(tensor: torch.Tensor) -> Any:
 class NormDistribution:
     """Mean, spread, extremes and quantiles of non-negative numbers that pass by once.
 
-    Mean and variance are updated as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances" (1979). Quantiles come from a histogram with 64 bins a decade, so they are right to 2 %.
+    Mean and variance are updated as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
+    for Computing Sample Variances" (1979). Quantiles come from a histogram with 64 bins a decade, so they are
+    right to 2 %.
     """
 
     _PER_DECADE = 64
@@ -102,18 +109,25 @@ class NormDistribution:
         self.count = total
         self.minimum = min(self.minimum, float(values.min()))
         self.maximum = max(self.maximum, float(values.max()))
-        places = ((values.log10() - self._LOWEST) * self._PER_DECADE).floor().clamp(-1, len(self._bins) - 2) + 1
+        places = ((values.log10() - self._LOWEST) * self._PER_DECADE).floor().clamp(
+            -1, len(self._bins) - 2
+        ) + 1
         self._bins += torch.bincount(places.long(), minlength=len(self._bins))
 
     def state(self) -> Arrays:
         """All of it, as tensors."""
         filled = self._bins.nonzero().squeeze(1)  # most are empty
         numbers = [self.mean, self._squares, self.mean_square, self.minimum, self.maximum]
-        return {"numbers": torch.tensor([self.count, *numbers], dtype=torch.float64), "bins": torch.stack([filled, self._bins[filled]])}
+        return {
+            "numbers": torch.tensor([self.count, *numbers], dtype=torch.float64),
+            "bins": torch.stack([filled, self._bins[filled]]),
+        }
 
     def restore(self, state: Arrays) -> None:
         """Go on from what `state` gave."""
-        count, self.mean, self._squares, self.mean_square, self.minimum, self.maximum = state["numbers"].tolist()
+        count, self.mean, self._squares, self.mean_square, self.minimum, self.maximum = state[
+            "numbers"
+        ].tolist()
         self.count = int(count)
         places, counts = state["bins"]
         self._bins.zero_()[places] = counts

@@ -1,12 +1,19 @@
-"""Projected gradients as other measures find them: the rows that count, and how far inner products of them can be trusted."""
+"""Projected gradients as other measures find them: the rows that count, and how far inner products of them
+can be trusted.
+
+A part of the samples, for measures whose cost grows faster than the number of samples.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Batch
 
 COLUMN = "projected_gradients"
 
@@ -29,16 +36,66 @@ class Projected:
         """rows: as Measure.gather has them. parameters: p, numbers in a gradient."""
         found = rows[COLUMN]
         places = torch.nonzero(rows["ok"] & torch.isfinite(found).all(1)).squeeze(1)
-        return cls(found if len(places) == len(found) else found[places], places, found.shape[1] == parameters)
+        return cls(
+            found if len(places) == len(found) else found[places], places, found.shape[1] == parameters
+        )
 
     @property
     def noise(self) -> float:
-        """Of x and y that are orthogonal, the standard deviation of <Px, Py> / (|x| |y|); that of |Px|^2 / |x|^2 is sqrt(2) times it."""
+        """Of x and y that are orthogonal, the standard deviation of <Px, Py> / (|x| |y|); that of |Px|^2 /
+        |x|^2 is sqrt(2) times it.
+        """
         return 0.0 if self.exact else 1 / math.sqrt(self.rows.shape[1])
 
 
 def spread(values: torch.Tensor, places: torch.Tensor, samples: int) -> torch.Tensor:
-    """[n, ...]: values [m, ...] at these places [m] of n samples; elsewhere NaN, or -1 among whole numbers."""
+    """[n, ...]: values [m, ...] at these places [m] of n samples; elsewhere NaN, or -1 among whole
+    numbers.
+    """
     whole = values.new_full((samples, *values.shape[1:]), math.nan if values.is_floating_point() else -1)
     whole[places] = values
     return whole
+
+
+def chosen_rows(
+    usable: torch.Tensor, count: int, seed: int, labels: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows, ascending int64: `count` of those that are usable [n] bool, at most, drawn by the seed.
+
+    With labels [n] as many of each class, but for classes that have fewer, whose places the others share.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.nonzero(usable).squeeze(1)
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    if labels is not None and len(rows) > count:
+        # each class's first, then each one's second, and so on: every class is in as often as any, while it
+        # lasts
+        of_class = torch.unique(labels[rows], return_inverse=True)[1]
+        order = of_class.argsort(stable=True)
+        sizes = torch.bincount(of_class)
+        turn = torch.empty_like(order)
+        turn[order] = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[of_class[order]]
+        rows = rows[turn.argsort(stable=True)]
+    return rows[:count].sort().values
+
+
+def examples_at(examples: Examples, rows: torch.Tensor) -> Examples:
+    """The examples of these rows [k], counted from 0."""
+    numbers = rows.tolist()
+
+    def read(start: int, stop: int) -> Batch:
+        return _joined([examples.read(row, row + 1) for row in numbers[start:stop]])
+
+    return replace(examples, read=read, count=len(numbers), numbers=examples.numbers_of(rows))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
+
+
+def _joined(parts: Sequence[Batch]) -> Batch:
+    targets = [part.target for part in parts if part.target is not None]
+    inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
+    return _Rows(inputs, torch.cat(targets) if targets else None)

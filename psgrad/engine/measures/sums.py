@@ -1,27 +1,72 @@
-"""Sums of gradients over all samples, made once for all measures of a run that ask for them: the mean gradient, and that of each class.
+"""Sums of gradients over all samples, made once for all measures of a run that ask for them: the mean
+gradient, and that of each class.
 
-What belongs to one class is summed by itself, and the mean is the mean of these sums, so that asking for both costs one pass over the
-gradients of a chunk.
+What belongs to one class is summed by itself, and the mean is the mean of these sums, so that asking for both
+costs one pass over the gradients of a chunk.
+
+Gradients that are values, summed class by class and multiplied with a vector of each class, without being put
+in order first.
+
+Bootstrap resamples of sums over samples.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from psgrad.engine.flat import Flat, Vectors
+from psgrad.engine.execution.memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.memory import free_memory
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
-from psgrad.engine.gradients.terms import accumulating_dtype
-from psgrad.engine.measures.by_class import is_value, products_of_values, sums_of_values
-from psgrad.engine.measures.finite import finite_rows
-from psgrad.engine.measures.measure import Arrays, Measure, Setting
-from psgrad.engine.measures.refusals import require_classes
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed
+from psgrad.engine.gradients.flat import Flat, Vectors
+from psgrad.engine.gradients.terms import Dense, accumulating, accumulating_dtype
+from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
 from psgrad.errors import MeasureError
+
+# Numbers of a parameter that all classes together are computed of at once, each sample's with those of its
+# class beside it.
+_FEW = 1024
+
+
+def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
+    """Whether a gradient is there, written out; if `small`, with few numbers."""
+    whole = len(gradient.terms) == 1 and isinstance(gradient.terms[0].term, Dense)
+    return whole and not (small and gradient.shape.numel() > _FEW)
+
+
+def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: int) -> torch.Tensor:
+    """[groups, numel] of a gradient that is a value, of samples that are finite, and their classes [n] below
+    `groups`.
+    """
+    value = accumulating(_value(gradient))
+    if (
+        value.shape[1] > _FEW and value.device.type == "cpu"
+    ):  # row by row; on a GPU the order of additions would be left to chance
+        return torch.zeros(groups, value.shape[1], dtype=value.dtype).index_add_(0, classes, value)
+    one_hot = classes.unsqueeze(0) == torch.arange(groups, device=classes.device).unsqueeze(1)
+    return one_hot.to(value.dtype) @ value
+
+
+def products_of_values(
+    gradient: DeferredGradient, classes: torch.Tensor, vectors: torch.Tensor
+) -> torch.Tensor:
+    """[n] of a gradient that is a small value: its inner products with the vectors [groups, numel] of the
+    samples' classes [n].
+    """
+    value = accumulating(_value(gradient))
+    return (value * vectors.to(value.dtype)[classes]).sum(1)
+
+
+def _value(gradient: DeferredGradient) -> torch.Tensor:
+    """[n, numel]"""
+    (placed,) = gradient.terms
+    value = placed.layout.apply(placed.term.materialise(), lead=1)
+    return value.reshape(len(value), gradient.shape.numel())
+
 
 _TARGET = "class_of_sample"
 
@@ -29,7 +74,8 @@ _TARGET = "class_of_sample"
 def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> GradientSums:
     """The sums of a run, which `measure` and others use together; made where it is the first to ask.
 
-    by_class: whether it asks for the mean gradient of each class. Raises MeasureError where there are no classes, or no room.
+    by_class: whether it asks for the mean gradient of each class. Raises MeasureError where there are no
+    classes, or no room.
     """
     sums: GradientSums = setting.shared.setdefault("gradient_sums", GradientSums(setting, measure))
     if by_class:
@@ -41,12 +87,13 @@ def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> G
 class GradientSums:
     """Sums in float64 over the samples with finite numbers, and inner products with the means that they make.
 
-    Several measures hold one; each hands it what it is told (a chunk, that a chunk is done, a state), and only the first of them is
-    heard. The state is that of the measure that made it.
+    Several measures hold one; each hands it what it is told (a chunk, that a chunk is done, a state), and
+    only the first of them is heard. The state is that of the measure that made it.
 
     Attributes:
-        groups: how many sums there are: C and one for samples of no class, or 1 where nobody asks for classes.
-        counts: [groups] int64, samples with finite numbers. squares: [parameters] float64, the sums of their squared norms.
+        groups: how many sums there are: C and one for samples of no class, or 1 where nobody asks for
+        classes. counts: [groups] int64, samples with finite numbers. squares: [parameters] float64, the sums
+        of their squared norms.
     """
 
     def __init__(self, setting: Setting, owner: Measure) -> None:
@@ -58,7 +105,9 @@ class GradientSums:
         self._sums: torch.Tensor | None = None  # [groups, p]
         self.counts = torch.zeros(1, dtype=torch.int64)
         self.squares = torch.zeros(len(self.flat.shapes), dtype=torch.float64)
-        self._chunk: weakref.ref[PerSampleGradients] | None = None  # those last asked about; memory may be short, so they are not held
+        self._chunk: weakref.ref[PerSampleGradients] | None = (
+            None  # those last asked about; memory may be short, so they are not held
+        )
         self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._means: tuple[torch.Tensor, list[Vectors]] | None = None  # [p], and each group's
         self._dots: dict[str, torch.Tensor] = {}
@@ -71,10 +120,14 @@ class GradientSums:
         needed, free = 2 * setting.classes * self.flat.size * 8, free_memory(self.device)
         if needed > free // 2:
             raise MeasureError(
-                f"the measure {measure.name} keeps a mean gradient for each of {setting.classes} classes: "
-                f"{needed / 2**30:.1f} GiB for {self.flat.size:,} parameters, and {free / 2**30:.1f} GiB are free",
+                f"the measure {measure.name} keeps a mean gradient for each of {setting.classes} classes:"
+                f" {needed / 2**30:.1f} GiB for {self.flat.size:,} parameters, and {free / 2**30:.1f} GiB are"
+                " free",
                 expected="half of the free memory at most",
-                next_step=f"take {measure.name} out of analyze.measures, or freeze parameters that need not be looked at",
+                next_step=(
+                    f"take {measure.name} out of analyze.measures, or freeze parameters that need not be"
+                    " looked at"
+                ),
             )
         self.groups = setting.classes + 1
         self.counts = torch.zeros(self.groups, dtype=torch.int64)
@@ -83,7 +136,8 @@ class GradientSums:
         """What to keep of one sample, so that its class is known with its chunk."""
         return {_TARGET: target} if self.groups > 1 else {}
 
-    # -- the first pass ----------------------------------------------------------------------------------------------------------
+    # -- the first pass
+    # --------------------------------------------------------------------------------------------------------
 
     def add(self, gradients: PerSampleGradients) -> None:
         """A chunk. It counts from `keep` on."""
@@ -91,20 +145,28 @@ class GradientSums:
             return
         found = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
         counts = torch.zeros(self.groups, dtype=torch.int64)
-        values = [name for name, gradient in gradients.gradients.items() if self.groups > 1 and is_value(gradient)]
+        values = [
+            name for name, gradient in gradients.gradients.items() if self.groups > 1 and is_value(gradient)
+        ]
         sorted_gradients, order, groups = self._sorted(gradients, values)
         if values:
             classes, whole = self.classes_of(gradients), len(order) == len(gradients)
             for name in values:
                 gradient = gradients.gradients[name] if whole else gradients.gradients[name].at(order)
-                found[:, self.flat.columns[name]] = sums_of_values(gradient, classes if whole else classes[order], self.groups).double()
+                found[:, self.flat.columns[name]] = sums_of_values(
+                    gradient, classes if whole else classes[order], self.groups
+                ).double()
         for group, samples in groups:
             counts[group] = samples.stop - samples.start
             for name, gradient in sorted_gradients.items():
                 ones = torch.ones(samples.stop - samples.start, dtype=gradient.dtype, device=self.device)
-                found[group, self.flat.columns[name]] = gradient.at(samples).weighted_sum(ones).reshape(-1).double()
+                found[group, self.flat.columns[name]] = (
+                    gradient.at(samples).weighted_sum(ones).reshape(-1).double()
+                )
         finite = finite_rows(gradients)
-        squares = torch.stack([each[finite].sum() for each in gradients.square_norms(per="parameter").values()])
+        squares = torch.stack(
+            [each[finite].sum() for each in gradients.square_norms(per="parameter").values()]
+        )
         self._pending = found, counts, squares
 
     def keep(self) -> None:
@@ -129,7 +191,8 @@ class GradientSums:
             self.counts, self.squares = state["counts"].clone(), state["squares"].clone()
             self._means = None
 
-    # -- what all samples said ---------------------------------------------------------------------------------------------------
+    # -- what all samples said
+    # ---------------------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -144,7 +207,9 @@ class GradientSums:
     @property
     def square_means(self) -> torch.Tensor:
         """[parameters] float64, on the CPU: the squared norm of the mean gradient in each parameter."""
-        return torch.stack([self.mean[columns].square().sum() for columns in self.flat.columns.values()]).cpu()
+        return torch.stack(
+            [self.mean[columns].square().sum() for columns in self.flat.columns.values()]
+        ).cpu()
 
     def square_mean(self) -> float:
         """The squared norm of the mean gradient."""
@@ -153,19 +218,24 @@ class GradientSums:
     def class_norms(self) -> torch.Tensor:
         """[groups] float64: the norm of each class's mean gradient; NaN for a class without samples."""
         assert self._sums is not None
-        return torch.linalg.vector_norm(self._sums, dim=1).cpu() / self.counts.where(self.counts > 0, torch.nan)
+        return torch.linalg.vector_norm(self._sums, dim=1).cpu() / self.counts.where(
+            self.counts > 0, torch.nan
+        )
 
     def dot(self, gradients: PerSampleGradients) -> torch.Tensor:
         """[n] float64: the inner product of each sample's gradient with the mean gradient."""
         return self._once(gradients, "mean", lambda: gradients.dot(self._vectors(self.mean)).double())
 
     def class_dot(self, gradients: PerSampleGradients) -> torch.Tensor:
-        """[n] float64: the inner product of each sample's gradient with the mean gradient of its class; NaN if it is not finite, or of no
-        class."""
+        """[n] float64: the inner product of each sample's gradient with the mean gradient of its class; NaN
+        if it is not finite, or of no class.
+        """
         return self._once(gradients, "class", lambda: self._class_dot(gradients))
 
     def square_distances(self, gradients: PerSampleGradients, rows: torch.Tensor) -> torch.Tensor:
-        """[k] float64: the squared distances of the gradients of these rows [k] from the mean gradient, computed in float64."""
+        """[k] float64: the squared distances of the gradients of these rows [k] from the mean gradient,
+        computed in float64.
+        """
         total = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         mean = {name: part[0] for name, part in self.flat.split(self.mean.unsqueeze(0)).items()}
         for name, gradient in gradients.gradients.items():
@@ -207,15 +277,25 @@ class GradientSums:
                 sums = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
             mean = sums.sum(0) / (self.count or torch.nan)
             each = (
-                [self._vectors(one / max(int(count), 1)) for one, count in zip(sums, self.counts, strict=True)] if self.groups > 1 else []
+                [
+                    self._vectors(one / max(int(count), 1))
+                    for one, count in zip(sums, self.counts, strict=True)
+                ]
+                if self.groups > 1
+                else []
             )
             self._means = mean, each
         return self._means
 
     def _vectors(self, flat: torch.Tensor) -> Vectors:
-        return {name: part[0].to(accumulating_dtype(self.params[name].dtype)) for name, part in self.flat.split(flat.unsqueeze(0)).items()}
+        return {
+            name: part[0].to(accumulating_dtype(self.params[name].dtype))
+            for name, part in self.flat.split(flat.unsqueeze(0)).items()
+        }
 
-    def _once(self, gradients: PerSampleGradients, what: str, query: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _once(
+        self, gradients: PerSampleGradients, what: str, query: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         self._is_new(gradients)
         if what not in self._dots:
             self._dots[what] = query()
@@ -235,8 +315,9 @@ class GradientSums:
     def _sorted(
         self, gradients: PerSampleGradients, without: Sequence[str]
     ) -> tuple[dict[str, DeferredGradient], torch.Tensor, list[tuple[int, slice]]]:
-        """(name -> gradient with its samples in the order of their classes, that order [k], each class there with its samples); those
-        that are not finite are left out, and so are the parameters `without`."""
+        """(name -> gradient with its samples in the order of their classes, that order [k], each class there
+        with its samples); those that are not finite are left out, and so are the parameters `without`.
+        """
         finite = finite_rows(gradients)
         if self.groups == 1:
             order = torch.nonzero(finite).squeeze(1)
@@ -247,7 +328,11 @@ class GradientSums:
             classes = self.classes_of(gradients)
             order = classes.where(finite, self.groups).argsort(stable=True)[: int(finite.sum())]
             groups = list(_runs(classes[order].cpu()))
-        return {name: each.at(order) for name, each in gradients.gradients.items() if name not in without}, order, groups
+        return (
+            {name: each.at(order) for name, each in gradients.gradients.items() if name not in without},
+            order,
+            groups,
+        )
 
 
 def _runs(classes: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -257,3 +342,43 @@ def _runs(classes: torch.Tensor) -> Iterator[tuple[int, slice]]:
     for value, count in zip(values.tolist(), counts.tolist(), strict=True):
         yield value, slice(start, start + count)
         start += count
+
+
+# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 /
+# sqrt(2 * 512), three percent.
+_BLOCKS = 512
+
+
+def block_sums(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """[blocks, k]: the sums of the rows [n, k] in random blocks of nearly one size; the rows themselves where
+    they are few.
+    """
+    n = len(values)
+    if n <= _BLOCKS:
+        return values
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    sums = torch.zeros(_BLOCKS, values.shape[1], dtype=values.dtype)
+    return sums.index_add_(0, torch.arange(n) % _BLOCKS, values[order])
+
+
+def resampled(sums: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
+    """[resamples, k]: for each resample the means, where the last column of the rows [blocks, k + 1] counts
+    samples.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for start in range(0, resamples, 64):
+        drawn = torch.randint(len(sums), (min(64, resamples - start), len(sums)), generator=generator)
+        found.append(sums[drawn].sum(1))
+    total = torch.cat(found)
+    return total[:, :-1] / total[:, -1:]
+
+
+def interval(values: torch.Tensor, level: float) -> list[float | None]:
+    """The ends of the middle part of these numbers that makes up `level` of them; None for an end that is
+    infinite.
+    """
+    ordered = values.sort().values
+    tail = (1 - level) / 2
+    places = math.floor(tail * (len(ordered) - 1)), math.ceil((1 - tail) * (len(ordered) - 1))
+    return [float(ordered[place]) if math.isfinite(ordered[place]) else None for place in places]

@@ -1,4 +1,5 @@
-"""Differentially private updates from parts that compose: a clipping value, a noise value and a source of gradients.
+"""Differentially private updates from parts that compose: a clipping value, a noise value and a source of
+gradients.
 
     clipping = Clipping.flat(params, 1.0)
     source = batch_source(loss, params, inputs, target)
@@ -8,16 +9,19 @@ What a step costs is in `accounting`, training in `step`, and docs/explanation/d
 """
 
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld, epsilon_rdp, noise_multiplier_for
-from psgrad.engine.privacy.adaptive import AdaptiveBound
-from psgrad.engine.privacy.clipping import Clipping, Group
+from psgrad.engine.privacy.batches import (
+    ClippedSum,
+    GradientSource,
+    RecordColumns,
+    batch_source,
+    stream_source,
+)
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.record_draws import RecordDraws
-from psgrad.engine.privacy.records import RecordReader, Records, record_loss
-from psgrad.engine.privacy.relation import Relation
-from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.schedules import Schedule
-from psgrad.engine.privacy.source import ClippedSum, GradientSource, RecordColumns, batch_source, stream_source
+from psgrad.engine.privacy.records import RecordReader, Records, Relation, record_loss
+from psgrad.engine.privacy.sampling import Sampling, Schedule
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining, private_sum
 
 __all__ = [

@@ -1,19 +1,24 @@
 """Normal random numbers from a stream of bits, in blocks that stay in the cache, on several threads.
 
-Box and Muller (1958): with U uniform on (0, 1] and an angle V uniform on the circle, sqrt(-2 ln U) cos V and sqrt(-2 ln U) sin V are
-independent standard normals. All is computed in float64. What is exact and what is not:
+Box and Muller (1958): with U uniform on (0, 1] and an angle V uniform on the circle, sqrt(-2 ln U) cos V and
+sqrt(-2 ln U) sin V are independent standard normals. All is computed in float64. What is exact and what is
+not:
 
-- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63 + 2^-65, rounded to float64. Floating point has the
-  same relative precision at all sizes. Where |k| < 2^46 (one pair in 2^17) U takes 8,192 further bits, which are set aside for each pair
-  and made only there, so that U has steps of less than 2^-46 of itself wherever it lies, and the smallest is 2^-8257. No value is
-  infinite, and none is beyond REACH = 107 standard deviations, where a normal variable is with probability 10^-2488.
-- The angle takes 64 bits. The first 12 say which of 4,096 arcs it is in; a table has the cosine and the sine of each arc's middle. The
-  other 52, read as a signed integer, say how far d it is from the middle, |d| <= pi / 4096. The cosine and the sine of d are taken for
-  1 - d^2/2 + d^4/24 and d - d^3/6, which are off by less than 2^-58. The pair is the product of these two complex numbers.
-- A value is off by less than 2^-49 r + 2^-53 / r, r being its pair's radius: the logarithm is off by one unit in the last place; U, the
-  root and each product by half of one; the table, the cosine and sine of d, and the sum of two products by 2^-53 r each.
+- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63 + 2^-65, rounded to
+  float64. Floating point has the same relative precision at all sizes. Where |k| < 2^46 (one pair in 2^17) U
+  takes 8,192 further bits, which are set aside for each pair and made only there, so that U has steps of less
+  than 2^-46 of itself wherever it lies, and the smallest is 2^-8257. No value is infinite, and none is beyond
+  REACH = 107 standard deviations, where a normal variable is with probability 10^-2488.
+- The angle takes 64 bits. The first 12 say which of 4,096 arcs it is in; a table has the cosine and the sine
+  of each arc's middle. The other 52, read as a signed integer, say how far d it is from the middle, |d| <= pi
+  / 4096. The cosine and the sine of d are taken for 1 - d^2/2 + d^4/24 and d - d^3/6, which are off by less
+  than 2^-58. The pair is the product of these two complex numbers.
+- A value is off by less than 2^-49 r + 2^-53 / r, r being its pair's radius: the logarithm is off by one unit
+  in the last place; U, the root and each product by half of one; the table, the cosine and sine of d, and the
+  sum of two products by 2^-53 r each.
 
-The values are those of floating point; see rounding.py for what hides their gaps, and discrete.py for noise that is exact.
+The values are those of floating point; see rounding.py for what hides their gaps, and discrete.py for noise
+that is exact.
 """
 
 from __future__ import annotations
@@ -49,13 +54,19 @@ _ARC_BITS = 12
 Take = Callable[[int], int]
 """(bytes) to the number of the first 16-byte block of a stretch of the stream that is nobody else's."""
 Write = Callable[[int, int, np.ndarray], None]
-"""(first 16-byte block, bytes, out): the stream from there on, to the beginning of out, which has room for 15 bytes more."""
+"""(first 16-byte block, bytes, out): the stream from there on, to the beginning of out, which has room for 15
+bytes more.
+"""
 Use = Callable[[int, np.ndarray], None]
-"""(place of the first, values): what is done with the normals of one block, float64. They may be overwritten, and not kept."""
+"""(place of the first, values): what is done with the normals of one block, float64. They may be overwritten,
+and not kept.
+"""
 
 
 def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) -> Tensor:
-    """Standard normals on the CPU, float64, or those rounded to float32; the same for any number of threads."""
+    """Standard normals on the CPU, float64, or those rounded to float32; the same for any number of
+    threads.
+    """
     result = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
     out = result.numpy()
 
@@ -67,7 +78,8 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
 
 
 def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: Use) -> None:
-    """Hand so many normals of this standard deviation to `use`, block by block, in one of several threads each.
+    """Hand so many normals of this standard deviation to `use`, block by block, in one of several threads
+    each.
 
     Values 2p and 2p + 1 are the cosine and the sine of pair p; block b has the pairs from PAIRS * b on.
     """
@@ -83,7 +95,9 @@ def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: U
                 before = block * PAIRS
                 size = min(PAIRS, pairs - before) * _WIDTH
                 write(first + before * _WIDTH // _CIPHER_BLOCK, size, buffers.raw)
-                drawn = buffers.to_normals(size // _WIDTH, deviation, partial(_further_bits, write, further, before))
+                drawn = buffers.to_normals(
+                    size // _WIDTH, deviation, partial(_further_bits, write, further, before)
+                )
                 use(2 * before, drawn[: total - 2 * before])
 
     helpers = min(torch.get_num_threads(), blocks // _BLOCKS_A_THREAD) - 1
@@ -94,14 +108,16 @@ def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: U
             done.result()
 
 
-# Fewer blocks than this for each thread, a quarter of a million numbers, are done before another thread has woken up: PyTorch's own still
-# hold the cores for a while after each of its operators.
+# Fewer blocks than this for each thread, a quarter of a million numbers, are done before another thread has
+# woken up: PyTorch's own still hold the cores for a while after each of its operators.
 _BLOCKS_A_THREAD = 8
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """The threads that help, kept from call to call: to start one takes longer than a small tensor's noise."""
+    """The threads that help, kept from call to call: to start one takes longer than a small tensor's
+    noise.
+    """
     return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="psgrad-noise")
 
 
@@ -124,10 +140,11 @@ def _arcs() -> np.ndarray:
 
 
 class _Buffers:
-    """A thread's memory for one block of pairs, and what happens in it. Each function runs in the thread that calls it.
+    """A thread's memory for one block of pairs, and what happens in it. Each function runs in the thread that
+    calls it.
 
-    Memory is used again inside of a block, so that all of it fits the cache: the bits of the radii have room for the arcs' numbers, and the
-    middles of the arcs come where squares and sums were.
+    Memory is used again inside of a block, so that all of it fits the cache: the bits of the radii have room
+    for the arcs' numbers, and the middles of the arcs come where squares and sums were.
     """
 
     def __init__(self) -> None:
@@ -140,7 +157,10 @@ class _Buffers:
 
         further_bits: a pair's number in this block to its further bits.
         """
-        of_radii, of_angles = self.raw[: 8 * pairs].view(np.int64), self.raw[8 * pairs : _WIDTH * pairs].view(np.int64)
+        of_radii, of_angles = (
+            self.raw[: 8 * pairs].view(np.int64),
+            self.raw[8 * pairs : _WIDTH * pairs].view(np.int64),
+        )
         self._radii(pairs, of_radii, further_bits)
         if deviation != 1:
             self._radius[:pairs] *= deviation
@@ -168,7 +188,9 @@ class _Buffers:
             radius[pair] = _far_radius(abs(int(bits[pair])), further_bits(int(pair)))
 
     def _inside_arcs(self, pairs: int, places: np.ndarray) -> None:
-        """The radii, turned by the angles d from the arcs' middles, which are places * 2 pi / 2^(64 + _ARC_BITS)."""
+        """The radii, turned by the angles d from the arcs' middles, which are places * 2 pi / 2^(64 +
+        _ARC_BITS).
+        """
         radius, angle, turned = self._radius[:pairs], self._angle[:pairs], self._turned[:pairs]
         square, part = self._scratch[:pairs], self._scratch[pairs : 2 * pairs]
         np.copyto(angle, places, casting="unsafe")
@@ -190,7 +212,9 @@ _kept = threading.local()
 
 @contextmanager
 def _buffers() -> Iterator[_Buffers]:
-    """This thread's buffers, which it keeps: new memory takes as long as the noise that is made in it. New ones inside of another's use."""
+    """This thread's buffers, which it keeps: new memory takes as long as the noise that is made in it. New
+    ones inside of another's use.
+    """
     found: _Buffers = _kept.__dict__.pop("buffers", None) or _Buffers()
     try:
         yield found
@@ -199,7 +223,9 @@ def _buffers() -> Iterator[_Buffers]:
 
 
 def _further_bits(write: Write, further: int, before: int, pair: int) -> int:
-    """The _FURTHER_BITS bits that are set aside for a pair: of the stretch that begins at block `further`, behind `before` pairs'."""
+    """The _FURTHER_BITS bits that are set aside for a pair: of the stretch that begins at block `further`,
+    behind `before` pairs'.
+    """
     size = _FURTHER_BITS // 8
     raw = np.empty(size + _SLACK, dtype=np.uint8)
     write(further + (before + pair) * size // _CIPHER_BLOCK, size, raw)
@@ -209,7 +235,8 @@ def _further_bits(write: Write, further: int, before: int, pair: int) -> int:
 def _far_radius(k: int, bits: int) -> float:
     """sqrt(-2 ln U) of a U whose first 64 bits gave k = |k|, and whose further ones are `bits`.
 
-    U is uniform on [k - 1/2, k + 1/2) 2^-63, as two signs stand for each |k|, and for 0, which has one sign, on half of that.
+    U is uniform on [k - 1/2, k + 1/2) 2^-63, as two signs stand for each |k|, and for 0, which has one sign,
+    on half of that.
     """
     numerator = 2 * bits + 1 if k == 0 else ((2 * k - 1) << _FURTHER_BITS) + 2 * bits + 1
     exponent = 63 + _FURTHER_BITS + (2 if k == 0 else 1)  # U = numerator 2^-exponent

@@ -1,7 +1,12 @@
-"""Clipping: the groups of parameters, the bound of each, and the factor that each record's gradient is multiplied by.
+"""Clipping: the groups of parameters, the bound of each, and the factor that each record's gradient is
+multiplied by.
 
-A value that says what is done to one record before the sum. Whatever it is made of, the norm of what a record adds in a group is at most
-the group's bound, and `sensitivity` is the one place where that becomes a number that noise is measured in.
+A value that says what is done to one record before the sum. Whatever it is made of, the norm of what a record
+adds in a group is at most the group's bound, and `sensitivity` is the one place where that becomes a number
+that noise is measured in.
+
+A clipping bound that follows a quantile of the norms, privately (Andrew, Thakkar, McMahan and Ramaswamy,
+"Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871).
 """
 
 from __future__ import annotations
@@ -18,13 +23,16 @@ import torch
 
 from psgrad.engine.gradients import SquareNorms
 from psgrad.engine.gradients.terms import accumulating_dtype
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.records import Relation
+from psgrad.engine.privacy.rounding import noisy
 from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
-# What a clipped norm is kept below its bound, relative to it. MARGIN is that of `clipped.Clipper`, which says what it covers. The others
-# are for sums that are somebody else's, in this type: the usual rounding of a factor and of a product.
+# What a clipped norm is kept below its bound, relative to it. MARGIN is that of `clipped.Clipper`, which says
+# what it covers. The others are for sums that are somebody else's, in this type: the usual rounding of a
+# factor and of a product.
 MARGIN = 2.0**-21
 _MARGIN = {torch.float32: 2.0**-21, torch.float64: 2.0**-48}
 # Bounds outside of this leave float32 no room for the sum over a batch, or for its noise.
@@ -33,7 +41,9 @@ _SMALLEST, _LARGEST = 1e-20, 1e20
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are clipped together: the norm of a record's gradient in all of them is at most `bound`."""
+    """Parameters that are clipped together: the norm of a record's gradient in all of them is at most
+    `bound`.
+    """
 
     name: str
     parameters: tuple[str, ...]
@@ -45,13 +55,15 @@ class Clipping:
     """What is done to each record's gradient before it is summed.
 
     Attributes:
-        groups: the parameters of each, no parameter in two.
-        rule: 'clip' multiplies by min(1, bound / norm) (Abadi et al., "Deep Learning with Differential Privacy", 2016); 'automatic' by
-            bound / (norm + stability), whatever the norm (Bu, Wang, Zha and Karypis, "Automatic Clipping", 2023, AUTO-S).
-        stability: what the automatic rule adds to the norm.
-        grid: the step of the integer grid that each clipped record is rounded to, for discrete noise; None for none.
+        groups: the parameters of each, no parameter in two. rule: 'clip' multiplies by min(1, bound / norm)
+        (Abadi et al., "Deep Learning with Differential Privacy", 2016); 'automatic' by
+            bound / (norm + stability), whatever the norm (Bu, Wang, Zha and Karypis, "Automatic Clipping",
+            2023, AUTO-S).
+        stability: what the automatic rule adds to the norm. grid: the step of the integer grid that each
+        clipped record is rounded to, for discrete noise; None for none.
 
-    Raises ConfigError for bounds, a stability or a grid that are no positive numbers, and for a parameter in two groups.
+    Raises ConfigError for bounds, a stability or a grid that are no positive numbers, and for a parameter in
+    two groups.
     """
 
     groups: tuple[Group, ...]
@@ -63,7 +75,9 @@ class Clipping:
         if self.rule not in ("clip", "automatic"):
             raise ConfigError(f"the clipping rule is {self.rule!r}", expected="clip or automatic")
         if not any(group.parameters for group in self.groups):
-            raise ConfigError("there is no parameter to clip", cause="a model whose parameters are all frozen")
+            raise ConfigError(
+                "there is no parameter to clip", cause="a model whose parameters are all frozen"
+            )
         for group in self.groups:
             _assert_positive(f"the clipping norm of {group.name!r}", group.bound, _SMALLEST, _LARGEST)
         _assert_positive("the stability of automatic clipping", self.stability, 0.0, math.inf)
@@ -74,12 +88,14 @@ class Clipping:
             for name in group.parameters:
                 if name in seen:
                     raise ConfigError(
-                        f"the parameter {name!r} is in two clipping groups, {seen[name]!r} and {group.name!r}",
+                        f"the parameter {name!r} is in two clipping groups, {seen[name]!r} and"
+                        f" {group.name!r}",
                         expected="each parameter in one group",
                     )
                 seen[name] = group.name
 
-    # -- ways to make one --------------------------------------------------------------------------------------------------------------
+    # -- ways to make one
+    # --------------------------------------------------------------------------------------------------------
 
     @classmethod
     def flat(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
@@ -88,7 +104,9 @@ class Clipping:
 
     @classmethod
     def per_layer(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
-        """A group for each module that owns parameters, each with the bound / sqrt(groups): the whole gradient keeps to `bound`."""
+        """A group for each module that owns parameters, each with the bound / sqrt(groups): the whole
+        gradient keeps to `bound`.
+        """
         owners: dict[str, list[str]] = {}
         for name in parameters:
             owners.setdefault(name.rpartition(".")[0], []).append(name)
@@ -96,7 +114,9 @@ class Clipping:
 
     @classmethod
     def per_parameter(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
-        """A group for each parameter, each with the bound / sqrt(groups): the whole gradient keeps to `bound`."""
+        """A group for each parameter, each with the bound / sqrt(groups): the whole gradient keeps to
+        `bound`.
+        """
         return cls._even({name: [name] for name in parameters}, bound, **options)
 
     @classmethod
@@ -106,7 +126,8 @@ class Clipping:
 
     @classmethod
     def by_pattern(cls, parameters: Iterable[str], bounds: Mapping[str, float], **options: Any) -> Clipping:
-        """A group for each pattern ("encoder.*", as for file names) with its bound; a parameter belongs to the first that fits.
+        """A group for each pattern ("encoder.*", as for file names) with its bound; a parameter belongs to
+        the first that fits.
 
         Raises ConfigError for a parameter that no pattern fits, and for a pattern that gets no parameter.
         """
@@ -125,51 +146,67 @@ class Clipping:
             if not found:
                 raise ConfigError(
                     f"the clipping group {pattern!r} has no parameter",
-                    expected=f"a pattern that fits some of {names[:8]}, and is not behind one that fits them all",
+                    expected=(
+                        f"a pattern that fits some of {names[:8]}, and is not behind one that fits them all"
+                    ),
                     cause="a misspelt name, or an order in which an earlier pattern takes all",
                 )
-        return cls(tuple(Group(pattern, tuple(found), bounds[pattern]) for pattern, found in members.items()), **options)
+        return cls(
+            tuple(Group(pattern, tuple(found), bounds[pattern]) for pattern, found in members.items()),
+            **options,
+        )
 
     def with_bound(self, bound: float) -> Clipping:
         """The same with another bound, where there is one group. Raises ConfigError where there are more."""
         if len(self.groups) != 1:
             raise ConfigError(
-                f"a bound that adapts was asked of {len(self.groups)} clipping groups", expected="one group", next_step="set groups: flat"
+                f"a bound that adapts was asked of {len(self.groups)} clipping groups",
+                expected="one group",
+                next_step="set groups: flat",
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
-    # -- what it promises ----------------------------------------------------------------------------------------------------------------
+    # -- what it promises
+    # --------------------------------------------------------------------------------------------------------
 
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
 
-        A record adds at most its group's bound in each group, so the root of the sum of their squares in all. Where a record is replaced
-        by another, one such vector goes and another comes: twice as much.
+        A record adds at most its group's bound in each group, so the root of the sum of their squares in all.
+        Where a record is replaced by another, one such vector goes and another comes: twice as much.
         """
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
 
-    # -- what it does ----------------------------------------------------------------------------------------------------------------------
+    # -- what it does
+    # --------------------------------------------------------------------------------------------------------
 
     def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """name -> [n] float64: what each record's gradient in that parameter is multiplied by.
 
-        0 in all parameters for a record whose norm is not finite in any. precision: as for `factors`; None for that of the losses.
+        0 in all parameters for a record whose norm is not finite in any. precision: as for `factors`; None
+        for that of the losses.
         """
         kind = accumulating_dtype(norms.losses.dtype) if precision is None else precision
         return self.by_parameter(self.factors(self.group_norms(norms.by_parameter), kind))
 
     def group_norms(self, square_norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[groups, n] float64: the norm of each record's gradient in each group, from name -> [n], the squared norms.
+        """[groups, n] float64: the norm of each record's gradient in each group, from name -> [n], the
+        squared norms.
 
         Raises ConfigError where these are of other parameters than the groups'.
         """
         places = {name: place for place, group in enumerate(self.groups) for name in group.parameters}
         if places.keys() != square_norms.keys():
-            kinds = {"in no group": square_norms.keys() - places.keys(), "without gradient": places.keys() - square_norms.keys()}
+            kinds = {
+                "in no group": square_norms.keys() - places.keys(),
+                "without gradient": places.keys() - square_norms.keys(),
+            }
             raise ConfigError(
                 "the clipping groups are not of the parameters that have gradients; "
-                + "; ".join(f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names),
+                + "; ".join(
+                    f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
+                ),
                 expected="every parameter that is trained in one group, and no other",
                 cause="groups that were made for another model, or before some of its parameters were frozen",
             )
@@ -180,33 +217,49 @@ class Clipping:
         return squares.new_zeros(len(self.groups), squares.shape[1]).index_add_(0, index, squares).sqrt_()
 
     def factors(
-        self, group_norms: torch.Tensor, precision: torch.dtype = torch.float64, *, rounded: bool = True, margin: float | None = None
+        self,
+        group_norms: torch.Tensor,
+        precision: torch.dtype = torch.float64,
+        *,
+        rounded: bool = True,
+        margin: float | None = None,
     ) -> torch.Tensor:
         """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
 
-        precision: what gradients are multiplied and summed in, float32 or float64. rounded: whether the factors are numbers of this type,
-        rounded towards zero. margin: what the bound is lowered by, relative to it; None for one of this precision.
+        precision: what gradients are multiplied and summed in, float32 or float64. rounded: whether the
+        factors are numbers of this type, rounded towards zero. margin: what the bound is lowered by, relative
+        to it; None for one of this precision.
         """
         kept = 1 - (_MARGIN[precision] if margin is None else margin)
         bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * kept
-        factors = bounds / (group_norms + self.stability) if self.rule == "automatic" else (bounds / group_norms).clamp_(max=1)
+        factors = (
+            bounds / (group_norms + self.stability)
+            if self.rule == "automatic"
+            else (bounds / group_norms).clamp_(max=1)
+        )
         finite = torch.isfinite(group_norms).all(0)
         return torch.where(finite, rounded_down(factors, precision) if rounded else factors, 0.0)
 
     def by_parameter(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [n], from the factors [groups, n]. The parameters of a group have one tensor together."""
-        return {name: row for group, row in zip(self.groups, factors, strict=True) for name in group.parameters}
+        return {
+            name: row for group, row in zip(self.groups, factors, strict=True) for name in group.parameters
+        }
 
     @property
     def parameters(self) -> list[str]:
         """The names of all parameters, group by group."""
         return [name for group in self.groups for name in group.parameters]
 
-    # -- how it is told ----------------------------------------------------------------------------------------------------------------
+    # -- how it is told
+    # --------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """The clipping as plain JSON."""
-        groups = [{"name": group.name, "parameters": list(group.parameters), "bound": group.bound} for group in self.groups]
+        groups = [
+            {"name": group.name, "parameters": list(group.parameters), "bound": group.bound}
+            for group in self.groups
+        ]
         described: dict[str, Any] = {"groups": groups, "rule": self.rule}
         if self.rule == "automatic":
             described["stability"] = self.stability
@@ -220,7 +273,9 @@ class Clipping:
 
 
 def rounded_down(values: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    """The nearest numbers of this type that are not larger, of values that are not negative; float64 again."""
+    """The nearest numbers of this type that are not larger, of values that are not negative; float64
+    again.
+    """
     nearest = values.to(precision)
     lower = torch.where(nearest > values, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
     return lower.double()
@@ -230,3 +285,90 @@ def _assert_positive(what: str, value: float, smallest: float, largest: float) -
     if not (smallest <= value <= largest and 0 < value < math.inf):
         limits = f" from {smallest:g} to {largest:g}" if smallest else ""
         raise ConfigError(f"{what} is {value!r}", expected=f"a positive number{limits}")
+
+
+# Where the bound stays, however long the norms do: clipping takes no other.
+# The largest move of one step, as a logarithm: beyond any bound, and still a number.
+_FARTHEST = 200.0
+
+
+@dataclass(frozen=True)
+class AdaptiveBound:
+    """A bound, and how it moves from step to step. What it is made of is noised, so the bound is public.
+
+    Attributes:
+        bound: the bound of the step to come, in units of the norm. quantile: the share of records whose norm
+        is to be below it. learning_rate: the bound is multiplied by exp(-learning_rate * (share below -
+        quantile)). count_multiplier: the standard deviation of the count's noise, in records; sigma_b in the
+        paper. The count moves by 1/2 where a
+            record comes or goes, so as a multiple of its sensitivity the noise is twice this number.
+
+    Raises ConfigError for numbers outside of their range.
+    """
+
+    bound: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_multiplier: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not _SMALLEST <= self.bound <= _LARGEST:
+            raise ConfigError(
+                f"the clipping bound to start from is {self.bound!r}",
+                expected=f"a number from {_SMALLEST:g} to {_LARGEST:g}",
+            )
+        if not 0 <= self.quantile <= 1:
+            raise ConfigError(
+                f"the quantile of the adaptive bound is {self.quantile!r}", expected="a number from 0 to 1"
+            )
+        for name, value in (
+            ("learning rate", self.learning_rate),
+            ("count_noise_multiplier", self.count_multiplier),
+        ):
+            if not 0 < value < math.inf:
+                raise ConfigError(
+                    f"the {name} of the adaptive bound is {value!r}", expected="a positive number"
+                )
+
+    @staticmethod
+    def count(below: torch.Tensor) -> float:
+        """The sum over the drawn records that have a gradient of 1[norm <= bound] - 1/2, which is what gets
+        noise. Not private.
+
+        below: [n] bool, `RecordColumns.counted`. A record whose norm is not finite is above any bound: it
+        counts -1/2, and moves the count no further than others.
+        """
+        return float(torch.count_nonzero(below)) - below.numel() / 2
+
+    def sensitivity(self, relation: Relation) -> float:
+        """How far `count` may move between neighbouring datasets: recentred, a record is worth 1/2 either
+        way, and one without a gradient nothing; another one's place is worth 1.
+        """
+        return 1.0 if relation == "replace_one" else 0.5
+
+    def standard_deviation(self, relation: Relation) -> float:
+        """The standard deviation of the count's noise: 2 * count_multiplier * sensitivity, so that its cost
+        is that of the paper's formula, (z^-2 - (2 count_multiplier)^-2)^(-1/2), under either relation.
+        """
+        return 2 * self.count_multiplier * self.sensitivity(relation)
+
+    def updated(self, noisy_count: float, expected_batch_size: float) -> AdaptiveBound:
+        """The bound for the next step, from the noised count and the public batch size that it is
+        divided by.
+        """
+        share = noisy_count / expected_batch_size + 0.5
+        factor = math.exp(min(max(-self.learning_rate * (share - self.quantile), -_FARTHEST), _FARTHEST))
+        return replace(self, bound=min(max(self.bound * factor, _SMALLEST), _LARGEST))
+
+    def next(
+        self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator
+    ) -> AdaptiveBound:
+        """The bound for the next step, from which of the drawn records with a gradient had a norm below this
+        one: [n] bool, n = 0 even.
+
+        The noisy count is rounded to a public grid, as the sums are.
+        """
+        count = torch.tensor([self.count(below)], dtype=torch.float64)
+        return self.updated(
+            float(noisy(count, self.standard_deviation(relation), generator)), expected_batch_size
+        )

@@ -1,14 +1,18 @@
-"""Noise without rounding errors: the discrete Gaussian, drawn exactly, and the grid that records are rounded to.
+"""Noise without rounding errors: the discrete Gaussian, drawn exactly, and the grid that records are rounded
+to.
 
-A sum of integer vectors plus independent discrete Gaussian noise N_Z(0, sigma^2) is private by integers alone: no value is likelier with
-a record than without it because of how floating-point numbers lie (Mironov 2012; Haney et al. 2022, arXiv 2207.13793).
+A sum of integer vectors plus independent discrete Gaussian noise N_Z(0, sigma^2) is private by integers
+alone: no value is likelier with a record than without it because of how floating-point numbers lie (Mironov
+2012; Haney et al. 2022, arXiv 2207.13793).
 
-The sampler is that of Canonne, Kamath and Steinke ("The Discrete Gaussian for Differential Privacy", 2020, algorithm 3): a discrete
-Laplace variable Y with scale t = floor(sigma) + 1, kept with probability exp(-(|Y| - sigma^2 / t)^2 / (2 sigma^2)). Both steps compare
-an exponential variable E = -ln U, U uniform on (0, 1), with numbers: |Y| is floor(t E), which has P(|Y| >= y) = exp(-y / t), and Y is
-kept where another E is above the exponent. The first 64 bits of U, in floating point with a bound of the error, nearly always settle
-that; where they don't, decimal arithmetic with correctly rounded logarithms does, with as many further bits of U as it takes. So what
-comes out has exactly the distribution, given uniform bits. It does not come out in constant time.
+The sampler is that of Canonne, Kamath and Steinke ("The Discrete Gaussian for Differential Privacy", 2020,
+algorithm 3): a discrete Laplace variable Y with scale t = floor(sigma) + 1, kept with probability exp(-(|Y| -
+sigma^2 / t)^2 / (2 sigma^2)). Both steps compare an exponential variable E = -ln U, U uniform on (0, 1), with
+numbers: |Y| is floor(t E), which has P(|Y| >= y) = exp(-y / t), and Y is kept where another E is above the
+exponent. The first 64 bits of U, in floating point with a bound of the error, nearly always settle that;
+where they don't, decimal arithmetic with correctly rounded logarithms does, with as many further bits of U as
+it takes. So what comes out has exactly the distribution, given uniform bits. It does not come out in constant
+time.
 """
 
 from __future__ import annotations
@@ -27,18 +31,23 @@ from psgrad.engine.privacy.generators import Generator
 from psgrad.errors import ConfigError
 
 LARGEST_SIGMA, SMALLEST_SIGMA = 2.0**44, 2.0**-30
-"""In steps of the grid. Up to it noise is below 2^51, whatever 128 bits are drawn; 64 of them leave open one draw in ten at the largest,
-one in two hundred at 10^12, and one in ten thousand at 2^31, which is what `default_grid` makes of a bound."""
+"""In steps of the grid. Up to it noise is below 2^51, whatever 128 bits are drawn; 64 of them leave open one
+draw in ten at the largest, one in two hundred at 10^12, and one in ten thousand at 2^31, which is what
+`default_grid` makes of a bound.
+"""
 LARGEST_BOUND = 2.0**31
 """A record's norm in steps of the grid, at most: the sum of 2^31 records fits in 62 bits."""
 
 # Draws that are tried at a time: their temporaries stay in the cache.
 _TRIED = 1 << 15
-# How far floating point may be off before an exact comparison is made, and the prefixes of U that are too short to be used with it.
-# |Y|: a prefix k of 64 bits, at least 2^50, leaves ln U open by 1 / k <= 2^-50, and its rounding by 2^-53; together 2 units. The
-# logarithm (three units in its last place, where libraries promise one) and the product are off by E units at most.
+# How far floating point may be off before an exact comparison is made, and the prefixes of U that are too
+# short to be used with it.
+# |Y|: a prefix k of 64 bits, at least 2^50, leaves ln U open by 1 / k <= 2^-50, and its rounding by 2^-53;
+# together 2 units. The logarithm (three units in its last place, where libraries promise one) and the product
+# are off by E units at most.
 _SHORT_SIZE, _UNIT = 1 << 50, 2.0**-50
-# The exponent: a prefix of 63 bits, at least 2^40, leaves 2^-40; the exponent itself is off by less than 2^-46 below 17, where E is.
+# The exponent: a prefix of 63 bits, at least 2^40, leaves 2^-40; the exponent itself is off by less than
+# 2^-46 below 17, where E is.
 _SHORT_KEEP, _OFF_KEEP = 1 << 40, 2.0**-38
 # How much rounding to the grid may cost of the bound.
 _COST = 1e-3
@@ -46,14 +55,17 @@ _COST = 1e-3
 _KEPT = 1 - 2.0**-40
 
 
-# -- the grid ----------------------------------------------------------------------------------------------------------------------------
+# -- the grid
+# ------------------------------------------------------------------------------------------------------------
 
 
 def default_grid(bound: float, dimensions: int) -> float:
-    """The step of a grid for records of norm at most `bound` in so many coordinates: a power of two, 2^-31 to 2^-30 of the bound.
+    """The step of a grid for records of norm at most `bound` in so many coordinates: a power of two, 2^-31 to
+    2^-30 of the bound.
 
-    It is as fine as sums of 2^31 records in 64 bits allow, so that the bound loses sqrt(dimensions) * 2^-31 of itself at most.
-    Raises ConfigError where that is more than a thousandth (from some 10^12 coordinates on).
+    It is as fine as sums of 2^31 records in 64 bits allow, so that the bound loses sqrt(dimensions) * 2^-31
+    of itself at most. Raises ConfigError where that is more than a thousandth (from some 10^12 coordinates
+    on).
     """
     grid = 2.0 ** math.ceil(math.log2(bound / LARGEST_BOUND))
     if math.sqrt(dimensions) * grid / 2 > _COST * bound:
@@ -66,9 +78,11 @@ def default_grid(bound: float, dimensions: int) -> float:
 
 
 def tightened(bound: float, dimensions: int, grid: float) -> float:
-    """What to clip to so that the norm is at most `bound` after rounding to the grid: bound - sqrt(dimensions) * grid / 2, nearly.
+    """What to clip to so that the norm is at most `bound` after rounding to the grid: bound -
+    sqrt(dimensions) * grid / 2, nearly.
 
-    Raises ConfigError where the grid is so coarse that nothing is left, or so fine that a sum of 2^31 records may not fit in 64 bits.
+    Raises ConfigError where the grid is so coarse that nothing is left, or so fine that a sum of 2^31 records
+    may not fit in 64 bits.
     """
     if bound > LARGEST_BOUND * grid:
         raise ConfigError(
@@ -79,7 +93,8 @@ def tightened(bound: float, dimensions: int, grid: float) -> float:
     left = (bound - math.sqrt(dimensions) * grid / 2) * _KEPT
     if left <= 0:
         raise ConfigError(
-            f"the grid {grid:g} is too coarse for the clipping norm {bound:g} in {dimensions} coordinates: rounding alone may exceed it",
+            f"the grid {grid:g} is too coarse for the clipping norm {bound:g} in {dimensions} coordinates:"
+            " rounding alone may exceed it",
             expected=f"a grid below {2 * bound / math.sqrt(dimensions):g}",
             next_step="leave the grid out, and one is chosen",
         )
@@ -87,14 +102,19 @@ def tightened(bound: float, dimensions: int, grid: float) -> float:
 
 
 def round_to_grid(gradient: Tensor, grid: float) -> Tensor:
-    """A clipped gradient in steps of the grid: int64, each coordinate the nearest multiple (of two, the even one).
+    """A clipped gradient in steps of the grid: int64, each coordinate the nearest multiple (of two, the even
+    one).
 
-    Coordinates that are not finite give 0: a record with such a gradient has the factor 0, and 0 times infinity is no number.
+    Coordinates that are not finite give 0: a record with such a gradient has the factor 0, and 0 times
+    infinity is no number.
     """
-    return torch.nan_to_num(gradient.double() / grid, nan=0.0, posinf=0.0, neginf=0.0).round_().to(torch.int64)
+    return (
+        torch.nan_to_num(gradient.double() / grid, nan=0.0, posinf=0.0, neginf=0.0).round_().to(torch.int64)
+    )
 
 
-# -- the noise ---------------------------------------------------------------------------------------------------------------------------
+# -- the noise
+# ------------------------------------------------------------------------------------------------------------
 
 
 def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndarray:
@@ -106,7 +126,9 @@ def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndar
         raise ConfigError(
             f"discrete noise of standard deviation {sigma:g}, in steps of the grid, was asked for",
             expected=f"from {SMALLEST_SIGMA:.2g} to {LARGEST_SIGMA:.2g} steps",
-            next_step=f"take a {'coarser' if sigma > 1 else 'finer'} grid, or leave the grid out, and one is chosen",
+            next_step=(
+                f"take a {'coarser' if sigma > 1 else 'finer'} grid, or leave the grid out, and one is chosen"
+            ),
         )
     out = np.empty(count, dtype=np.int64)
     done = 0
@@ -147,24 +169,33 @@ def _exponent(absolute: int, sigma: float) -> Fraction:
     return (absolute - square / (math.floor(sigma) + 1)) ** 2 / (2 * square)
 
 
-# -- exact comparisons -------------------------------------------------------------------------------------------------------------------
+# -- exact comparisons
+# ------------------------------------------------------------------------------------------------------------
 
 
 _Found = TypeVar("_Found")
 
 
 def exact_floor(prefix: int, bits: int, scale: int, generator: Generator) -> int:
-    """floor(scale * E) for E = -ln U, where the first `bits` bits of U are `prefix` and the generator has the others."""
+    """floor(scale * E) for E = -ln U, where the first `bits` bits of U are `prefix` and the generator has the
+    others.
+    """
 
     def decide(low: Decimal, high: Decimal, context: Context) -> int | None:
-        floors = {int(context.multiply(end, Decimal(scale)).to_integral_value(ROUND_FLOOR)) for end in (low, high) if end.is_finite()}
+        floors = {
+            int(context.multiply(end, Decimal(scale)).to_integral_value(ROUND_FLOOR))
+            for end in (low, high)
+            if end.is_finite()
+        }
         return floors.pop() if high.is_finite() and len(floors) == 1 else None
 
     return _refine(prefix, bits, decide, generator)
 
 
 def exact_exceeds(prefix: int, bits: int, bound: Fraction, generator: Generator) -> bool:
-    """Whether E > bound for E = -ln U, where the first `bits` bits of U are `prefix` and the generator has the others."""
+    """Whether E > bound for E = -ln U, where the first `bits` bits of U are `prefix` and the generator has
+    the others.
+    """
 
     def decide(low: Decimal, high: Decimal, context: Context) -> bool | None:
         # low and high are compared with the bound itself: a finite decimal is a fraction.
@@ -175,12 +206,15 @@ def exact_exceeds(prefix: int, bits: int, bound: Fraction, generator: Generator)
     return _refine(prefix, bits, decide, generator)
 
 
-def _refine(prefix: int, bits: int, decide: Callable[[Decimal, Decimal, Context], _Found | None], generator: Generator) -> _Found:
-    """What `decide` makes of bounds of E = -ln U, which are drawn closer, 64 bits of U at a time, until it knows.
+def _refine(
+    prefix: int, bits: int, decide: Callable[[Decimal, Decimal, Context], _Found | None], generator: Generator
+) -> _Found:
+    """What `decide` makes of bounds of E = -ln U, which are drawn closer, 64 bits of U at a time, until it
+    knows.
 
-    U is between k / 2^bits and (k + 1) / 2^bits, so that E is at least -ln of the latter, and at most 1 / k more than that. The logarithm
-    and the quotients round correctly (libmpdec), so that each is off by less than 10^(1 - digits) of 1 + its size; the margin is a thousand
-    times that, and covers a further product.
+    U is between k / 2^bits and (k + 1) / 2^bits, so that E is at least -ln of the latter, and at most 1 / k
+    more than that. The logarithm and the quotients round correctly (libmpdec), so that each is off by less
+    than 10^(1 - digits) of 1 + its size; the margin is a thousand times that, and covers a further product.
     """
     while True:
         context = Context(prec=20 + bits // 3)

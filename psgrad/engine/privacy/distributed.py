@@ -1,8 +1,10 @@
-"""One private step by several processes of torch.distributed: each takes its share of the batch, and noise is drawn once.
+"""One private step by several processes of torch.distributed: each takes its share of the batch, and noise is
+drawn once.
 
-Every process runs the same program: the same `PrivateTraining`, with a `SharedGenerator` around the first process's generator and a
-`shared_source` around its own share of the batch. The draws, the sums and so the weights are then the same everywhere. Noise of standard
-deviation multiplier * sensitivity is on the sum over all processes, once; a draw in each of them would add up to another one.
+Every process runs the same program: the same `PrivateTraining`, with a `SharedGenerator` around the first
+process's generator and a `shared_source` around its own share of the batch. The draws, the sums and so the
+weights are then the same everywhere. Noise of standard deviation multiplier * sensitivity is on the sum over
+all processes, once; a draw in each of them would add up to another one.
 
 Only tensors travel: nothing is pickled.
 """
@@ -18,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator
-from psgrad.engine.privacy.source import ClippedSum, GradientSource, RecordColumns
 
 
 class SharedGenerator(Generator):
@@ -36,16 +38,27 @@ class SharedGenerator(Generator):
         self._own = generator if dist.get_rank(group) == 0 else None
         if dist.get_rank(group) == 0 and generator is None:
             raise ValueError("the first process of a group draws the numbers, and needs a generator")
-        self.name = f"of the first process: {generator.name}" if generator is not None else "of the first process"
-        own = torch.tensor([float(self._own.secure), self._own.reach] if self._own is not None else [0.0, 0.0], dtype=torch.float64)
+        self.name = (
+            f"of the first process: {generator.name}" if generator is not None else "of the first process"
+        )
+        own = torch.tensor(
+            [float(self._own.secure), self._own.reach] if self._own is not None else [0.0, 0.0],
+            dtype=torch.float64,
+        )
         secure, self.reach = self._heard(own).tolist()
         self.secure = bool(secure)
 
     def uint64(self, n: int) -> np.ndarray:
-        drawn = torch.from_numpy(self._own.uint64(n).view(np.int64)) if self._own is not None else torch.empty(n, dtype=torch.int64)
+        drawn = (
+            torch.from_numpy(self._own.uint64(n).view(np.int64))
+            if self._own is not None
+            else torch.empty(n, dtype=torch.int64)
+        )
         return self._heard(drawn).numpy().view(np.uint64)
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         if self._own is not None:
             return self._heard(self._own.normal(shape, dtype, device))
         return self._heard(torch.empty(tuple(shape), dtype=dtype, device=device))
@@ -61,7 +74,9 @@ def share_of(records: np.ndarray, group: dist.ProcessGroup | None = None) -> np.
 
 
 def shared_source(source: GradientSource, group: dist.ProcessGroup | None = None) -> GradientSource:
-    """The clipped sum over all processes' shares, on each of them; `source` is this process's. The records are all processes', too."""
+    """The clipped sum over all processes' shares, on each of them; `source` is this process's. The records
+    are all processes', too.
+    """
 
     def found(clipping: Clipping) -> ClippedSum:
         mine = source(clipping)
@@ -74,9 +89,11 @@ def shared_source(source: GradientSource, group: dist.ProcessGroup | None = None
 
 
 def paid_once(pay: Callable[..., None], group: dist.ProcessGroup | None = None) -> Callable[..., None]:
-    """`pay` in the first process alone, while the others wait for it: no share is released before the whole is paid for.
+    """`pay` in the first process alone, while the others wait for it: no share is released before the whole
+    is paid for.
 
-    Where paying fails, the first process raises that error, and the others a RuntimeError: nothing is released.
+    Where paying fails, the first process raises that error, and the others a RuntimeError: nothing is
+    released.
     """
 
     def paid(*event: Any) -> None:
@@ -91,7 +108,9 @@ def paid_once(pay: Callable[..., None], group: dist.ProcessGroup | None = None) 
         if error is not None:
             raise error
         if failed.item():
-            raise RuntimeError("the first process could not write the step into the ledger, so nothing is released")
+            raise RuntimeError(
+                "the first process could not write the step into the ledger, so nothing is released"
+            )
 
     return paid
 
@@ -101,7 +120,9 @@ def _first_of(group: dist.ProcessGroup | None) -> int:
 
 
 def _gathered(mine: RecordColumns, group: dist.ProcessGroup | None) -> RecordColumns:
-    """All processes' columns, one process's after another's: as one matrix, filled up to the longest share."""
+    """All processes' columns, one process's after another's: as one matrix, filled up to the longest
+    share.
+    """
     columns = [mine.norms, mine.losses.double(), mine.below.double(), *mine.factors.T]
     matrix = torch.stack(columns, 1)  # [n, 3 + groups]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -111,4 +132,6 @@ def _gathered(mine: RecordColumns, group: dist.ProcessGroup | None) -> RecordCol
     parts = [torch.zeros_like(filled) for _ in sizes]
     dist.all_gather(parts, filled, group=group)
     whole = torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
-    return RecordColumns(norms=whole[:, 0], losses=whole[:, 1], below=whole[:, 2].bool(), factors=whole[:, 3:])
+    return RecordColumns(
+        norms=whole[:, 0], losses=whole[:, 1], below=whole[:, 2].bool(), factors=whole[:, 3:]
+    )

@@ -1,11 +1,12 @@
 """Random numbers for sampling and noise.
 
-The default is AES-256 in counter mode with a key from the operating system: nobody who sees a part of the stream can tell the rest
-of it from noise, which is what a privacy guarantee assumes. torch's Mersenne twister and Philox are fast and can be predicted from their
-output; whoever takes one has that written into the ledger.
+The default is AES-256 in counter mode with a key from the operating system: nobody who sees a part of the
+stream can tell the rest of it from noise, which is what a privacy guarantee assumes. torch's Mersenne twister
+and Philox are fast and can be predicted from their output; whoever takes one has that written into the
+ledger.
 
-A stream is never used twice. The counter only moves on, a forked process changes the key, and a generator is neither pickled nor
-copied. The key is never shown.
+A stream is never used twice. The counter only moves on, a forked process changes the key, and a generator is
+neither pickled nor copied. The key is never shown.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Kind = Literal["aes", "torch"]
 _CIPHER_BLOCK = 16
 _PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
 _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted: the key stream by itself
-# Normals that are drawn at a time where a generator has no blocks of its own, and that are handed on at a time.
+# Normals that are drawn at a time where a generator has no blocks of its own, and that are handed on at a
+# time.
 _DRAWN, _HANDED = 1 << 20, 1 << 15
 _SLACK = 15  # older versions of the library ask for room for one more cipher block, less a byte
 
@@ -39,8 +41,8 @@ _SLACK = 15  # older versions of the library ask for room for one more cipher bl
 class Generator(ABC):
     """A stream of random bits, and what is made of them.
 
-    name: which generator it is, as the ledger has it. secure: whether it is a cryptographic one with a secret key. reach: the largest
-    normal number that it gives, in standard deviations.
+    name: which generator it is, as the ledger has it. secure: whether it is a cryptographic one with a secret
+    key. reach: the largest normal number that it gives, in standard deviations.
     """
 
     name: str
@@ -56,16 +58,20 @@ class Generator(ABC):
         return (self.uint64(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     @abstractmethod
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Independent values of the standard normal distribution.
 
         Raises ConfigError for a dtype other than float32 and float64: noise in less is not normal.
         """
 
     def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
-        """Hand so many float64 normals of this standard deviation to `use`, (place of the first, values), block by block, on the CPU.
+        """Hand so many float64 normals of this standard deviation to `use`, (place of the first, values),
+        block by block, on the CPU.
 
-        What is done with a block finds it in the cache, and several blocks may be under way in several threads.
+        What is done with a block finds it in the cache, and several blocks may be under way in several
+        threads.
         """
         for start in range(0, total, _DRAWN):
             drawn = self.normal((min(_DRAWN, total - start),), torch.float64).mul_(deviation).numpy()
@@ -80,7 +86,10 @@ class Generator(ABC):
         raise ConfigError(
             f"a random generator ({self.name}) was to be copied or pickled",
             expected="one generator in one process",
-            cause="a copy would repeat the noise, and whoever sees two results with the same noise can subtract it",
+            cause=(
+                "a copy would repeat the noise, and whoever sees two results with the same noise can"
+                " subtract it"
+            ),
             next_step="make a generator where it is needed, with make_generator",
         )
 
@@ -88,8 +97,8 @@ class Generator(ABC):
 class SecureGenerator(Generator):
     """AES-256 in counter mode.
 
-    Every call takes the next stretch of the counter, so what it gives depends on nothing but the key, the calls before and its own
-    size: not on the number of threads.
+    Every call takes the next stretch of the counter, so what it gives depends on nothing but the key, the
+    calls before and its own size: not on the number of threads.
 
     Args:
         key: 32 bytes; None for a fresh one from the operating system, which alone is secure.
@@ -113,7 +122,9 @@ class SecureGenerator(Generator):
         self._write(start, 8 * n, raw)
         return raw[: 8 * n].view(np.uint64)
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         _check_dtype(dtype)
         return normals(shape, dtype, self._take, self._write).to(device)
 
@@ -121,14 +132,18 @@ class SecureGenerator(Generator):
         normal_blocks(total, deviation, self._take, self._write, use)
 
     def _take(self, size: int) -> int:
-        """Set aside `size` bytes of the stream: the number of their first cipher block. No other call gets these."""
+        """Set aside `size` bytes of the stream: the number of their first cipher block. No other call gets
+        these.
+        """
         with self._lock:
             start = self._counter
             self._counter += -(-size // _CIPHER_BLOCK)
         return start
 
     def _write(self, start: int, size: int, out: np.ndarray) -> None:
-        """The stream's bytes from cipher block `start` on, `size` of them, to the beginning of out: uint8 [size + 15 or more]."""
+        """The stream's bytes from cipher block `start` on, `size` of them, to the beginning of out: uint8
+        [size + 15 or more].
+        """
         encryptor = self._encryptor_at(start)
         into = out.data
         for at in range(0, size, _PIECE):
@@ -137,8 +152,8 @@ class SecureGenerator(Generator):
             self._ready.at = self._key, self._nonce, start + size // _CIPHER_BLOCK, encryptor
 
     def _encryptor_at(self, start: int) -> Any:
-        """The cipher, from block `start` on: the one that this thread used last where it has come there, as a new one takes as long as a
-        hundred numbers.
+        """The cipher, from block `start` on: the one that this thread used last where it has come there, as a
+        new one takes as long as a hundred numbers.
         """
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -158,7 +173,8 @@ class SecureGenerator(Generator):
 
 
 class TorchGenerator(Generator):
-    """torch's own generators, one a device: fast where they run on a GPU, and predictable for whoever sees enough of the noise.
+    """torch's own generators, one a device: fast where they run on a GPU, and predictable for whoever sees
+    enough of the noise.
 
     Args:
         seed: None for one from the operating system.
@@ -175,9 +191,16 @@ class TorchGenerator(Generator):
 
     def uint64(self, n: int) -> np.ndarray:
         cpu = torch.device("cpu")
-        return torch.empty(n, dtype=torch.int64, device=cpu).random_(-(2**63), None, generator=self._on(cpu)).numpy().view(np.uint64)
+        return (
+            torch.empty(n, dtype=torch.int64, device=cpu)
+            .random_(-(2**63), None, generator=self._on(cpu))
+            .numpy()
+            .view(np.uint64)
+        )
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         _check_dtype(dtype)
         place = torch.empty(0, device=device).device  # with its index
         return torch.randn(tuple(shape), dtype=dtype, device=place, generator=self._on(place))
@@ -185,24 +208,32 @@ class TorchGenerator(Generator):
     def _on(self, device: torch.device) -> torch.Generator:
         """The device's generator, with a seed of its own."""
         if device not in self._generators:
-            drawn = os.urandom(8) if self._seed is None else hashlib.sha256(f"{self._seed} {device}".encode()).digest()[:8]
-            self._generators[device] = torch.Generator(device).manual_seed(int.from_bytes(drawn, "big", signed=True))
+            drawn = (
+                os.urandom(8)
+                if self._seed is None
+                else hashlib.sha256(f"{self._seed} {device}".encode()).digest()[:8]
+            )
+            self._generators[device] = torch.Generator(device).manual_seed(
+                int.from_bytes(drawn, "big", signed=True)
+            )
         return self._generators[device]
 
     def _in_a_fork(self) -> None:
         """Leave the streams that the parent process goes on with."""
         self._generators = {}
         if self._seed is not None:
-            self._seed = int.from_bytes(hashlib.sha256(f"psgrad, forked {self._seed}".encode()).digest()[:8], "big")
+            self._seed = int.from_bytes(
+                hashlib.sha256(f"psgrad, forked {self._seed}".encode()).digest()[:8], "big"
+            )
 
 
 def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) -> Generator:
     """A generator by name.
 
     Args:
-        kind: 'aes' or 'torch'.
-        seed: the noise can be repeated by whoever knows it, so that nothing is private any more: for tests alone. The name tells it.
-        position: with a seed: how many steps were taken before, so that a run that goes on does not repeat their noise.
+        kind: 'aes' or 'torch'. seed: the noise can be repeated by whoever knows it, so that nothing is
+        private any more: for tests alone. The name tells it. position: with a seed: how many steps were taken
+        before, so that a run that goes on does not repeat their noise.
 
     Raises ConfigError for another kind.
     """
@@ -225,7 +256,10 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ConfigError(
             f"noise in {dtype} was asked for",
             expected="torch.float32 or torch.float64",
-            cause="the noise was to have the dtype of the parameters; in half precision it has gaps that tell noise from signal",
+            cause=(
+                "the noise was to have the dtype of the parameters; in half precision it has gaps that tell"
+                " noise from signal"
+            ),
             next_step="add noise to sums in float32 and convert the result",
         )
 

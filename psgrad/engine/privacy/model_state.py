@@ -1,9 +1,10 @@
 """What a model and its loss keep from call to call, put back whenever they are called again.
 
-A private sum promises that a record moves it by its own clipped gradient. A model that keeps what it saw (a running maximum, a memory, a
-counter) makes later records' gradients depend on earlier ones, and a buffer that it writes into would be published without noise. A few
-rows, looked at beforehand, do not show which records lead to a write. So the state is put back around every run of the function that is
-differentiated: every chunk, every half of one, every outcome of a branch, every second pass.
+A private sum promises that a record moves it by its own clipped gradient. A model that keeps what it saw (a
+running maximum, a memory, a counter) makes later records' gradients depend on earlier ones, and a buffer that
+it writes into would be published without noise. A few rows, looked at beforehand, do not show which records
+lead to a write. So the state is put back around every run of the function that is differentiated: every
+chunk, every half of one, every outcome of a branch, every second pass.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ class ModelState:
     """The state of a model and of all else that is called with it, as it was when this was made.
 
     Args:
-        roots: the model, and the loss. From there on these are followed (`reached.py`): attributes of modules and of other objects
-            (`__dict__` and `__slots__`), class attributes of the user's classes, dicts, lists, sets, deques and tuples, what functions have
-            as closures, defaults and attributes, the globals that the user's own functions name, tensors and numpy arrays, by their bits.
-            Caches of functools are emptied, where they are the user's own. Parameters, and tensors and arrays of the same memory, are not
-            put back: only the optimiser changes them, and a write into one while a record is computed is refused.
+        roots: the model, and the loss. From there on these are followed (`reached.py`): attributes of modules
+        and of other objects
+            (`__dict__` and `__slots__`), class attributes of the user's classes, dicts, lists, sets, deques
+            and tuples, what functions have as closures, defaults and attributes, the globals that the user's
+            own functions name, tensors and numpy arrays, by their bits. Caches of functools are emptied,
+            where they are the user's own. Parameters, and tensors and arrays of the same memory, are not put
+            back: only the optimiser changes them, and a write into one while a record is computed is refused.
 
-    What is not seen: globals of installed packages, what objects keep outside of Python (iterators, files), writes by numpy into
-    parameters, and those by `.data` or numpy into tensors on a GPU or above 64 MiB. Random generators are `own_generators.py`'s.
+    What is not seen: globals of installed packages, what objects keep outside of Python (iterators, files),
+    writes by numpy into parameters, and those by `.data` or numpy into tensors on a GPU or above 64 MiB.
+    Random generators are `own_generators.py`'s.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -79,7 +83,9 @@ class ModelState:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What runs inside finds the state as it was, and leaves it so. Raises ModelError where it wrote into a parameter."""
+        """What runs inside finds the state as it was, and leaves it so. Raises ModelError where it wrote into
+        a parameter.
+        """
         self.restore()
         before = [_place(parameter) for _, parameter in self._parameters]
         try:
@@ -104,8 +110,14 @@ class ModelState:
 def _written(where: str, why: str) -> ModelError:
     return ModelError(
         f"the model or the loss wrote into {where} while a record was computed{why}",
-        expected="a loss of each record that depends on no other record, and parameters that the optimiser alone changes",
-        cause="a running statistic, a memory of what was seen, or a first pass that sets the model up from the data",
+        expected=(
+            "a loss of each record that depends on no other record, and parameters that the optimiser alone"
+            " changes"
+        ),
+        cause=(
+            "a running statistic, a memory of what was seen, or a first pass that sets the model up from the"
+            " data"
+        ),
         next_step="compute it from what is public, or keep nothing from one call to the next",
     )
 
@@ -120,7 +132,11 @@ def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, _Kept]], list[tup
     everything = list(reached(roots))
     parameters = [(where, value) for where, value in everything if isinstance(value, nn.Parameter)]
     memory = _Memory(parameter for _, parameter in parameters)
-    kept = [(where, own) for where, value in everything if not memory.has(value) and (own := _kept_of(value)) is not None]
+    kept = [
+        (where, own)
+        for where, value in everything
+        if not memory.has(value) and (own := _kept_of(value)) is not None
+    ]
     return kept, parameters
 
 
@@ -139,7 +155,9 @@ class _Memory:
 
 
 def _span(value: Tensor | np.ndarray[Any, Any]) -> tuple[int, int] | None:
-    """(address of the first byte, and behind the last one) of a tensor or an array; None for one without memory of its own."""
+    """(address of the first byte, and behind the last one) of a tensor or an array; None for one without
+    memory of its own.
+    """
     if isinstance(value, np.ndarray):
         first, end = np.lib.array_utils.byte_bounds(value)
     elif value.layout != torch.strided or value.is_meta or not value.numel():
@@ -152,7 +170,9 @@ def _span(value: Tensor | np.ndarray[Any, Any]) -> tuple[int, int] | None:
 
 
 def _kept_of(value: Any) -> _Kept | None:
-    """What there is to compare and to put back of a value itself, not of what it holds; None for one that can't change."""
+    """What there is to compare and to put back of a value itself, not of what it holds; None for one that
+    can't change.
+    """
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else _KeptTensor(value)
     if isinstance(value, np.ndarray):
@@ -164,7 +184,11 @@ def _kept_of(value: Any) -> _Kept | None:
     if isinstance(value, Cached):
         return _KeptEmpty(value) if is_own(getattr(value, "__wrapped__", None)) else None
     if isinstance(value, type):
-        return None if is_foreign(value) else _KeptNames(value, lambda: [key for key in vars(value) if not key.startswith("__")])
+        return (
+            None
+            if is_foreign(value)
+            else _KeptNames(value, lambda: [key for key in vars(value) if not key.startswith("__")])
+        )
     if isinstance(value, Globals):
         return _KeptGlobals(value)
     if isinstance(value, types.CellType):
@@ -172,7 +196,8 @@ def _kept_of(value: Any) -> _Kept | None:
     return _KeptNames(value, partial(slots_of, type(value))) if slots_of(type(value)) else None
 
 
-# What is kept ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+# ------------------------------------------------------------------------------------------------------------
 
 
 class _KeptContents:
@@ -264,7 +289,9 @@ class _KeptNames:
 
     def changed(self) -> bool:
         now = attributes(self._target, self._names())
-        return len(now) != len(self._was) or not all(name in now and now[name] is value for name, value in self._was.items())
+        return len(now) != len(self._was) or not all(
+            name in now and now[name] is value for name, value in self._was.items()
+        )
 
     def restore(self) -> None:
         change = type if isinstance(self._target, type) else object
@@ -298,7 +325,11 @@ class _KeptTensor:
         self._place, self._shape = _place(target), (target.shape, target.stride())
         self._was: Tensor | None = None
         self._bits: np.ndarray[Any, Any] | None = None
-        if target.layout == torch.strided and target.numel() * target.element_size() <= _LARGE and not target.is_quantized:
+        if (
+            target.layout == torch.strided
+            and target.numel() * target.element_size() <= _LARGE
+            and not target.is_quantized
+        ):
             self._was = self._memory.clone()
             if target.device.type == "cpu" and not target.is_conj():
                 self._bits, self._bits_were = _bits(self._memory), _bits(self._was)
@@ -312,7 +343,10 @@ class _KeptTensor:
     def restore(self) -> None:
         if self._was is None:
             raise ValueError("it has more than 64 MiB, or is no dense tensor")
-        if self._target.data_ptr() != self._memory.data_ptr() or (self._target.shape, self._target.stride()) != self._shape:
+        if (
+            self._target.data_ptr() != self._memory.data_ptr()
+            or (self._target.shape, self._target.stride()) != self._shape
+        ):
             self._target.data = self._memory
         if self._bits is not None:
             self._bits[...] = self._bits_were

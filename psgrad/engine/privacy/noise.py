@@ -13,7 +13,7 @@ from torch import Tensor
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.discrete import LARGEST_SIGMA, SMALLEST_SIGMA, discrete_gaussian
 from psgrad.engine.privacy.generators import Generator
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.rounding import noisy
 from psgrad.errors import ConfigError
 
@@ -25,11 +25,12 @@ _UP = 1 + 2.0**-49
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise on the sum of clipped gradients (not on their mean), of standard deviation multiplier * sensitivity in each coordinate.
+    """Noise on the sum of clipped gradients (not on their mean), of standard deviation multiplier *
+    sensitivity in each coordinate.
 
     Args:
-        multiplier: z; 0 adds nothing, and epsilon is infinite.
-        mechanism: 'gaussian' draws in float64, and rounds what is released to a public grid (`rounding.py`); 'discrete_gaussian' draws
+        multiplier: z; 0 adds nothing, and epsilon is infinite. mechanism: 'gaussian' draws in float64, and
+        rounds what is released to a public grid (`rounding.py`); 'discrete_gaussian' draws
             integers on the grid that each clipped record is rounded to (Clipping.grid), and is exact.
 
     Raises:
@@ -43,29 +44,42 @@ class Noise:
         if not (math.isfinite(self.multiplier) and self.multiplier >= 0):
             raise ConfigError(
                 f"the noise multiplier is {self.multiplier}",
-                expected="a finite number, at least 0: the noise's standard deviation as a multiple of the sensitivity",
+                expected=(
+                    "a finite number, at least 0: the noise's standard deviation as a multiple of the"
+                    " sensitivity"
+                ),
                 next_step="leave the multiplier out and give a target_epsilon, from which it is computed",
             )
         if self.mechanism not in get_args(Mechanism):
-            raise ConfigError(f"the noise mechanism is {self.mechanism!r}", expected=f"one of {', '.join(get_args(Mechanism))}")
+            raise ConfigError(
+                f"the noise mechanism is {self.mechanism!r}",
+                expected=f"one of {', '.join(get_args(Mechanism))}",
+            )
 
     def standard_deviation(self, sensitivity: float) -> float:
-        """Of each coordinate of the noise on the sum; for discrete noise the parameter sigma, times the grid."""
+        """Of each coordinate of the noise on the sum; for discrete noise the parameter sigma, times
+        the grid.
+        """
         return self.multiplier * sensitivity
 
-    def add(self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator) -> dict[str, Tensor]:
+    def add(
+        self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
+    ) -> dict[str, Tensor]:
         """name -> sum plus noise, drawn for each coordinate by itself; the sums stay as they are.
 
         Args:
-            sums: float32 or float64; for discrete noise int64, multiples of the grid. All tensors that are released have to be among
-                them, and whatever was summed into them was clipped by `clipping`. Zeros where the batch is empty.
+            sums: float32 or float64; for discrete noise int64, multiples of the grid. All tensors that are
+            released have to be among
+                them, and whatever was summed into them was clipped by `clipping`. Zeros where the batch is
+                empty.
 
         Returns:
-            Tensors like the sums, multiples of `grid_of` the standard deviation; for discrete noise float64, the noisy integers times the
-            clipping's grid.
+            Tensors like the sums, multiples of `grid_of` the standard deviation; for discrete noise float64,
+            the noisy integers times the clipping's grid.
 
         Raises:
-            ConfigError: the sums have another dtype, the clipping has no grid where one is needed or has one where none is, or the grid is
+            ConfigError: the sums have another dtype, the clipping has no grid where one is needed or has one
+            where none is, or the grid is
                 so fine that 64-bit integers can't hold the noise.
         """
         deviation = self.standard_deviation(clipping.sensitivity(relation))
@@ -75,8 +89,12 @@ class Noise:
         sigma = deviation / clipping.grid * _UP
         return {name: self._discrete(value, sigma, clipping.grid, generator) for name, value in sums.items()}
 
-    def _continuous(self, sums: Mapping[str, Tensor], deviation: float, generator: Generator) -> dict[str, Tensor]:
-        """Tensors of one kind get their noise from one call: in a network of many small ones, calls take longer than numbers."""
+    def _continuous(
+        self, sums: Mapping[str, Tensor], deviation: float, generator: Generator
+    ) -> dict[str, Tensor]:
+        """Tensors of one kind get their noise from one call: in a network of many small ones, calls take
+        longer than numbers.
+        """
         if not self.multiplier:
             return {name: value.clone() for name, value in sums.items()}
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
@@ -97,14 +115,19 @@ class Noise:
         return value.double().mul_(grid)
 
     def require_grid(self, clipping: Clipping, relation: Relation) -> None:
-        """Raises ConfigError where the grid of a clipping is too fine or too coarse for this noise to be drawn on it."""
+        """Raises ConfigError where the grid of a clipping is too fine or too coarse for this noise to be
+        drawn on it.
+        """
         if clipping.grid is None or not self.multiplier:
             return
         deviation = self.standard_deviation(clipping.sensitivity(relation))
         if not SMALLEST_SIGMA <= deviation / clipping.grid * _UP <= LARGEST_SIGMA:
             raise ConfigError(
                 f"the noise's standard deviation is {deviation:g}, and the grid {clipping.grid:g}",
-                expected=f"a grid from {deviation / LARGEST_SIGMA:g} (sums and noise fit in 64 bits) to {deviation / SMALLEST_SIGMA:g}",
+                expected=(
+                    f"a grid from {deviation / LARGEST_SIGMA:g} (sums and noise fit in 64 bits) to"
+                    f" {deviation / SMALLEST_SIGMA:g}"
+                ),
                 cause="a noise multiplier that is far from 1, or a grid that was chosen for another",
                 next_step="correct the noise multiplier, or set such a grid",
             )
@@ -114,18 +137,29 @@ class Noise:
         discrete = self.mechanism == "discrete_gaussian"
         if discrete != (clipping.grid is not None):
             raise ConfigError(
-                f"{self.mechanism} noise on sums {'with no grid' if discrete else f'on a grid of {clipping.grid}'}",
+                f"{self.mechanism} noise on sums"
+                f" {'with no grid' if discrete else f'on a grid of {clipping.grid}'}",
                 expected="discrete_gaussian with a grid, or gaussian without one",
-                next_step="give the clipping a grid (default_grid finds one)" if discrete else "take mechanism: discrete_gaussian",
+                next_step=(
+                    "give the clipping a grid (default_grid finds one)"
+                    if discrete
+                    else "take mechanism: discrete_gaussian"
+                ),
             )
         wanted = (torch.int64,) if discrete else (torch.float32, torch.float64)
-        cause = "records that were not rounded to the grid before the sum" if discrete else "a sum in half precision, or of integers"
+        cause = (
+            "records that were not rounded to the grid before the sum"
+            if discrete
+            else "a sum in half precision, or of integers"
+        )
         for name, value in sums.items():
             if value.dtype not in wanted:
                 raise ConfigError(
                     f"the sum of {name} is {value.dtype}",
                     expected=" or ".join(map(str, wanted)) + f" for {self.mechanism} noise",
                     cause=cause,
-                    next_step=None if discrete else "sum in float32; what is released may be converted afterwards",
+                    next_step=(
+                        None if discrete else "sum in float32; what is released may be converted afterwards"
+                    ),
                 )
         self.require_grid(clipping, relation)

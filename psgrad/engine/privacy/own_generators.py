@@ -1,8 +1,8 @@
 """Random generators that code keeps to itself, seeded by record and step as the global ones are.
 
-`rng = np.random.default_rng(0)` in a dataset or an augmentation goes on from call to call, so that what one record draws depends on the
-records that were read before it; and with a seed that is known, so are the draws. So such generators are sought, and seeded from the
-run's secret key wherever the global ones are.
+`rng = np.random.default_rng(0)` in a dataset or an augmentation goes on from call to call, so that what one
+record draws depends on the records that were read before it; and with a seed that is known, so are the draws.
+So such generators are sought, and seeded from the run's secret key wherever the global ones are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ _MOST = 10_000
 
 
 class OwnGenerators:
-    """The random generators that can be reached from some objects: a dataset, an augmentation, a model, a loss.
+    """The random generators that can be reached from some objects: a dataset, an augmentation, a model, a
+    loss.
 
-    Those of PyTorch (on any device), NumPy and Python; not those of other libraries, nor those that draw from the operating system.
+    Those of PyTorch (on any device), NumPy and Python; not those of other libraries, nor those that draw from
+    the operating system.
     """
 
     def __init__(self, *roots: object) -> None:
-        self._found: list[Any] = [value for _, value in reached(roots, _MOST) if isinstance(value, GENERATORS)]
+        self._found: list[Any] = [
+            value for _, value in reached(roots, _MOST) if isinstance(value, GENERATORS)
+        ]
 
     def __len__(self) -> int:
         return len(self._found)
@@ -59,7 +63,11 @@ def _state(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+    return (
+        generator.bit_generator.state
+        if isinstance(generator, np.random.Generator)
+        else generator.get_state(legacy=False)
+    )
 
 
 def _restore(generator: Any, state: Any) -> None:
@@ -80,5 +88,9 @@ def _seed(generator: Any, number: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(number)
     else:  # NumPy's, the old one and the new
-        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
+        bits = (
+            generator.bit_generator
+            if isinstance(generator, np.random.Generator)
+            else generator._bit_generator
+        )
         _restore(generator, type(bits)(number).state)

@@ -1,7 +1,8 @@
-"""What can be reached from some objects: attributes, containers, closures, defaults, classes, and the globals that one's own code names.
+"""What can be reached from some objects: attributes, containers, closures, defaults, classes, and the globals
+that one's own code names.
 
-No list of places is complete. This one has those where people keep things in Python. Not reached are the globals of installed packages,
-and what an object keeps outside of Python (an iterator's place, an open file).
+No list of places is complete. This one has those where people keep things in Python. Not reached are the
+globals of installed packages, and what an object keeps outside of Python (an iterator's place, an open file).
 """
 
 from __future__ import annotations
@@ -25,8 +26,22 @@ import torch
 from torch import Tensor, nn
 
 # Whose classes and functions hold no state of a user's model, or the interpreter's own.
-_FOREIGN = ("torch", "builtins", "numpy", "collections", "logging", "threading", "psgrad", "abc", "typing", "functools", "enum", "pathlib")
-# Whose objects hold none either: of the others a user's object may be one, such as a torch.distributions.Normal or a UserDict.
+_FOREIGN = (
+    "torch",
+    "builtins",
+    "numpy",
+    "collections",
+    "logging",
+    "threading",
+    "psgrad",
+    "abc",
+    "typing",
+    "functools",
+    "enum",
+    "pathlib",
+)
+# Whose objects hold none either: of the others a user's object may be one, such as a
+# torch.distributions.Normal or a UserDict.
 _MACHINERY = ("builtins", "logging", "threading", "psgrad", "abc", "typing", "enum", "pathlib")
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -43,17 +58,23 @@ class Globals:
 
 
 def reached(roots: Sequence[object], most: int | None = None) -> Iterator[Step]:
-    """(where, what) for each object that can be reached from the roots, these included, once; not text, numbers and modules.
+    """(where, what) for each object that can be reached from the roots, these included, once; not text,
+    numbers and modules.
 
-    A name that ends with a point is that of an object's attributes: what is in them is named with the point, what is in another container
-    with brackets. most: containers with more parts than that are not looked into; None for no limit.
+    A name that ends with a point is that of an object's attributes: what is in them is named with the point,
+    what is in another container with brackets. most: containers with more parts than that are not looked
+    into; None for no limit.
     """
     seen: dict[int, object] = {}  # the objects themselves, so that no other one gets their identity
     named: set[tuple[int, str]] = set()  # (of which module's content, which of its globals) were met
     waiting: list[Step] = [("" if place == 0 else f"root {place}", root) for place, root in enumerate(roots)]
     while waiting:
         where, value = waiting.pop()
-        if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float, complex, types.ModuleType)):
+        if (
+            id(value) in seen
+            or value is None
+            or isinstance(value, (str, bytes, int, float, complex, types.ModuleType))
+        ):
             continue
         seen[id(value)] = value
         yield where.strip(".") or "the model", value
@@ -70,7 +91,11 @@ def reached(roots: Sequence[object], most: int | None = None) -> Iterator[Step]:
 def _parts(where: str, value: Any) -> list[Step]:
     """(where, what) is reached from a value in one step."""
     if isinstance(value, Globals):
-        return [(f"the global {name}", value.content[name]) for name in value.names if _is_followed(value.content.get(name))]
+        return [
+            (f"the global {name}", value.content[name])
+            for name in value.names
+            if _is_followed(value.content.get(name))
+        ]
     if isinstance(value, dict):
         if where.endswith("."):  # a module's parameters, buffers and modules are named as it names them
             return [(where if key in _REGISTERED else f"{where}{key}", item) for key, item in value.items()]
@@ -80,15 +105,27 @@ def _parts(where: str, value: Any) -> list[Step]:
     if isinstance(value, np.ndarray):
         return [(where, item) for item in value.flat] if value.dtype == object else []
     if isinstance(value, type):
-        return [] if is_foreign(value) else [(f"{where}.{key}", item) for key, item in vars(value).items() if _is_of_the_user(key, item)]
+        return (
+            []
+            if is_foreign(value)
+            else [(f"{where}.{key}", item) for key, item in vars(value).items() if _is_of_the_user(key, item)]
+        )
     if isinstance(value, types.CellType):
         return [(where, item) for item in attributes(value, ["cell_contents"]).values()]
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         defaults = (value.__defaults__, value.__kwdefaults__)
-        found = [*((f"{where}'s {name}", cell) for name, cell in cells), *((f"{where}'s defaults", item) for item in defaults)]
+        found = [
+            *((f"{where}'s {name}", cell) for name, cell in cells),
+            *((f"{where}'s defaults", item) for item in defaults),
+        ]
         return [] if is_foreign(value) else [*found, (f"{where}.", value.__dict__)]
-    inside = [(where, getattr(value, name)) for kind, names in _WRAPPERS.items() if isinstance(value, kind) for name in names]
+    inside = [
+        (where, getattr(value, name))
+        for kind, names in _WRAPPERS.items()
+        if isinstance(value, kind)
+        for name in names
+    ]
     if inside or (is_machinery(type(value)) and not isinstance(value, types.SimpleNamespace)):
         return inside
     slots = [(f"{where}.{key}", item) for key, item in attributes(value, slots_of(type(value))).items()]
@@ -111,7 +148,9 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
 
 
 def _is_of_the_user(key: str, item: Any) -> bool:
-    """Whether a class attribute is the user's: what begins with two underscores is Python's, but for methods and what wraps them."""
+    """Whether a class attribute is the user's: what begins with two underscores is Python's, but for methods
+    and what wraps them.
+    """
     return not key.startswith("__") or isinstance(item, (types.FunctionType, *_WRAPPERS))
 
 
@@ -122,7 +161,9 @@ def is_foreign(what: Any) -> bool:
 
 def is_machinery(kind: type) -> bool:
     """Whether instances of a class are tools of Python, PyTorch or psgrad, and hold nothing of a model's."""
-    return not issubclass(kind, (nn.Module, Tensor)) and (_package(kind) in _MACHINERY or str(kind.__module__).startswith("torch._"))
+    return not issubclass(kind, (nn.Module, Tensor)) and (
+        _package(kind) in _MACHINERY or str(kind.__module__).startswith("torch._")
+    )
 
 
 def _package(what: Any) -> str:
@@ -149,7 +190,8 @@ def attributes(value: Any, names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-# Globals --------------------------------------------------------------------------------------------------------------------------
+# Globals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def is_own(what: Any) -> bool:
@@ -166,14 +208,31 @@ def is_own(what: Any) -> bool:
 
 
 def _is_followed(value: Any) -> bool:
-    """Whether a global is data, or the user's own. What else an installed package makes may be in other threads' hands."""
-    if isinstance(value, (*_CONTAINERS, *GENERATORS, *_WRAPPERS, Tensor, np.ndarray, nn.Module, bytearray, array, types.SimpleNamespace)):
+    """Whether a global is data, or the user's own. What else an installed package makes may be in other
+    threads' hands.
+    """
+    if isinstance(
+        value,
+        (
+            *_CONTAINERS,
+            *GENERATORS,
+            *_WRAPPERS,
+            Tensor,
+            np.ndarray,
+            nn.Module,
+            bytearray,
+            array,
+            types.SimpleNamespace,
+        ),
+    ):
         return True
     return is_own(value if isinstance(value, (type, types.FunctionType)) else type(value))
 
 
 def _globals_of(function: types.FunctionType) -> list[Globals]:
-    """Those that a function may read or write: of its own module, and of modules of the user's own that it names."""
+    """Those that a function may read or write: of its own module, and of modules of the user's own that it
+    names.
+    """
     names, found, met = sorted(_names(function.__code__)), [], set()
     waiting = [function.__globals__]
     while waiting:
@@ -197,7 +256,9 @@ def _is_installed(file: str) -> bool:
     if file.startswith("<frozen"):
         return True
     path = Path(file)
-    return bool({"site-packages", "dist-packages"} & set(path.parts)) or any(path.is_relative_to(root) for root in _installed_roots())
+    return bool({"site-packages", "dist-packages"} & set(path.parts)) or any(
+        path.is_relative_to(root) for root in _installed_roots()
+    )
 
 
 @cache

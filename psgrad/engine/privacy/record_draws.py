@@ -1,10 +1,11 @@
 """Random numbers of a private run by record and step: what a record draws depends on no other record.
 
-The clipped gradients of a batch add up to a sum that one record moves by its bound only if the others' gradients stay what they are when
-it comes or goes. So each record draws by the run's secret key, the step, its own number and its own program: its dropout masks, what an
-augmentation or a dataset makes of it. Numbers that a model draws outside of PyTorch's operators (NumPy, Python's random) can't be told
-apart by record; they follow from the step alone, as the generators are seeded alike wherever the model begins to run: the global ones, and
-those that the code keeps to itself.
+The clipped gradients of a batch add up to a sum that one record moves by its bound only if the others'
+gradients stay what they are when it comes or goes. So each record draws by the run's secret key, the step,
+its own number and its own program: its dropout masks, what an augmentation or a dataset makes of it. Numbers
+that a model draws outside of PyTorch's operators (NumPy, Python's random) can't be told apart by record; they
+follow from the step alone, as the generators are seeded alike wherever the model begins to run: the global
+ones, and those that the code keeps to itself.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.own_generators import OwnGenerators
-from psgrad.engine.transforms import diagnostics, generators
-from psgrad.engine.transforms.draws import draw_by_label, drawing_by_label
+from psgrad.engine.transforms import diagnostics, random_draws
 from psgrad.engine.transforms.interpreter import innermost, state
 from psgrad.engine.transforms.operators import Op, is_random
+from psgrad.engine.transforms.random_draws import draw_by_label, drawing_by_label
 from psgrad.errors import ModelError
 
 Labels = npt.NDArray[np.int64]
 
-# A label is the record's number times this, and one more than the place of a row, or of its copy, among the record's own.
+# A label is the record's number times this, and one more than the place of a row, or of its copy, among the
+# record's own.
 _PLACES = 1 << 24
 # A cipher block is the label, and the number of the draw times this and of the block in the draw.
 _BLOCKS = 1 << 40
 _PIECE = 1 << 13  # blocks that are encrypted at a time, or those of one label: they stay in the cache
-# Numbers of draws that no program reaches: seeds for the model's run, for reading a row and for making a copy of it.
+# Numbers of draws that no program reaches: seeds for the model's run, for reading a row and for making a copy
+# of it.
 RUN, ROW, COPY = _PLACES - 3, _PLACES - 2, _PLACES - 1
 
 
@@ -66,7 +69,9 @@ class StepDraws:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         each = -(-size // 16)
-        found = np.empty(16 * each * len(labels) + 15, dtype=np.uint8)  # older versions of the library ask for room for one more block
+        found = np.empty(
+            16 * each * len(labels) + 15, dtype=np.uint8
+        )  # older versions of the library ask for room for one more block
         encryptor = Cipher(algorithms.AES(self._key), modes.ECB()).encryptor()
         together = max(1, _PIECE // max(each, 1))
         blocks = np.empty((together, each, 2), dtype="<u8")
@@ -74,23 +79,29 @@ class StepDraws:
         for start in range(0, len(labels), together):
             some = labels[start : start + together]
             blocks[: len(some), :, 0] = some[:, None]
-            encryptor.update_into(blocks[: len(some)].reshape(-1).view(np.uint8).data, found[16 * each * start :].data)
+            encryptor.update_into(
+                blocks[: len(some)].reshape(-1).view(np.uint8).data, found[16 * each * start :].data
+            )
         return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
-        """Seed PyTorch's, NumPy's and Python's global generators, and those that the code keeps to itself."""
-        numbers = self.bits(np.array([label], dtype=np.uint64), number, 8 * (3 + len(self.own))).view(np.uint64)[0]
-        generators.seed_all(numbers[:3])
+        """Seed PyTorch's, NumPy's and Python's global random_draws, and those that the code keeps to
+        itself.
+        """
+        numbers = self.bits(np.array([label], dtype=np.uint64), number, 8 * (3 + len(self.own))).view(
+            np.uint64
+        )[0]
+        random_draws.seed_all(numbers[:3])
         self.own.seed(numbers[3:].tolist())
 
     def states(self) -> tuple[Any, ...]:
         """The states of all of these, to be compared."""
-        return (*generators.everywhere(), *self.own.states())
+        return (*random_draws.everywhere(), *self.own.states())
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """All of these are in the end as they were."""
-        with generators.kept(), self.own.kept():
+        with random_draws.kept(), self.own.kept():
             yield
 
 
@@ -102,7 +113,8 @@ def labels_of(records: npt.ArrayLike, width: int) -> Labels:
 
 
 def by_record(loss: Callable[..., Any], now: Callable[[], StepDraws]) -> Callable[..., Any]:
-    """The loss, whose draws are by record: (params, inputs, target), the label [] of the row the last of its inputs.
+    """The loss, whose draws are by record: (params, inputs, target), the label [] of the row the last of its
+    inputs.
 
     now: the draws of the step.
     """
@@ -116,8 +128,12 @@ def by_record(loss: Callable[..., Any], now: Callable[[], StepDraws]) -> Callabl
 
 
 def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
-    """A model begins to run on the rows that `label` tells apart: they draw by it, and global generators start as in each run."""
-    if not isinstance(innermost(label), FakeTensor):  # else the run is followed without values, to foresee its memory
+    """A model begins to run on the rows that `label` tells apart: they draw by it, and global generators
+    start as in each run.
+    """
+    if not isinstance(
+        innermost(label), FakeTensor
+    ):  # else the run is followed without values, to foresee its memory
         if _watch.seeded:
             _require_no_other_draws()
         draws.seed(0, RUN)
@@ -127,13 +143,16 @@ def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
 
 @contextmanager
 def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
-    """Around the computation of a batch: global generators, and the code's own, are in the end as they were.
+    """Around the computation of a batch: global random_draws, and the code's own, are in the end as they
+    were.
 
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
     before = _watch.watching, _watch.seeded
-    with generators.kept(), draws.own.kept():
-        generators.seed_all((0, 0, 0))  # a second pass puts this state back, which must not look as if an operator had drawn from it
+    with random_draws.kept(), draws.own.kept():
+        random_draws.seed_all(
+            (0, 0, 0)
+        )  # a second pass puts this state back, which must not look as if an operator had drawn from it
         _watch.watching, _watch.seeded = True, False
         try:
             yield
@@ -145,38 +164,49 @@ def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
 
 @contextmanager
 def without_draws() -> Iterator[None]:
-    """Around the computation of a batch that was given no draws by record. Raises ModelError where something draws otherwise.
+    """Around the computation of a batch that was given no draws by record. Raises ModelError where something
+    draws otherwise.
 
     Inside `drawing_by_record` a loss may begin runs of its own.
     """
 
     def refuse(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         if is_random(op, args, kwargs) and not drawing_by_label():
-            raise _no_draws_by_record(f"the model or the loss draws random numbers by {op._schema.name}{diagnostics.where()}")
+            raise _no_draws_by_record(
+                f"the model or the loss draws random numbers by {op._schema.name}{diagnostics.where()}"
+            )
 
     before, state.watchers = state.watchers, (*state.watchers, refuse)
-    drawn = generators.states()
+    drawn = random_draws.states()
     try:
         yield
     finally:
         state.watchers = before
     if not _watch.watching and any(not torch.equal(was, generator.get_state()) for generator, was in drawn):
-        raise _no_draws_by_record("random numbers were drawn from PyTorch's generators while a batch was read and summed")
+        raise _no_draws_by_record(
+            "random numbers were drawn from PyTorch's generators while a batch was read and summed"
+        )
 
 
 def _no_draws_by_record(arrived: str) -> ModelError:
     return ModelError(
         f"{arrived}, and the records have no draws of their own",
         expected="draws by record, from a key and each record's number; or nothing that draws",
-        cause="dropout or other noise in train mode, or an augmentation. What a record gets then depends on the records beside it: one "
-        "record more moves the sum by any amount, and clipping bounds nothing",
-        next_step="give batch_source draws=RecordDraws(generator).at(step) and records=their numbers (RecordReader and RecordStreams: "
-        "draws=RecordDraws(generator)), or call model.eval()",
+        cause=(
+            "dropout or other noise in train mode, or an augmentation. What a record gets then depends on the"
+            " records beside it: one record more moves the sum by any amount, and clipping bounds nothing"
+        ),
+        next_step=(
+            "give batch_source draws=RecordDraws(generator).at(step) and records=their numbers (RecordReader"
+            " and RecordStreams: draws=RecordDraws(generator)), or call model.eval()"
+        ),
     )
 
 
 class _Watch:
-    """Whether somebody looks at the global generators, and whether a run has seeded them since: they are the process's, not a thread's."""
+    """Whether somebody looks at the global random_draws, and whether a run has seeded them since: they are
+    the process's, not a thread's.
+    """
 
     watching = seeded = False
 
@@ -185,7 +215,7 @@ _watch = _Watch()
 
 
 def _require_no_other_draws() -> None:
-    if generators.torch_has_drawn():
+    if random_draws.torch_has_drawn():
         raise _draws_unsaid()
 
 
@@ -193,6 +223,11 @@ def _draws_unsaid() -> ModelError:
     return ModelError(
         "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
         expected="random numbers from PyTorch's operators, which are drawn for each record by itself",
-        cause="an operator of a library or of your own; what it draws goes by a record's place in the batch, which depends on others",
-        next_step="draw with torch.rand or its like and give the operator the result, or set model.mode: eval",
+        cause=(
+            "an operator of a library or of your own; what it draws goes by a record's place in the batch,"
+            " which depends on others"
+        ),
+        next_step=(
+            "draw with torch.rand or its like and give the operator the result, or set model.mode: eval"
+        ),
     )

@@ -1,6 +1,10 @@
-"""Records of several rows: all rows of a user, or the augmented copies of a row. What is clipped is a record's gradient, not a row's.
+"""Records of several rows: all rows of a user, or the augmented copies of a row. What is clipped is a
+record's gradient, not a row's.
 
-A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs before anything is clipped.
+A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs
+before anything is clipped.
+
+Which datasets count as neighbours: half of what a privacy guarantee says.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.gradients.loading import Batch
+from psgrad.engine.execution.loading import Batch
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
@@ -46,19 +50,24 @@ class Records:
 
     @staticmethod
     def of_units(units: npt.NDArray[Any], max_rows: int | None = None) -> Records:
-        """All rows with one value in `units` [rows] are a record; records are numbered as they are first met in the dataset.
+        """All rows with one value in `units` [rows] are a record; records are numbered as they are first met
+        in the dataset.
 
-        Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never. The cap is a public
-        number, and which rows remain depends on nobody else's. Raises DataError where there is no cap and a unit has more than a
-        thousand rows.
+        Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never.
+        The cap is a public number, and which rows remain depends on nobody else's. Raises DataError where
+        there is no cap and a unit has more than a thousand rows.
         """
         _, firsts, codes, sizes = np.unique(units, return_index=True, return_inverse=True, return_counts=True)
         if max_rows is None and sizes.max(initial=0) > ROWS_WITHOUT_A_CAP:
             largest = int(sizes.argmax())
             raise DataError(
-                f"the unit {units[firsts[largest]]!s} has {sizes[largest]} rows, and all rows of a unit are in memory together",
+                f"the unit {units[firsts[largest]]!s} has {sizes[largest]} rows, and all rows of a unit are"
+                " in memory together",
                 expected=f"privacy.unit.max_rows where a unit has more than {ROWS_WITHOUT_A_CAP} rows",
-                next_step="set privacy.unit.max_rows: of a unit with more rows the first ones in the dataset's order count",
+                next_step=(
+                    "set privacy.unit.max_rows: of a unit with more rows the first ones in the dataset's"
+                    " order count"
+                ),
             )
         rank = np.empty_like(firsts)
         rank[np.argsort(firsts)] = np.arange(len(firsts))
@@ -91,10 +100,10 @@ class Records:
 class RecordBatch:
     """Records as a stream reads them.
 
-    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most rows of a record among
-    these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows for an average, 1 for a sum, and 0 for what only
-    fills up to k, which is the record's own last row once more. A reader with draws has the rows' labels, [n] or [n, k], before the
-    weights.
+    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
+    rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows for
+    an average, 1 for a sum, and 0 for what only fills up to k, which is the record's own last row once more.
+    A reader with draws has the rows' labels, [n] or [n, k], before the weights.
     """
 
     inputs: tuple[Tensor, ...]
@@ -105,18 +114,19 @@ class RecordReader:
     """Reads drawn records for a Stream, whose rows are then numbers 0, 1, ... in what was drawn.
 
     Args:
-        records: which rows are whose.
-        take: the rows of the dataset with these numbers, in this order.
-        combine: whether a record's gradient is the average or the sum of its rows'.
-        augment: one row's inputs, without a sample axis, to those of a changed copy.
-        copies: copies of each row, averaged inside the record. The rows themselves take no part beside their copies.
-        source: what the messages call `augment`.
-        width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no axis of rows. None fills
+        records: which rows are whose. take: the rows of the dataset with these numbers, in this order.
+        combine: whether a record's gradient is the average or the sum of its rows'. augment: one row's
+        inputs, without a sample axis, to those of a changed copy. copies: copies of each row, averaged inside
+        the record. The rows themselves take no part beside their copies. source: what the messages call
+        `augment`. width: rows that every record is filled up to, at least as many as one has with its copies;
+        1 has no axis of rows. None fills
             up to the longest record that is read at once.
-        draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on other records, also where
-            `take` or `augment` draw from the global generators of PyTorch, NumPy or Python, which are seeded for each row and copy and
-            set back, or from those that the draws know as the code's own; and the loss draws by record. Without, these draw as they
-            would anyway, and a private sum of records that draw has no bound.
+        draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on
+        other records, also where
+            `take` or `augment` draw from the global generators of PyTorch, NumPy or Python, which are seeded
+            for each row and copy and set back, or from those that the draws know as the code's own; and the
+            loss draws by record. Without, these draw as they would anyway, and a private sum of records that
+            draw has no bound.
 
     Attributes:
         copies: of each row; 1 where there is no augmentation.
@@ -153,26 +163,35 @@ class RecordReader:
         return (self.records.longest * self.copies if self._width is None else self._width) > 1
 
     def draw(self, records: npt.ArrayLike, step: int = 0) -> None:
-        """The records to read from now on, and the step to which their random draws belong. They are read longest first, as in `drawn`.
+        """The records to read from now on, and the step to which their random draws belong. They are read
+        longest first, as in `drawn`.
 
-        Records of about one length come together then, which fills up least, and what fits in memory is known from the first chunk.
+        Records of about one length come together then, which fills up least, and what fits in memory is known
+        from the first chunk.
         """
         drawn = np.asarray(records, dtype=np.int64)
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
         self._now = None if self.draws is None else self.draws.at(step)
 
     def require_memoryless(self, records: npt.ArrayLike) -> None:
-        """Raises DataError where one of these records is another one when it is read again, after the others. `drawn` is another then."""
+        """Raises DataError where one of these records is another one when it is read again, after the others.
+        `drawn` is another then.
+        """
         first = [self._alone(record) for record in np.asarray(records)]
         again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
         if first != again:
             raise DataError(
-                f"record {next(place for place, found in enumerate(first) if found != again[place])} of the records looked at is another "
-                "one when it is read again, after others",
+                f"record {next(place for place, found in enumerate(first) if found != again[place])} of the"
+                " records looked at is another one when it is read again, after others",
                 expected="records that depend on no other record, and on nothing that was read before",
-                cause="a dataset or an augmentation that keeps something from call to call (a counter, a cache of what it drew), or draws "
-                "from a source of random numbers that psgrad does not find",
-                next_step="keep nothing from one call to the next; draw with torch, numpy or random, or from a generator in an attribute",
+                cause=(
+                    "a dataset or an augmentation that keeps something from call to call (a counter, a cache"
+                    " of what it drew), or draws from a source of random numbers that psgrad does not find"
+                ),
+                next_step=(
+                    "keep nothing from one call to the next; draw with torch, numpy or random, or from a"
+                    " generator in an attribute"
+                ),
             )
 
     def _alone(self, record: int) -> list[bytes]:
@@ -182,7 +201,9 @@ class RecordReader:
         return [x.contiguous().numpy().tobytes() for x in (*batch.inputs, batch.target) if x is not None]
 
     def loss_of(self, loss: Callable[..., Any], *, randomness: str = "error") -> Callable[..., Any]:
-        """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to (loss, aux)."""
+        """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to
+        (loss, aux).
+        """
         if self.draws is not None:
             loss = by_record(loss, self._draws_now)
         return record_loss(loss, randomness=randomness) if self.several else loss
@@ -216,7 +237,9 @@ class RecordReader:
         return found[np.arange(found.shape[1]) < sizes[:, None]]
 
     def _rows(self, chosen: Rows) -> Batch:
-        """The rows of these records, one record's after another's; each by itself where reading draws random numbers."""
+        """The rows of these records, one record's after another's; each by itself where reading draws random
+        numbers.
+        """
         rows = self.records.rows_of_each(chosen)
         if self._now is None:
             return self._take(rows)
@@ -243,10 +266,14 @@ class RecordReader:
                     self._now.seed(int(label), COPY)
                 made.append(self._copy([x[place // self.copies] for x in rows.inputs]))
         inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
-        return RecordBatch(inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0))
+        return RecordBatch(
+            inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0)
+        )
 
     def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
-        """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is none."""
+        """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is
+        none.
+        """
         assert self._augment is not None
         try:
             found = self._augment(*[x.clone() for x in row])
@@ -260,7 +287,10 @@ class RecordReader:
         copy = list(found) if isinstance(found, tuple | list) else [found]
         if len(copy) != len(row) or not all(isinstance(x, Tensor) for x in copy):
             kinds = ", ".join(type(x).__name__ for x in copy)
-            raise DataError(f"{self._source} returned {kinds}", expected=f"{len(row)} tensors, as many as a row has inputs")
+            raise DataError(
+                f"{self._source} returned {kinds}",
+                expected=f"{len(row)} tensors, as many as a row has inputs",
+            )
         shapes = [tuple(x.shape) for x in copy]
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
@@ -272,17 +302,21 @@ class RecordReader:
         return [x.detach().to("cpu") for x in copy]
 
 
-def record_loss(loss: Callable[..., Any], *, has_aux: bool = True, randomness: str = "error") -> Callable[..., Any]:
+def record_loss(
+    loss: Callable[..., Any], *, has_aux: bool = True, randomness: str = "error"
+) -> Callable[..., Any]:
     """The loss of a record of k rows, from the loss of one row.
 
     Args:
         loss: (params, inputs, target) of one row to a scalar, or with `has_aux` to (scalar, aux).
         randomness: of the rows among each other, as for vmap.
 
-    Returns (params, inputs, target) to the record's loss, or with `has_aux` to (loss, {}): inputs are [k, ...] each, the weights [k] of
-    the rows last, and target is [k, ...] or None. A row of weight 0 adds nothing, if it is finite.
+    Returns (params, inputs, target) to the record's loss, or with `has_aux` to (loss, {}): inputs are [k,
+    ...] each, the weights [k] of the rows last, and target is [k, ...] or None. A row of weight 0 adds
+    nothing, if it is finite.
 
-    The rows are one more axis of the same batched kernels: a weight's deferred gradient has them among its positions.
+    The rows are one more axis of the same batched kernels: a weight's deferred gradient has them among its
+    positions.
     """
 
     def of_record(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: Tensor | None) -> Any:
@@ -292,7 +326,9 @@ def record_loss(loss: Callable[..., Any], *, has_aux: bool = True, randomness: s
             found: Any = loss(params, inputs, target)
             return found[0] if has_aux else found
 
-        losses = vmap(of_row, in_dims=(0, None if target is None else 0), randomness=randomness)(tuple(rows), target)
+        losses = vmap(of_row, in_dims=(0, None if target is None else 0), randomness=randomness)(
+            tuple(rows), target
+        )
         total = (losses * weights.to(losses.dtype)).sum()
         return (total, {}) if has_aux else total
 
@@ -302,7 +338,8 @@ def record_loss(loss: Callable[..., Any], *, has_aux: bool = True, randomness: s
 def _padded(sizes: Rows, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
     """(places, weights), both [n, width], for records whose rows lie one record's after another's.
 
-    `weight` is that of every row; None for one over the record's number of rows. In float64: one third in float32 is not one third.
+    `weight` is that of every row; None for one over the record's number of rows. In float64: one third in
+    float32 is not one third.
     """
     along = np.arange(width)
     firsts = np.cumsum(sizes) - sizes
@@ -313,3 +350,9 @@ def _padded(sizes: Rows, width: int, weight: float | None) -> tuple[Tensor, Tens
 
 def _listed(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
+
+
+Relation = Literal["add_or_remove_one", "replace_one", "zero_out"]
+"""add_or_remove_one: one record more or less. replace_one: one record is another. zero_out: one record's
+gradient is zero.
+"""

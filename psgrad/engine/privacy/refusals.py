@@ -1,7 +1,8 @@
-"""What a private run refuses before its first step: numbers that promise nothing, and models whose records are not apart.
+"""What a private run refuses before its first step: numbers that promise nothing, and models whose records
+are not apart.
 
-These checks look at the private data, at its size or at a few of its rows, and all that they ever do is to stop a run that has released
-nothing yet. What they say is meant for who holds the data.
+These checks look at the private data, at its size or at a few of its rows, and all that they ever do is to
+stop a run that has released nothing yet. What they say is meant for who holds the data.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.transforms import generators
+from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError, ModelError, PsgradError
 
 # What the end of the noise's tail may take of delta.
 _SHARE_OF_DELTA = 1e-3
 # How far the divisor may be from the batches that are to be expected; more is a slip in the config.
 _FACTOR = 2.0
-# Of an output's largest entry: kernels for batches of other sizes round otherwise, layers that mix records change it by much more.
+# Of an output's largest entry: kernels for batches of other sizes round otherwise, layers that mix records
+# change it by much more.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_HALVES = 5e-2
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------------------
+# Numbers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def require_small_delta(delta: float, records: int) -> None:
@@ -41,13 +44,17 @@ def require_small_delta(delta: float, records: int) -> None:
     raise ConfigError(
         f"privacy.delta is {delta:g}, and the dataset has {records} records",
         expected=f"less than 1 / {records} = {1 / records:.3g}",
-        cause="with such a delta it would be within the guarantee to publish one record, picked at random, as it is",
+        cause=(
+            "with such a delta it would be within the guarantee to publish one record, picked at random, as"
+            " it is"
+        ),
         next_step=f"set privacy.delta well below that, such as {_power_of_ten_below(0.1 / records)}",
     )
 
 
 def require_expected_batch_size(expected_batch_size: float, sampling: Sampling, records: int) -> None:
-    """Raises ConfigError where the divisor is off from the size that batches will have by more than a factor of 2.
+    """Raises ConfigError where the divisor is off from the size that batches will have by more than a factor
+    of 2.
 
     Any public divisor is private; one that is far off is a slip, which scales every update.
     """
@@ -55,34 +62,52 @@ def require_expected_batch_size(expected_batch_size: float, sampling: Sampling, 
         size, how = float(sampling.batch_size), f"batch_size {sampling.batch_size}"
     else:
         assert sampling.sample_rate is not None
-        size, how = sampling.sample_rate * records, f"sample_rate {sampling.sample_rate:g} of {records} records"
+        size, how = (
+            sampling.sample_rate * records,
+            f"sample_rate {sampling.sample_rate:g} of {records} records",
+        )
         if sampling.max_batch_size is not None and sampling.max_batch_size < size:
             size, how = float(sampling.max_batch_size), f"max_batch_size {sampling.max_batch_size}"
     if size / _FACTOR <= expected_batch_size <= size * _FACTOR:
         return
     raise ConfigError(
-        f"privacy.expected_batch_size is {expected_batch_size:g}, and batches will have about {size:.3g} records ({how})",
+        f"privacy.expected_batch_size is {expected_batch_size:g}, and batches will have about {size:.3g}"
+        f" records ({how})",
         expected="a number near that: it divides the noisy sum of every batch",
-        cause="one of the two was not changed with the other, or rows were counted where a record is several of them",
+        cause=(
+            "one of the two was not changed with the other, or rows were counted where a record is several of"
+            " them"
+        ),
         next_step=f"set privacy.expected_batch_size: {max(1, round(size))}, or correct the sampling",
     )
 
 
 def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float) -> None:
-    """Raises ConfigError where noise that ends at `reach` standard deviations is not the Gaussian that is accounted.
+    """Raises ConfigError where noise that ends at `reach` standard deviations is not the Gaussian that is
+    accounted.
 
     Args:
-        steps: (noise multiplier z, how many steps have it). A record moves a sum by 1 / z deviations at most. Where it does in one number,
-            what lies in the last 1 / z deviations before the end tells of it, and has the probability of a normal number beyond
-            reach - 1 / z. A thousandth of delta is left for that.
+        steps: (noise multiplier z, how many steps have it). A record moves a sum by 1 / z deviations at most.
+        Where it does in one number,
+            what lies in the last 1 / z deviations before the end tells of it, and has the probability of a
+            normal number beyond reach - 1 / z. A thousandth of delta is left for that.
     """
     steps = [(multiplier, count) for multiplier, count in steps if multiplier > 0]
-    if math.fsum(count * math.erfc((reach - 1 / multiplier) / math.sqrt(2)) / 2 for multiplier, count in steps) <= _SHARE_OF_DELTA * delta:
+    if (
+        math.fsum(
+            count * math.erfc((reach - 1 / multiplier) / math.sqrt(2)) / 2 for multiplier, count in steps
+        )
+        <= _SHARE_OF_DELTA * delta
+    ):
         return
     least = min(multiplier for multiplier, _ in steps)
     raise ConfigError(
-        f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard deviations of the noise",
-        expected=f"noise whose tail is as accounted at delta {delta:g}; the generator's ends at {reach:.3g} deviations",
+        f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard deviations"
+        " of the noise",
+        expected=(
+            f"noise whose tail is as accounted at delta {delta:g}; the generator's ends at {reach:.3g}"
+            " deviations"
+        ),
         cause="a noise multiplier that is too small for any privacy, or generator: torch with a small one",
         next_step="set a larger privacy.noise.multiplier, generator: aes, or mechanism: discrete_gaussian",
     )
@@ -95,20 +120,24 @@ def _power_of_ten_below(value: float) -> str:
     return f"1e{exponent}"
 
 
-# Models ---------------------------------------------------------------------------------------------------------------------------
+# Models
+# ------------------------------------------------------------------------------------------------------------
 
 
 def require_separate_records(objective: Objective, inputs: Sequence[Tensor], target: Tensor | None) -> None:
     """Raises ModelError where what the model or the loss makes of a record depends on other records.
 
     Args:
-        inputs, target: a few rows of the dataset, [n, ...] each, on the model's device; two at least, four or more see more.
+        inputs, target: a few rows of the dataset, [n, ...] each, on the model's device; two at least, four or
+        more see more.
 
-    In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch normalisation in train mode,
-    running statistics, power iteration); a row's loss must be the same again after other rows have passed (a memory bank, a running
-    average); and a row's output must be the same in whatever company, as for psgrad each is alone and the model would silently be
-    another one (a loss over the batch, an axis of samples that is not the first). What only begins to matter after many rows, such as a
-    memory bank that has to fill up first, is not seen. The model, and all global random generators, are left as they were.
+    In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch
+    normalisation in train mode, running statistics, power iteration); a row's loss must be the same again
+    after other rows have passed (a memory bank, a running average); and a row's output must be the same in
+    whatever company, as for psgrad each is alone and the model would silently be another one (a loss over the
+    batch, an axis of samples that is not the first). What only begins to matter after many rows, such as a
+    memory bank that has to fill up first, is not seen. The model, and all global random random_draws, are
+    left as they were.
     """
     rows = _FewRows(objective, tuple(inputs), target)
     _require_no_batch_statistics(objective.model)
@@ -119,15 +148,24 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
 
 
 def _require_no_batch_statistics(model: nn.Module) -> None:
-    """Refuses layers that are known to look at a batch or to keep statistics of it, whether or not the few rows lead through them."""
+    """Refuses layers that are known to look at a batch or to keep statistics of it, whether or not the few
+    rows lead through them.
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None:
-            raise _updates(f"the layer {_of(name, layer)} is in train mode, and its running statistics follow the data", layer)
+            raise _updates(
+                f"the layer {_of(name, layer)} is in train mode, and its running statistics follow the data",
+                layer,
+            )
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
             raise ModelError(
-                f"the layer {_of(name, layer)} takes its statistics from the batch, on which every record's output then depends",
+                f"the layer {_of(name, layer)} takes its statistics from the batch, on which every record's"
+                " output then depends",
                 expected="an output for each record that depends on no other record",
-                next_step="replace it by nn.GroupNorm, or build it with track_running_stats=True and set model.mode: eval",
+                next_step=(
+                    "replace it by nn.GroupNorm, or build it with track_running_stats=True and set"
+                    " model.mode: eval"
+                ),
             )
 
 
@@ -159,11 +197,13 @@ class _FewRows:
 
     @contextmanager
     def _call(self, what: str) -> Iterator[Callable[[], bool]]:
-        """Runs the model and the loss as they are, with the same random numbers each time: the generators are set back afterwards."""
-        with torch.no_grad(), self.objective.precision(), generators.kept():
-            before = generators.everywhere()
+        """Runs the model and the loss as they are, with the same random numbers each time: the generators are
+        set back afterwards.
+        """
+        with torch.no_grad(), self.objective.precision(), random_draws.kept():
+            before = random_draws.everywhere()
             try:
-                yield lambda: generators.everywhere() != before
+                yield lambda: random_draws.everywhere() != before
             except PsgradError:
                 raise
             except Exception as error:
@@ -173,10 +213,13 @@ class _FewRows:
                     next_step="call the model on one row, with a batch axis of one, to see why",
                 ) from error
 
-    # -- the checks ----------------------------------------------------------------------------------------------------------------
+    # -- the checks
+    # --------------------------------------------------------------------------------------------------------
 
     def require_no_update(self, state: _State) -> None:
-        """No parameter and no buffer changes in a forward pass; what is new (a cache) is the same after any row."""
+        """No parameter and no buffer changes in a forward pass; what is new (a cache) is the same after any
+        row.
+        """
         added: dict[str, Tensor] | None = None
         for row in range(len(self)):
             self.alone(row)
@@ -190,7 +233,11 @@ class _FewRows:
                 layer = self.objective.model.get_submodule(name.rpartition(".")[0])
                 more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
                 what = "buffer" if state.is_buffer(name) else "parameter"
-                raise _updates(f"a forward pass changes the {what} {name}{more} of the layer {_of(name.rpartition('.')[0], layer)}", layer)
+                raise _updates(
+                    f"a forward pass changes the {what} {name}{more} of the layer"
+                    f" {_of(name.rpartition('.')[0], layer)}",
+                    layer,
+                )
 
     def require_no_memory(self, state: _State) -> None:
         """A row's loss is the same again, after the others and in another order."""
@@ -200,15 +247,20 @@ class _FewRows:
         for row, (before, after) in enumerate(zip(first, again, strict=True)):
             if self._apart(after, before) > self._tolerance():
                 raise ModelError(
-                    f"the loss of row {row} of the rows looked at is {before.item():.6g}, and {after.item():.6g} once others have passed",
+                    f"the loss of row {row} of the rows looked at is {before.item():.6g}, and"
+                    f" {after.item():.6g} once others have passed",
                     expected="a loss of each record that depends on no other record",
-                    cause="the model or the loss keeps something of what it has seen (a memory bank, a running average), or draws from "
-                    "a generator of random numbers of its own",
+                    cause=(
+                        "the model or the loss keeps something of what it has seen (a memory bank, a running"
+                        " average), or draws from a generator of random numbers of its own"
+                    ),
                     next_step="keep nothing from one call to the next; draw random numbers with torch",
                 )
 
     def require_no_company(self) -> None:
-        """What becomes of the first and of the last row is the same among others, among copies of itself, and alone."""
+        """What becomes of the first and of the last row is the same among others, among copies of itself, and
+        alone.
+        """
         count = len(self)
         among_others = self.together(range(count))
         for row in dict.fromkeys((0, count - 1)):
@@ -226,18 +278,27 @@ class _FewRows:
     def _mixes(self, row: int, apart: float) -> ModelError:
         layer = self._first_that_mixes(row)
         return ModelError(
-            f"what the model makes of a row changes with the other rows of its batch, by {apart:.1g} of its size"
-            + (f", first in the layer {layer}" if layer else ""),
+            f"what the model makes of a row changes with the other rows of its batch, by {apart:.1g} of its"
+            " size" + (f", first in the layer {layer}" if layer else ""),
             expected="an output for each record that depends on no other record",
-            cause="a layer or a loss that looks across the batch (batch normalisation, a contrastive or balance loss), or samples on "
-            "another axis than the first (batch_first=False)",
-            next_step="use layers that look at one sample, such as nn.GroupNorm, and a loss that is a mean over samples",
+            cause=(
+                "a layer or a loss that looks across the batch (batch normalisation, a contrastive or balance"
+                " loss), or samples on another axis than the first (batch_first=False)"
+            ),
+            next_step=(
+                "use layers that look at one sample, such as nn.GroupNorm, and a loss that is a mean over"
+                " samples"
+            ),
         )
 
     def _first_that_mixes(self, row: int) -> str | None:
         """The first layer without layers of its own whose output for this row depends on the others."""
         seen: list[tuple[str, Any]] = []
-        layers = [(name, layer) for name, layer in self.objective.model.named_modules() if not list(layer.children())]
+        layers = [
+            (name, layer)
+            for name, layer in self.objective.model.named_modules()
+            if not list(layer.children())
+        ]
 
         def noting(name: str, layer: nn.Module) -> Callable[..., None]:
             return lambda _, __, output: seen.append((_of(name, layer), output))
@@ -256,10 +317,13 @@ class _FewRows:
                 return name
         return None
 
-    # -- comparing -----------------------------------------------------------------------------------------------------------------
+    # -- comparing
+    # --------------------------------------------------------------------------------------------------------
 
     def _of_row(self, output: Any | None, row: int, alone: Any) -> tuple[Tensor, Any] | None:
-        """(loss, output) of a row out of a batch; None where the batch's output does not look like several of the row's."""
+        """(loss, output) of a row out of a batch; None where the batch's output does not look like several of
+        the row's.
+        """
         if output is None:
             return None
         mine = self._sliced(output, row)
@@ -271,7 +335,8 @@ class _FewRows:
                 loss = self.objective.criterion(mine, None if self.target is None else self.target[row])
         except PsgradError:
             return None
-        # What has no axis of samples (a statistic of the batch, for people to look at) matters where the loss makes use of it.
+        # What has no axis of samples (a statistic of the batch, for people to look at) matters where the loss
+        # makes use of it.
         return torch.as_tensor(loss), tree_map(lambda x: x[row] if self._has_samples(x) else None, output)
 
     def _sliced(self, output: Any, row: int) -> Any:
@@ -287,18 +352,31 @@ class _FewRows:
 
     @staticmethod
     def _apart(found: Any, expected: Any) -> float:
-        """The largest difference between two outputs, as a share of the largest entry; NaN is no different from NaN."""
+        """The largest difference between two outputs, as a share of the largest entry; NaN is no different
+        from NaN.
+        """
         worst = 0.0
         for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=False):
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.numel() and not a.is_complex():
+            if (
+                isinstance(a, Tensor)
+                and isinstance(b, Tensor)
+                and a.shape == b.shape
+                and a.numel()
+                and not a.is_complex()
+            ):
                 a, b = a.double(), b.double()
-                difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=torch.inf).max()
+                difference = (
+                    torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+                    .nan_to_num(nan=torch.inf)
+                    .max()
+                )
                 size = b[b.isfinite()].abs().max() if bool(b.isfinite().any()) else torch.tensor(0.0)
                 worst = max(worst, float(difference / size) if size > 0 else float(difference))
         return worst
 
 
-# The model's state ----------------------------------------------------------------------------------------------------------------
+# The model's state
+# ------------------------------------------------------------------------------------------------------------
 
 
 class _State:
@@ -310,7 +388,10 @@ class _State:
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def _now(self) -> dict[str, Tensor]:
-        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
+        named = [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]
         return dict(named)
 
     def is_buffer(self, name: str) -> bool:
@@ -319,8 +400,14 @@ class _State:
     def changes(self) -> tuple[list[str], dict[str, Tensor]]:
         """(names whose values are no longer what they were, what is new)."""
         now = self._now()
-        changed = [name for name, (_, before) in self._kept.items() if name not in now or not _same(now[name], before)]
-        return changed, {name: tensor.detach().clone() for name, tensor in now.items() if name not in self._kept}
+        changed = [
+            name
+            for name, (_, before) in self._kept.items()
+            if name not in now or not _same(now[name], before)
+        ]
+        return changed, {
+            name: tensor.detach().clone() for name, tensor in now.items() if name not in self._kept
+        }
 
     def restore(self) -> None:
         now = self._now()
@@ -364,7 +451,13 @@ def _updates(arrived: str, layer: nn.Module) -> ModelError:
         steps = "set model.mode: eval, build it with track_running_stats=False, or replace it by nn.GroupNorm"
     return ModelError(
         arrived,
-        expected="parameters and buffers that a forward pass leaves alone: what the data writes into them is published without noise",
-        cause="running statistics, power iteration (spectral norm) in train mode, or a first pass that sets itself up from the data",
+        expected=(
+            "parameters and buffers that a forward pass leaves alone: what the data writes into them is"
+            " published without noise"
+        ),
+        cause=(
+            "running statistics, power iteration (spectral norm) in train mode, or a first pass that sets"
+            " itself up from the data"
+        ),
         next_step=steps,
     )

@@ -1,19 +1,22 @@
 """Gaussian noise on a number, drawn in float64, and their sum rounded to a public grid.
 
-A floating-point sum plus floating-point noise has its low bits from both: where no record has a part in a number, the released one is a
-value of the noise alone, and values that noise alone can't have tell that a record was there (Mironov, "On Significance of the Least
-Significant Bits for Differential Privacy", 2012). So what is released is a whole number of steps of a grid, 2^-12 to 2^-13 of the noise's
-standard deviation, which follows from that public number and from nothing else. With and without a record the same steps can come out.
+A floating-point sum plus floating-point noise has its low bits from both: where no record has a part in a
+number, the released one is a value of the noise alone, and values that noise alone can't have tell that a
+record was there (Mironov, "On Significance of the Least Significant Bits for Differential Privacy", 2012). So
+what is released is a whole number of steps of a grid, 2^-12 to 2^-13 of the noise's standard deviation, which
+follows from that public number and from nothing else. With and without a record the same steps can come out.
 
-What a released number is, exactly: the value x and the noise t are added in float64, and their sum is rounded to the nearest step. Where
-|x| is above 2^18 steps, it is taken apart into whole steps w and a rest f of at most half a step, both without rounding (the grid is a
-power of two), and w + round(f + t) is released. Its float32 form, a weight that is updated by it, and all else that is made of it depends
-on x by this whole number alone.
+What a released number is, exactly: the value x and the noise t are added in float64, and their sum is rounded
+to the nearest step. Where
+|x| is above 2^18 steps, it is taken apart into whole steps w and a rest f of at most half a step, both
+without rounding (the grid is a power of two), and w + round(f + t) is released. Its float32 form, a weight
+that is updated by it, and all else that is made of it depends on x by this whole number alone.
 
-What is left of floating point is in t, in x + t and in f + t. The errors of t (`box_muller` has them) and of the sum, which is at most
-2^-35 of a step, move the edges of a step by less than 2^-32 of a step, for normal numbers of radius up to 12, and the finitely many values
-that t has are so dense that a step's probability is off by less than 2^-34 of itself. So each step's probability is the Gaussian's within
-a factor 1 +- 2^-31, and `residual_epsilon` is what that adds up to over a run.
+What is left of floating point is in t, in x + t and in f + t. The errors of t (`box_muller` has them) and of
+the sum, which is at most 2^-35 of a step, move the edges of a step by less than 2^-32 of a step, for normal
+numbers of radius up to 12, and the finitely many values that t has are so dense that a step's probability is
+off by less than 2^-34 of itself. So each step's probability is the Gaussian's within a factor 1 +- 2^-31, and
+`residual_epsilon` is what that adds up to over a run.
 """
 
 from __future__ import annotations
@@ -44,25 +47,32 @@ _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
 
 
 def grid_of(deviation: float) -> float:
-    """The step that numbers with noise of this standard deviation are rounded to: 2^(floor(log2(deviation)) - 12).
+    """The step that numbers with noise of this standard deviation are rounded to: 2^(floor(log2(deviation)) -
+    12).
 
-    Raises ConfigError for a deviation that is no positive number, or so far from 1 that float64 has no room for the grid.
+    Raises ConfigError for a deviation that is no positive number, or so far from 1 that float64 has no room
+    for the grid.
     """
     if not _SMALLEST <= deviation <= _LARGEST:
         raise ConfigError(
             f"the noise's standard deviation is {deviation:g}",
-            expected=f"a number from {_SMALLEST:.2g} to {_LARGEST:.2g}: what is released is rounded to a grid of 2^-{GRID_BITS} of it",
+            expected=(
+                f"a number from {_SMALLEST:.2g} to {_LARGEST:.2g}: what is released is rounded to a grid of"
+                f" 2^-{GRID_BITS} of it"
+            ),
             next_step="correct the noise multiplier or the clipping norm",
         )
     return math.ldexp(1.0, math.frexp(deviation)[1] - 1 - GRID_BITS)
 
 
 def residual_epsilon(numbers: int, delta: float) -> float:
-    """What floating point adds to epsilon at most, where so many noisy numbers are released in all, at a delta larger by 10^-9 of itself.
+    """What floating point adds to epsilon at most, where so many noisy numbers are released in all, at a
+    delta larger by 10^-9 of itself.
 
-    The logarithm of the ratio of what is drawn to what is accounted is a sum of as many terms as there are numbers, each below _OFF and
-    of a mean below _OFF^2, whatever was released before: by the inequality of Azuma and Hoeffding it is beyond _OFF sqrt(2 n ln(2 / d))
-    + n _OFF^2 with probability d at most. Two neighbouring datasets have one such ratio each.
+    The logarithm of the ratio of what is drawn to what is accounted is a sum of as many terms as there are
+    numbers, each below _OFF and of a mean below _OFF^2, whatever was released before: by the inequality of
+    Azuma and Hoeffding it is beyond _OFF sqrt(2 n ln(2 / d)) + n _OFF^2 with probability d at most. Two
+    neighbouring datasets have one such ratio each.
     """
     return 2 * (_OFF * math.sqrt(2 * numbers * math.log(2 / (_SHARE * delta))) + numbers * _OFF**2)
 
@@ -74,7 +84,8 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         values: float32 or float64, any shape. They stay as they are.
 
     Returns:
-        A tensor like the values. One of float32 holds the nearest number to so many steps, which is so many steps up to 2^24 of them.
+        A tensor like the values. One of float32 holds the nearest number to so many steps, which is so many
+        steps up to 2^24 of them.
     """
     grid = grid_of(deviation)
     found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
@@ -101,7 +112,8 @@ Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
 
 def to_nearest(values: Numbers, drawn: Numbers, grid: float) -> None:
-    """Make of `drawn` the multiples of the grid that are nearest to values + drawn; both are float64, and of at least one number.
+    """Make of `drawn` the multiples of the grid that are nearest to values + drawn; both are float64, and of
+    at least one number.
 
     Zero comes without a sign, which would be that of what was rounded to it.
     """

@@ -1,16 +1,23 @@
-"""How the records of a step are drawn. What is drawn here is what the accountant is told, and nothing else is offered.
+"""How the records of a step are drawn. What is drawn here is what the accountant is told, and nothing else is
+offered.
 
-    poisson             each record by itself with probability q, over the whole dataset; the number varies, and may be 0
-    truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset of that size is kept
+    poisson             each record by itself with probability q, over the whole dataset; the number varies,
+    and may be 0 truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset
+    of that size is kept
                         (TruncatedSubsampledGaussianDpEvent of dp-accounting; arXiv 2508.15089)
-    fixed               `batch_size` records without replacement, each subset alike; accounted without amplification
+    fixed               `batch_size` records without replacement, each subset alike; accounted without
+    amplification
 
-All of them are exact on the bits that the generator gives: comparisons are of 64-bit integers, and a draw among m is rejected where
-m does not divide what is left.
+All of them are exact on the bits that the generator gives: comparisons are of 64-bit integers, and a draw
+among m is rejected where m does not divide what is left.
+
+How the noise multiplier changes from step to step. A schedule follows from the config alone, never from the
+data.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,7 +37,9 @@ FIELDS: dict[Scheme, tuple[str, ...]] = {
 _NEXT = {
     "sample_rate": "say with which probability a step draws a record, for example `sample_rate: 0.01`",
     "max_batch_size": "say how many records a step has at most, a little above sample_rate * dataset_size",
-    "dataset_size": "say how many records the dataset has; the guarantee of truncated Poisson sampling depends on it",
+    "dataset_size": (
+        "say how many records the dataset has; the guarantee of truncated Poisson sampling depends on it"
+    ),
     "batch_size": "say how many records a step draws, for example `batch_size: 128`",
 }
 # Records whose lots are in memory at once.
@@ -64,11 +73,18 @@ class Sampling:
                 f"the sampling scheme is {self.scheme!r}",
                 expected=f"one of {', '.join(get_args(Scheme))}",
                 cause="a privacy guarantee holds for the scheme that is accounted, and only for it",
-                next_step="shuffled epochs, weighted and bucketed samplers have no such guarantee: take `scheme: poisson`",
+                next_step=(
+                    "shuffled epochs, weighted and bucketed samplers have no such guarantee: take `scheme:"
+                    " poisson`"
+                ),
             )
         for name in ("sample_rate", "batch_size", "max_batch_size", "dataset_size"):
             self._check(name, getattr(self, name))
-        if self.max_batch_size is not None and self.dataset_size is not None and self.max_batch_size > self.dataset_size:
+        if (
+            self.max_batch_size is not None
+            and self.dataset_size is not None
+            and self.max_batch_size > self.dataset_size
+        ):
             raise ConfigError(
                 f"max_batch_size is {self.max_batch_size}, and the dataset has {self.dataset_size} records",
                 expected="a batch that is smaller than the dataset",
@@ -98,10 +114,13 @@ class Sampling:
                     next_step="divide the batch size that you have in mind by the number of records",
                 )
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value}", expected="a whole number of records, at least 1", next_step=_NEXT[name])
+            raise ConfigError(
+                f"{name} is {value}", expected="a whole number of records, at least 1", next_step=_NEXT[name]
+            )
 
     def draw(self, count: int, generator: Generator) -> np.ndarray:
-        """The records of one step, out of 0, ..., count - 1: int64, ascending, each at most once; possibly none.
+        """The records of one step, out of 0, ..., count - 1: int64, ascending, each at most once; possibly
+        none.
 
         Raises ConfigError where a dataset of `count` records can't be sampled so.
         """
@@ -142,13 +161,16 @@ class Sampling:
 def _bernoulli(count: int, rate: float, generator: Generator) -> np.ndarray:
     """Which of `count` records are in, each by itself with probability `rate`; int64, ascending.
 
-    A 64-bit lot below rate * 2^64 is in. Where that isn't a whole number (rates below 2^-12 may have more bits) it is rounded down: no
-    record is drawn more often than is accounted.
+    A 64-bit lot below rate * 2^64 is in. Where that isn't a whole number (rates below 2^-12 may have more
+    bits) it is rounded down: no record is drawn more often than is accounted.
     """
     threshold = int(rate * 2.0**64)
     if threshold >= 1 << 64:
         return np.arange(count, dtype=np.int64)
-    drawn = [start + np.flatnonzero(generator.uint64(min(_LOTS, count - start)) < np.uint64(threshold)) for start in range(0, count, _LOTS)]
+    drawn = [
+        start + np.flatnonzero(generator.uint64(min(_LOTS, count - start)) < np.uint64(threshold))
+        for start in range(0, count, _LOTS)
+    ]
     return np.concatenate(drawn).astype(np.int64) if drawn else np.empty(0, dtype=np.int64)
 
 
@@ -163,7 +185,8 @@ def random_subset(count: int, size: int, generator: Generator) -> np.ndarray:
 
 
 def _distinct(count: int, size: int, generator: Generator) -> np.ndarray:
-    """The first `size` distinct values of a stream of uniform ones from 0, ..., count - 1: a uniformly random subset.
+    """The first `size` distinct values of a stream of uniform ones from 0, ..., count - 1: a uniformly random
+    subset.
 
     size is at most half of count, so that at least every other draw is new.
     """
@@ -176,9 +199,118 @@ def _distinct(count: int, size: int, generator: Generator) -> np.ndarray:
 
 
 def _below(count: int, size: int, generator: Generator) -> np.ndarray:
-    """About `size` independent values, uniform on 0, ..., count - 1; lots beyond the last whole multiple of count are left out."""
+    """About `size` independent values, uniform on 0, ..., count - 1; lots beyond the last whole multiple of
+    count are left out.
+    """
     lots = generator.uint64(size)
     excess = (1 << 64) % count
     if excess:
         lots = lots[lots < np.uint64((1 << 64) - excess)]
     return (lots % np.uint64(count)).astype(np.int64)
+
+
+Kind = Literal["constant", "step", "exponential", "list"]
+
+# What each kind is made of: all of it is needed, and nothing else may be given.
+SCHEDULE_FIELDS: dict[Kind, tuple[str, ...]] = {
+    "constant": (),
+    "step": ("every", "factor"),
+    "exponential": ("factor",),
+    "list": ("multipliers",),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The noise multiplier of step t = 0, 1, ..., as a multiple of a base.
+
+        constant     1
+        step         factor ^ (t // every)
+        exponential  factor ^ t
+        list         multipliers[t]: the multipliers themselves, with a base of 1
+
+    Raises ConfigError where a number is missing, is out of range, or belongs to another kind.
+    """
+
+    kind: Kind = "constant"
+    every: int | None = None
+    factor: float | None = None
+    multipliers: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(
+                f"the schedule's kind is {self.kind!r}", expected=f"one of {', '.join(get_args(Kind))}"
+            )
+        for name in ("every", "factor", "multipliers"):
+            needed = name in SCHEDULE_FIELDS[self.kind]
+            if (getattr(self, name) is not None) != needed:
+                said = f"needs {name}" if needed else f"takes no {name}"
+                raise ConfigError(
+                    f"a schedule of kind {self.kind} {said}",
+                    expected=", ".join(SCHEDULE_FIELDS[self.kind]) or "no number",
+                )
+        if self.every is not None and (
+            isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1
+        ):
+            raise ConfigError(
+                f"the schedule's `every` is {self.every!r}", expected="a whole number of steps, at least 1"
+            )
+        if self.factor is not None and not 0 < self.factor < math.inf:
+            raise ConfigError(f"the schedule's factor is {self.factor!r}", expected="a positive number")
+        if self.multipliers is not None:
+            object.__setattr__(self, "multipliers", tuple(self.multipliers))
+            for multiplier in self.multipliers:
+                if not 0 < multiplier < math.inf:
+                    raise ConfigError(
+                        f"the schedule lists the multiplier {multiplier!r}", expected="positive numbers"
+                    )
+
+    def multiplier(self, base: float, step: int) -> float:
+        """The noise multiplier of a step, counted from 0. Raises ConfigError for a step that a list does not
+        reach.
+        """
+        if self.kind == "list":
+            assert self.multipliers is not None
+            if step >= len(self.multipliers):
+                raise ConfigError(
+                    f"the schedule lists {len(self.multipliers)} multipliers, and step number {step + 1} was"
+                    " asked for",
+                    expected="one multiplier for each planned step",
+                )
+            return base * self.multipliers[step]
+        if self.kind == "constant":
+            return base
+        assert self.factor is not None
+        exponent = step if self.every is None else step // self.every
+        try:
+            scaled = base * self.factor**exponent
+        except OverflowError:
+            scaled = math.inf
+        if base > 0 and not 0 < scaled < math.inf:
+            raise ConfigError(
+                f"the schedule's factor {self.factor!r} makes the noise multiplier of step number {step + 1}"
+                f" {scaled!r}",
+                expected="a factor near 1: it is raised to a power that grows with the steps",
+            )
+        return scaled
+
+    def runs(self, base: float, steps: int) -> list[tuple[float, int]]:
+        """(noise multiplier, for how many steps), in order, of the first so many steps."""
+        if self.kind == "constant":
+            return [(base, steps)] if steps else []
+        runs: list[tuple[float, int]] = []
+        for step in range(steps):
+            multiplier = self.multiplier(base, step)
+            if runs and runs[-1][0] == multiplier:
+                runs[-1] = (multiplier, runs[-1][1] + 1)
+            else:
+                runs.append((multiplier, 1))
+        return runs
+
+    def describe(self) -> dict[str, Any]:
+        """The kind and its numbers as plain JSON; `Schedule(**described)` gives the same again."""
+        numbers = {name: getattr(self, name) for name in SCHEDULE_FIELDS[self.kind]}
+        if self.multipliers is not None:
+            numbers["multipliers"] = list(self.multipliers)
+        return {"kind": self.kind, **numbers}

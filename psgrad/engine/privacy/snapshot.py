@@ -1,7 +1,11 @@
-"""A checkpoint of private training as the bytes of one file: tensors, the optimiser's state and public numbers, whole or refused.
+"""A checkpoint of private training as the bytes of one file: tensors, the optimiser's state and public
+numbers, whole or refused.
 
-Everything in it is made of noisy sums that were paid for, so it may be published as the weights may. The file is safetensors, and its
-plain values are JSON in the header: nothing in it is ever executed.
+Everything in it is made of noisy sums that were paid for, so it may be published as the weights may. The file
+is safetensors, and its plain values are JSON in the header: nothing in it is ever executed.
+
+The tensors of a model as they may be published: trained parameters, and all others as they were before a
+record was read.
 """
 
 from __future__ import annotations
@@ -9,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from psgrad.errors import CheckpointError
+from psgrad.errors import CheckpointError, ModelError, PsgradError
 
 FORMAT = 1
 
@@ -44,14 +48,22 @@ class Snapshot:
     metadata: dict[str, Any]
 
     @classmethod
-    def take(cls, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, metadata: Mapping[str, Any]) -> Snapshot:
+    def take(
+        cls, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, metadata: Mapping[str, Any]
+    ) -> Snapshot:
         """The moment at hand. Nothing is copied: turn it into bytes before the next step.
 
         Args:
-            tensors: what `tensors_of` gives for a model, or a part of it that has every parameter the optimiser has.
-            metadata: NaN and infinities are no JSON (ValueError from `to_bytes`).
+            tensors: what `tensors_of` gives for a model, or a part of it that has every parameter the
+            optimiser has. metadata: NaN and infinities are no JSON (ValueError from `to_bytes`).
         """
-        return cls(dict(tensors), _name_of(optimizer), _trained(tensors, optimizer), optimizer.state_dict(), dict(metadata))
+        return cls(
+            dict(tensors),
+            _name_of(optimizer),
+            _trained(tensors, optimizer),
+            optimizer.state_dict(),
+            dict(metadata),
+        )
 
     def to_bytes(self) -> bytes:
         """The file's content. Raises CheckpointError for a state that is neither tensors nor plain values."""
@@ -61,7 +73,13 @@ class Snapshot:
         state = _packed(self.state, packed, "the optimiser's state")
         packed = _apart(packed)
         text = json.dumps(
-            {"format": FORMAT, "optimizer": self.optimizer, "trained": self.trained, "state": state, "metadata": self.metadata},
+            {
+                "format": FORMAT,
+                "optimizer": self.optimizer,
+                "trained": self.trained,
+                "state": state,
+                "metadata": self.metadata,
+            },
             allow_nan=False,
         )
         return save(packed, {_KEY: text, "sha256": _digest(text, packed)})
@@ -80,7 +98,8 @@ class Snapshot:
             strings = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         except Exception as error:  # the library raises a dozen types for a damaged file
             raise CheckpointError(
-                f"{name} is damaged, or no checkpoint: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                f"{name} is damaged, or no checkpoint:"
+                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 expected="a whole safetensors file, as psgrad wrote it",
                 cause="the file was cut short, or changed by another program",
                 next_step="put the checkpoint back that belongs to this run",
@@ -101,25 +120,34 @@ class Snapshot:
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise CheckpointError(
-                f"{name} is of format {content['format']}", expected=f"format {FORMAT}", next_step="resume it with the psgrad that wrote it"
+                f"{name} is of format {content['format']}",
+                expected=f"format {FORMAT}",
+                next_step="resume it with the psgrad that wrote it",
             )
         state = _unpacked(content["state"], tensors)
-        own = {key.removeprefix(_TENSORS): tensor for key, tensor in tensors.items() if key.startswith(_TENSORS)}
+        own = {
+            key.removeprefix(_TENSORS): tensor for key, tensor in tensors.items() if key.startswith(_TENSORS)
+        }
         return cls(own, content["optimizer"], content["trained"], state, content["metadata"])
 
-    def restore(self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, name: str = "the checkpoint") -> None:
-        """Put everything back, in place: values into these tensors, on their devices, and the state into this optimiser.
+    def restore(
+        self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, name: str = "the checkpoint"
+    ) -> None:
+        """Put everything back, in place: values into these tensors, on their devices, and the state into this
+        optimiser.
 
         The optimiser's hyperparameters are then those of the checkpoint.
 
-        Raises CheckpointError where model or optimiser are not those of the checkpoint; nothing is changed then.
+        Raises CheckpointError where model or optimiser are not those of the checkpoint; nothing is changed
+        then.
         """
         self._require_fit(tensors, optimizer, name)
         with torch.no_grad():
             for key, tensor in tensors.items():
                 tensor.copy_(self.tensors[key])
         optimizer.load_state_dict(self.state)
-        # PyTorch casts all of the state to the parameter's type, which a scalar kept in another one does not survive unchanged.
+        # PyTorch casts all of the state to the parameter's type, which a scalar kept in another one does not
+        # survive unchanged.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in self.state["state"].items():
             live = optimizer.state[parameters[number]]
@@ -127,7 +155,9 @@ class Snapshot:
                 if isinstance(value, Tensor) and live[key].dtype != value.dtype:
                     live[key] = value.to(live[key].device, copy=True)
 
-    def _require_fit(self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, name: str) -> None:
+    def _require_fit(
+        self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, name: str
+    ) -> None:
         wrong = [f"{key} is missing from it" for key in tensors if key not in self.tensors]
         wrong += [f"{key} is unknown to the model" for key in self.tensors if key not in tensors]
         wrong += [
@@ -193,13 +223,20 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """The value as JSON from which `_unpacked` makes the same value, its tensors put aside under names of their own."""
+    """The value as JSON from which `_unpacked` makes the same value, its tensors put aside under names of
+    their own.
+    """
     if isinstance(value, Tensor):
         name = f"{_STATE}{len(tensors)}"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        return {"dict": [[_packed(key, tensors, where), _packed(item, tensors, f"{where}, {key!r}")] for key, item in value.items()]}
+        return {
+            "dict": [
+                [_packed(key, tensors, where), _packed(item, tensors, f"{where}, {key!r}")]
+                for key, item in value.items()
+            ]
+        }
     if type(value) in (list, tuple):
         return {type(value).__name__: [_packed(item, tensors, where) for item in value]}
     if isinstance(value, float) and not math.isfinite(value):
@@ -207,7 +244,8 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise CheckpointError(
-        f"{where} is of type {type(value).__name__}, which can't be kept without running code on the way back",
+        f"{where} is of type {type(value).__name__}, which can't be kept without running code on the way"
+        " back",
         expected="tensors, numbers, strings, and lists and dicts of them",
         next_step="use an optimiser of torch.optim with plain arguments",
     )
@@ -225,3 +263,120 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return float(content)
     items = [_unpacked(item, tensors) for item in content]
     return tuple(items) if kind == "tuple" else items
+
+
+class PublishedTensors:
+    """What of a model may be published. What is not trained is held against its SHA-256 of when this was
+    made.
+
+    Args:
+        trained: the names of the parameters that are trained.
+    """
+
+    def __init__(self, model: nn.Module, trained: Iterable[str]) -> None:
+        self._model, self._trained = model, tuple(trained)
+        self._built = self._of_trained()
+        self.renew()
+
+    def renew(self) -> None:
+        """Take what is there now for what it was: after a checkpoint of the run was read."""
+        self._began = self._digests(*self._now())
+
+    def require_unwritten(self) -> None:
+        """Raises ModelError where a trained parameter is not, bit for bit, what it was when this was made: to
+        be called before training.
+        """
+        now = self._of_trained()
+        written = [name for name, digest in self._built.items() if now[name] != digest]
+        if written:
+            more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+            raise ModelError(
+                f"a forward pass changes the parameter {written[0]}{more}: it was run on rows of the data"
+                " before the first step",
+                expected=(
+                    "parameters that the optimiser alone changes: what a row writes into them is published"
+                    " without noise"
+                ),
+                cause=(
+                    "a first pass that sets the model up from the data it sees (data-dependent"
+                    " initialisation)"
+                ),
+                next_step=(
+                    "set it up from public data, where the model is built, or load weights that were set"
+                    " up so"
+                ),
+            )
+
+    def checked(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(name -> parameter or buffer, the tensors of the state dict).
+
+        Raises ModelError where one that is not trained is not, bit for bit, what it was, or was not there.
+        """
+        named, state = self._now()
+        differing = self._differing(named, state)
+        if differing:
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise ModelError(
+                f"{differing[0]}{more}, which is not trained, is not what it was before the first record was"
+                " read",
+                expected="the same bits: it would be published without noise",
+                cause="a model or a loss that writes what it has seen into its buffers or frozen parameters",
+                next_step=(
+                    "keep nothing of the data in them; what was paid for is in the ledger, and none of these"
+                    " tensors was written"
+                ),
+            )
+        return named, state
+
+    def differing(self) -> list[str]:
+        """The names of tensors that are not trained and no longer what they were, or were not there."""
+        return self._differing(*self._now())
+
+    def _differing(self, named: dict[str, Tensor], state: dict[str, Tensor]) -> list[str]:
+        now = self._digests(named, state)
+        return sorted(
+            {
+                name
+                for name, kind in now.keys() | self._began.keys()
+                if now.get((name, kind)) != self._began.get((name, kind))
+            }
+        )
+
+    def _now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        state = {name: value for name, value in self._model.state_dict().items() if isinstance(value, Tensor)}
+        return tensors_of(self._model), state
+
+    def _of_trained(self) -> dict[str, str]:
+        """name -> the SHA-256 of a parameter that is trained."""
+        return {name: _sha256(self._model.get_parameter(name)) for name in self._trained}
+
+    def _digests(self, named: dict[str, Tensor], state: dict[str, Tensor]) -> dict[tuple[str, str], str]:
+        """(name, where from) -> the SHA-256 of a tensor that is not trained."""
+        trained = {_extent(self._model.get_parameter(name)) for name in self._trained}
+        of_memory: dict[tuple[Any, ...], str] = {}  # most are in both
+        found = {}
+        for kind, tensors in (("named", named), ("state", state)):
+            for name, value in tensors.items():
+                try:
+                    extent = _extent(value)
+                except PsgradError:  # a traced one, which outlived the run that made it
+                    found[name, kind] = "of no memory"
+                    continue
+                if extent not in trained:
+                    found[name, kind] = of_memory[extent] = (
+                        of_memory[extent] if extent in of_memory else _sha256(value)
+                    )
+        return found
+
+
+def _extent(tensor: Tensor) -> tuple[Any, ...]:
+    """Which memory a tensor is of."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _sha256(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
+    if plain.numel():
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,22 +1,29 @@
-"""A private step from its parts: draw records, sum their clipped gradients, pay for it, add noise, let an optimiser use what comes out."""
+"""A private step from its parts: draw records, sum their clipped gradients, pay for it, add noise, let an
+optimiser use what comes out.
+
+The optimiser of a config, by its name in torch.optim. It sees noisy sums alone, so that any of them is
+post-processing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier
-from psgrad.engine.privacy.adaptive import AdaptiveBound
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.batches import GradientSource, RecordColumns
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import GradientSource, RecordColumns
 from psgrad.errors import ConfigError
 
 
@@ -52,13 +59,16 @@ def private_sum(
     expected_batch_size: float | None = None,
     pay: Callable[[], None] = lambda: None,
 ) -> NoisySum:
-    """The clipped sum of the source's batch plus noise of standard deviation `noise.multiplier * clipping.sensitivity(relation)`.
+    """The clipped sum of the source's batch plus noise of standard deviation `noise.multiplier *
+    clipping.sensitivity(relation)`.
 
     Args:
-        adaptive: makes the bound of `clipping` follow a quantile of the norms. `noise.multiplier` is then what the step costs in all:
-            a part of it goes to the count of the norms below the bound, and the sum gets a little more noise in turn.
-        expected_batch_size: the public divisor of that count; needed with `adaptive`.
-        pay: called once when the clipped sum is there and nothing of it has been seen: the place to write the ledger. If it raises,
+        adaptive: makes the bound of `clipping` follow a quantile of the norms. `noise.multiplier` is then
+        what the step costs in all:
+            a part of it goes to the count of the norms below the bound, and the sum gets a little more noise
+            in turn.
+        expected_batch_size: the public divisor of that count; needed with `adaptive`. pay: called once when
+        the clipped sum is there and nothing of it has been seen: the place to write the ledger. If it raises,
             nothing is released.
     """
     clipping, noise = sharing_with_count(clipping, noise, adaptive)
@@ -78,20 +88,29 @@ def private_sum(
     return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipping, following, records)
 
 
-def sharing_with_count(clipping: Clipping, noise: Noise, adaptive: AdaptiveBound | None) -> tuple[Clipping, Noise]:
-    """Clipping and noise of a sum beside which an adaptive bound's count is released: its bound, and the noise that the count leaves."""
+def sharing_with_count(
+    clipping: Clipping, noise: Noise, adaptive: AdaptiveBound | None
+) -> tuple[Clipping, Noise]:
+    """Clipping and noise of a sum beside which an adaptive bound's count is released: its bound, and the
+    noise that the count leaves.
+    """
     if adaptive is None:
         return clipping, noise
-    return clipping.with_bound(adaptive.bound), replace(noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier))
+    return clipping.with_bound(adaptive.bound), replace(
+        noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier)
+    )
 
 
-# Numbers that get their noise at a time: few enough that their noise and the sums without it, which are in memory together for so long, add
-# little to the peak; enough that calls take no time beside them. A larger tensor is one piece.
+# Numbers that get their noise at a time: few enough that their noise and the sums without it, which are in
+# memory together for so long, add little to the peak; enough that calls take no time beside them. A larger
+# tensor is one piece.
 _PIECE = 1 << 17
 
 
 def _pieces(sums: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names in their order, in runs whose tensors have no more than `_PIECE` numbers together, or of a single larger tensor."""
+    """The names in their order, in runs whose tensors have no more than `_PIECE` numbers together, or of a
+    single larger tensor.
+    """
     pieces: list[list[str]] = []
     numbers = 0
     for name, value in sums.items():
@@ -104,18 +123,19 @@ def _pieces(sums: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 class PrivateTraining:
-    """Steps of differentially private training: everything that is between a batch's gradients and the next weights.
+    """Steps of differentially private training: everything that is between a batch's gradients and the next
+    weights.
 
-    The noisy sum is divided by `expected_batch_size`, a public number, put where the optimiser looks for gradients, and the optimiser
-    takes its step: what it makes of a private number (momentum, Adam's moments, weight decay) costs no privacy.
+    The noisy sum is divided by `expected_batch_size`, a public number, put where the optimiser looks for
+    gradients, and the optimiser takes its step: what it makes of a private number (momentum, Adam's moments,
+    weight decay) costs no privacy.
 
     Args:
-        parameters: name -> the parameters to train, under the names that the sources' sums have. Nothing else changes.
-        source: record numbers of a batch, sorted, to its gradients.
-        records: how many records there are.
-        noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted with.
-        optimizer: over these parameters and no others, from torch.optim.
-        taken: steps that were taken before.
+        parameters: name -> the parameters to train, under the names that the sources' sums have. Nothing else
+        changes. source: record numbers of a batch, sorted, to its gradients. records: how many records there
+        are. noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted
+        with. optimizer: over these parameters and no others, from torch.optim. taken: steps that were taken
+        before.
 
     Raises ConfigError where the optimiser has others, whose gradients would get no noise.
     """
@@ -148,14 +168,17 @@ class PrivateTraining:
         return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
 
     def mechanism(self) -> tuple[Clipping, Noise]:
-        """What the step to come clips to, and the noise on its sum: with an adaptive bound its own bound, and what the count leaves."""
+        """What the step to come clips to, and the noise on its sum: with an adaptive bound its own bound, and
+        what the count leaves.
+        """
         return sharing_with_count(self.clipping, self.noise(self.taken), self.adaptive)
 
     def step(self, pay: Callable[[StepEvent], None] = lambda _: None, *, keep_sums: bool = False) -> NoisySum:
         """Draw, clip, pay, add noise, update. An empty batch is a step like any other: noise alone.
 
-        pay: called before anything is released; see `private_sum`. keep_sums: whether what is returned has the noisy sums, which take as
-        much memory as the parameters; without, they are gone when the update is made of them.
+        pay: called before anything is released; see `private_sum`. keep_sums: whether what is returned has
+        the noisy sums, which take as much memory as the parameters; without, they are gone when the update is
+        made of them.
         """
         event = self.event()
         rows = self.sampling.draw(self.records, self.generator)
@@ -176,7 +199,9 @@ class PrivateTraining:
         return replace(noisy, sums=kept)
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
-        """Let the optimiser take its step on the noisy sum, which is divided by the expected batch size in place."""
+        """Let the optimiser take its step on the noisy sum, which is divided by the expected batch size in
+        place.
+        """
         for name, parameter in self.parameters.items():
             parameter.grad = sums[name].div_(self.expected_batch_size).to(parameter.dtype)
         self.optimizer.step()
@@ -186,11 +211,107 @@ class PrivateTraining:
 def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises ConfigError where the optimiser would change what is not noised."""
     ours = {id(parameter) for parameter in parameters.values()}
-    others = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad and id(value) not in ours]
+    others = [
+        value
+        for group in optimizer.param_groups
+        for value in group["params"]
+        if value.requires_grad and id(value) not in ours
+    ]
     if others:
         raise ConfigError(
-            f"the optimiser has {len(others)} trainable parameters that are not among those of the private training",
-            expected="the same parameters in both: what else the optimiser changes, it changes by gradients without noise",
-            cause="an optimiser over all of a model's parameters, of which some are trained privately, or over copies",
+            f"the optimiser has {len(others)} trainable parameters that are not among those of the private"
+            " training",
+            expected=(
+                "the same parameters in both: what else the optimiser changes, it changes by gradients"
+                " without noise"
+            ),
+            cause=(
+                "an optimiser over all of a model's parameters, of which some are trained privately, or over"
+                " copies"
+            ),
             next_step="make the optimiser of parameters.values(), after the others were frozen",
         )
+
+
+# Those that ask for more than one gradient a step, or for another kind of it.
+_REFUSED = {
+    "LBFGS": "it asks for several gradients and losses a step, of which one is released",
+    "SparseAdam": "it takes sparse gradients, and a noisy gradient is nowhere zero",
+}
+
+
+def known_optimizers() -> list[str]:
+    """The names of torch.optim that can be used."""
+    found = [
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    ]
+    return sorted(set(found) - set(_REFUSED))
+
+
+def make_optimizer(
+    name: str, kwargs: Mapping[str, Any], parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimiser over these parameters. Raises ConfigError for a name that torch.optim has not, and for
+    arguments it does not take.
+    """
+    if name in _REFUSED:
+        raise ConfigError(
+            f"privacy.optimizer: {name} can't be used: {_REFUSED[name]}",
+            next_step="choose a first-order optimiser",
+        )
+    known = known_optimizers()
+    if name not in known:
+        close = [other for other in known if other.lower() == name.lower()] or difflib.get_close_matches(
+            name, known, n=1
+        )
+        raise ConfigError(
+            f"privacy.optimizer: torch.optim has no optimiser {name!r}"
+            + (f"; did you mean {close[0]}?" if close else ""),
+            expected=f"one of {', '.join(known)}",
+        )
+    trained = list(parameters)
+    try:
+        if not _all_finite(kwargs):
+            raise ValueError("a number is NaN or infinite")
+        _rehearse(getattr(torch.optim, name), kwargs, trained)
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(trained, **kwargs)
+    except Exception as error:  # arguments are checked in as many ways as there are optimisers
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}",
+            expected=f"the arguments of torch.optim.{name}, such as lr",
+            next_step="correct privacy.optimizer.kwargs",
+        ) from error
+    return optimizer
+
+
+def _all_finite(value: object) -> bool:
+    """Whether no number in a value of a config is NaN or infinite: a ledger, which is JSON, could not hold
+    it.
+    """
+    if isinstance(value, Mapping):
+        return all(map(_all_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _rehearse(
+    optimizer: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], parameters: Iterable[nn.Parameter]
+) -> None:
+    """Take two steps on a zero for each kind of parameter: some arguments are looked at when a step is taken,
+    which is paid for then.
+    """
+    kinds = {(parameter.ndim, parameter.dtype, parameter.device) for parameter in parameters}
+    zeros = [
+        nn.Parameter(torch.zeros([1] * ndim, dtype=dtype, device=device)) for ndim, dtype, device in kinds
+    ]
+    tried = optimizer(zeros, **kwargs)
+    for _ in range(2):
+        for zero in zeros:
+            zero.grad = torch.zeros_like(zero)
+        tried.step()

@@ -1,22 +1,24 @@
 """Function transforms of our own: vmap, grad and their kin, with the semantics of torch.func."""
 
-from psgrad.engine.transforms import assumptions as assumptions
 from psgrad.engine.transforms import autograd_function as autograd_function
 from psgrad.engine.transforms import autograd_inside as autograd_inside
-from psgrad.engine.transforms import recorded as recorded
+from psgrad.engine.transforms import autograd_outside as autograd_outside
+from psgrad.engine.transforms import private_torch as private_torch
 from psgrad.engine.transforms.capture import capture as capture
 from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
-from psgrad.engine.transforms.custom import custom_jvp as custom_jvp
-from psgrad.engine.transforms.custom import custom_vjp as custom_vjp
-from psgrad.engine.transforms.custom import custom_vmap as custom_vmap
-from psgrad.engine.transforms.differentiate import grad as grad
-from psgrad.engine.transforms.differentiate import grad_and_value as grad_and_value
-from psgrad.engine.transforms.differentiate import vjp as vjp
+from psgrad.engine.transforms.custom_rules import custom_jvp as custom_jvp
+from psgrad.engine.transforms.custom_rules import custom_vjp as custom_vjp
+from psgrad.engine.transforms.custom_rules import custom_vmap as custom_vmap
 from psgrad.engine.transforms.functional import functional_call as functional_call
 from psgrad.engine.transforms.functional import stack_module_state as stack_module_state
+from psgrad.engine.transforms.grad import grad as grad
+from psgrad.engine.transforms.grad import grad_and_value as grad_and_value
+from psgrad.engine.transforms.grad import vjp as vjp
 from psgrad.engine.transforms.jacobians import hessian as hessian
 from psgrad.engine.transforms.jacobians import jacfwd as jacfwd
 from psgrad.engine.transforms.jacobians import jacrev as jacrev
+from psgrad.engine.transforms.jvp import jvp as jvp
+from psgrad.engine.transforms.jvp import linearize as linearize
 from psgrad.engine.transforms.named_axis import all_gather as all_gather
 from psgrad.engine.transforms.named_axis import axis_index as axis_index
 from psgrad.engine.transforms.named_axis import axis_size as axis_size
@@ -24,10 +26,8 @@ from psgrad.engine.transforms.named_axis import pmax as pmax
 from psgrad.engine.transforms.named_axis import pmean as pmean
 from psgrad.engine.transforms.named_axis import pmin as pmin
 from psgrad.engine.transforms.named_axis import psum as psum
-from psgrad.engine.transforms.pushforward import jvp as jvp
-from psgrad.engine.transforms.pushforward import linearize as linearize
 from psgrad.engine.transforms.registration import register_rule as register_rule
-from psgrad.engine.transforms.vectorize import vmap as vmap
+from psgrad.engine.transforms.vmap import vmap as vmap
 
 __all__ = [
     "all_gather",

@@ -1,7 +1,8 @@
 """Operators of the user's function that a level takes no part in, and the tensors that come out of them.
 
-A tensor made inside the function may be written into later, with values that the level follows. So what is made anew belongs to the level
-from the beginning (it is *adopted*), and in-place operators find it there; what is somebody else's memory does not.
+A tensor made inside the function may be written into later, with values that the level follows. So what is
+made anew belongs to the level from the beginning (it is *adopted*), and in-place operators find it there;
+what is somebody else's memory does not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_trace
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.rules.registry import decomposition_of, taken_apart
-from psgrad.engine.transforms.shapes import refuse_shapes
+from psgrad.engine.transforms.shape_checks import refuse_shapes
 
 
 class AdoptingLevel(Level):
@@ -50,5 +51,8 @@ class AdoptingLevel(Level):
         """One floor down. To be written into at every level, a fresh tensor must be adopted by all."""
         top = top_level(args, kwargs)
         first = top.index if top is not None else 0
-        adopter = next((level for level in reversed(state.stack) if level.adopts and first < level.index < self.index), None)
+        adopter = next(
+            (level for level in reversed(state.stack) if level.adopts and first < level.index < self.index),
+            None,
+        )
         return self.lower(op, args, kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)

@@ -1,12 +1,14 @@
 """torch.autograd.Function inside a transformed function: its backward, jvp and vmap are taken as rules.
 
-PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute that comes from C; while a
-transform runs, the base class has one of its own, ours, which also reaches functions that were bound before (`f = MyFunction.apply`).
-Since PyTorch 2.14 `Function.apply` comes from C itself and is what has to be ours: one that was bound before stays PyTorch's, and is
-refused as soon as its backward would be needed.
+PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute
+that comes from C; while a transform runs, the base class has one of its own, ours, which also reaches
+functions that were bound before (`f = MyFunction.apply`). Since PyTorch 2.14 `Function.apply` comes from C
+itself and is what has to be ours: one that was bound before stays PyTorch's, and is refused as soon as its
+backward would be needed.
 
-A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for the backward belongs to a
-floor that is not known yet. One without is left to PyTorch, and refused as soon as its backward would be needed.
+A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for
+the backward belongs to a floor that is not known yet. One without is left to PyTorch, and refused as soon as
+its backward would be needed.
 """
 
 from __future__ import annotations
@@ -28,16 +30,22 @@ from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.errors import TransformError
 
-_Base: Any = next(kind for kind in torch._C._FunctionBase.__subclasses__() if kind.__name__ == "_SingleLevelFunction")
+_Base: Any = next(
+    kind for kind in torch._C._FunctionBase.__subclasses__() if kind.__name__ == "_SingleLevelFunction"
+)
 _Function: Any = next(kind for kind in _Base.__subclasses__() if kind.__name__ == "Function")
-_IN_TWO_STEPS = isinstance(vars(_Function)["apply"], classmethod)  # the first in Python, which completes the arguments
+_IN_TWO_STEPS = isinstance(
+    vars(_Function)["apply"], classmethod
+)  # the first in Python, which completes the arguments
 _Host: Any = _Base if _IN_TWO_STEPS else _Function
 if not _IN_TWO_STEPS:  # one that was bound before may run at any time
     type(state).forwards = 1
 
 
 class Context:
-    """What a Function's `setup_context`, `backward` and `jvp` know as `ctx`. It takes any attribute, as PyTorch's does."""
+    """What a Function's `setup_context`, `backward` and `jvp` know as `ctx`. It takes any attribute, as
+    PyTorch's does.
+    """
 
     def __init__(self, name: str, needs_input_grad: tuple[bool, ...]) -> None:
         self.name = name
@@ -66,7 +74,8 @@ class Context:
 
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
         raise TransformError(
-            f"torch.autograd.Function {self.name} writes in place into an argument (mark_dirty){diagnostics.where()}",
+            f"torch.autograd.Function {self.name} writes in place into an argument"
+            f" (mark_dirty){diagnostics.where()}",
             expected="a Function that returns new tensors",
             next_step="clone the argument in forward and write into the clone",
         )
@@ -127,7 +136,9 @@ class _Application(Ruled):
         self.kind.setup_context(context, tuple(args), self.structured(outs))
         return context
 
-    def _setup_for_backward(self, args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+    def _setup_for_backward(
+        self, args: Flat, outs: Flat | None, needed: list[int]
+    ) -> tuple[Flat, Any, frozenset[int]]:
         assert outs is not None
         context = self._context(args, outs, needed)
         constant = frozenset(i for i, x in enumerate(outs) if any(x is y for y in context.non_differentiable))
@@ -137,7 +148,8 @@ class _Application(Ruled):
         context, outs, shapes = prepared
         if context.materialize_grads:
             cotangents = [
-                torch.zeros_like(x) if g is None and isinstance(x, torch.Tensor) else g for g, x in zip(cotangents, outs, strict=True)
+                torch.zeros_like(x) if g is None and isinstance(x, torch.Tensor) else g
+                for g, x in zip(cotangents, outs, strict=True)
             ]
         backward = self.kind.backward if self.kind.backward is not _Base.backward else self.kind.vjp
         if _is_once_differentiable(backward):
@@ -145,16 +157,23 @@ class _Application(Ruled):
         return self._counted(backward(context, *cotangents), shapes)
 
     def _counted(self, found: Any, shapes: list[Any]) -> Cotangents:
-        """One cotangent an argument. As PyTorch does, one that was not summed over axes that were broadcast is summed here."""
+        """One cotangent an argument. As PyTorch does, one that was not summed over axes that were broadcast
+        is summed here.
+        """
         cotangents = list(found) if isinstance(found, tuple) else [found]
         surplus = cotangents[len(shapes) :]
         if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
             raise TransformError(
-                f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)} arguments",
+                f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)}"
+                " arguments",
                 expected="one gradient an argument, None for those that are no tensors",
             )
         return [
-            sum_to(g, shape, g.dtype) if isinstance(g, torch.Tensor) and shape is not None and _broadcasts(shape, g.shape) else g
+            (
+                sum_to(g, shape, g.dtype)
+                if isinstance(g, torch.Tensor) and shape is not None and _broadcasts(shape, g.shape)
+                else g
+            )
             for g, shape in zip(cotangents, shapes, strict=False)
         ]
 
@@ -163,19 +182,28 @@ class _Application(Ruled):
         context = self._context(args, outs, [i for i, t in enumerate(tangents) if t is not None])
         if context.materialize_grads:
             tangents = [
-                torch.zeros_like(x) if t is None and isinstance(x, torch.Tensor) and x.dtype.is_floating_point else t
+                (
+                    torch.zeros_like(x)
+                    if t is None and isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+                    else t
+                )
                 for t, x in zip(tangents, args, strict=True)
             ]
         context.pushing = True
         pushed = self.kind.jvp(context, *tangents)
         pushed = list(pushed) if isinstance(pushed, tuple) else [pushed]
-        if len(pushed) != len(outs) or any(t is not None and t.shape != x.shape for t, x in zip(pushed, outs, strict=True)):
+        if len(pushed) != len(outs) or any(
+            t is not None and t.shape != x.shape for t, x in zip(pushed, outs, strict=True)
+        ):
             raise TransformError(
                 f"{self.name}: jvp returned tangents of shapes {[getattr(t, 'shape', None) for t in pushed]} "
                 f"for results of shapes {[getattr(x, 'shape', None) for x in outs]}",
                 expected="one tangent a result, shaped like it",
             )
-        return outs, [None if any(x is y for y in context.non_differentiable) else t for t, x in zip(pushed, outs, strict=True)]
+        return outs, [
+            None if any(x is y for y in context.non_differentiable) else t
+            for t, x in zip(pushed, outs, strict=True)
+        ]
 
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
         args = [level.content(x) for x in args]
@@ -188,12 +216,20 @@ class _Application(Ruled):
         with resting(level), read_only(values):
             pair = self.kind.vmap(VmapInfo(level.size, level.randomness), in_dims, *values)
         if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise TransformError(f"{self.name}: vmap returned a {kind_of(pair)}{diagnostics.where()}", expected="a pair (output, out_dims)")
+            raise TransformError(
+                f"{self.name}: vmap returned a {kind_of(pair)}{diagnostics.where()}",
+                expected="a pair (output, out_dims)",
+            )
         outs = self._flat(pair[0])
         out_dims = [pair[1]] * len(outs) if not isinstance(pair[1], tuple) else list(pair[1])
         if len(out_dims) != len(outs):
-            raise TransformError(f"{self.name}: vmap returned {len(outs)} outputs and {len(out_dims)} out_dims{diagnostics.where()}")
-        return [x if dim is None else level.lift(x.movedim(dim, 0)) for x, dim in zip(outs, out_dims, strict=True)]
+            raise TransformError(
+                f"{self.name}: vmap returned {len(outs)} outputs and {len(out_dims)}"
+                f" out_dims{diagnostics.where()}"
+            )
+        return [
+            x if dim is None else level.lift(x.movedim(dim, 0)) for x, dim in zip(outs, out_dims, strict=True)
+        ]
 
 
 def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
@@ -204,7 +240,11 @@ def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
 
 def _is_once_differentiable(backward: Any) -> bool:
     code = getattr(backward, "__code__", None)
-    return code is not None and code.co_qualname == "once_differentiable.<locals>.wrapper" and code.co_filename == _ONCE_FILE
+    return (
+        code is not None
+        and code.co_qualname == "once_differentiable.<locals>.wrapper"
+        and code.co_filename == _ONCE_FILE
+    )
 
 
 _ONCE_FILE = _Base.forward.__code__.co_filename
@@ -229,7 +269,10 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
     def refuse(*args: Any) -> Any:
         raise TransformError(
             f"the backward of {name} is differentiated, and marked @once_differentiable",
-            next_step="write the backward with differentiable operators and leave the mark out; forward mode can do with a jvp of its own",
+            next_step=(
+                "write the backward with differentiable operators and leave the mark out; forward mode can do"
+                " with a jvp of its own"
+            ),
         )
 
     def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
@@ -254,7 +297,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_runs() -> Iterator[None]:
-    """Where an operator finds itself recorded, it is now to be found out whether it is the forward of a Function that calls it."""
+    """Where an operator finds itself recorded, it is now to be found out whether it is the forward of a
+    Function that calls it.
+    """
     state.forwards += 1
     try:
         yield
@@ -262,7 +307,9 @@ def _forward_runs() -> Iterator[None]:
         state.forwards -= 1
 
 
-def _completed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _completed(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with their defaults, those by keyword in their places."""
     bound = inspect.signature(forward).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -270,7 +317,9 @@ def _completed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 class _Interception(AbstractContextManager[None]):
-    """In place while a transform runs in any thread; where none runs in the calling thread, it goes on to PyTorch's own."""
+    """In place while a transform runs in any thread; where none runs in the calling thread, it goes on to
+    PyTorch's own.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,8 +1,9 @@
-"""PyTorch's own autograd, used inside a transform: it sees nothing there, so what it would leave out in silence is refused by name.
+"""PyTorch's own autograd, used inside a transform: it sees nothing there, so what it would leave out in
+silence is refused by name.
 
-That is a module's backward hooks, which it skips where no tensor requires a gradient; torch.autograd.functional, which takes what does not
-require one for constant; and torch.func's forward mode, which would end the process. torch.autograd.grad and .backward() object by
-themselves (see Level.body).
+That is a module's backward hooks, which it skips where no tensor requires a gradient;
+torch.autograd.functional, which takes what does not require one for constant; and torch.func's forward mode,
+which would end the process. torch.autograd.grad and .backward() object by themselves (see Level.body).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _refuse_functional(*args: Any, **kwargs: Any) -> None:
 def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
     if state.stack:
         raise TransformError(
-            f"torch.func.jvp, jacfwd, hessian or linearize inside the transformed function{diagnostics.where()}",
+            "torch.func.jvp, jacfwd, hessian or linearize inside the transformed"
+            f" function{diagnostics.where()}",
             expected="their namesakes in psgrad.engine.transforms",
             cause="PyTorch's forward mode needs the memory of tensors, which traced ones have none of",
         )

@@ -1,7 +1,8 @@
 """Batching: a level whose tracers carry a sample axis that the user's function does not see.
 
-The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest. Operators run on the
-real batched kernels. A value without that axis stays a plain value (or a tracer of a lower level) and is never copied per sample.
+The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest.
+Operators run on the real batched kernels. A value without that axis stays a plain value (or a tracer of a
+lower level) and is never copied per sample.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.fresh import FreshTracer, is_fresh, process_fresh
+from psgrad.engine.transforms.aliasing import (
+    dense_strides,
+    is_ordinary,
+    laid_out,
+    lies_otherwise,
+    strides_of_one_sample,
+)
+from psgrad.engine.transforms.fresh_tensors import FreshTracer, is_fresh, process_fresh
 from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, rewritten, state, strides_of
-from psgrad.engine.transforms.memory import dense_strides, is_ordinary, laid_out, lies_otherwise, strides_of_one_sample
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -33,7 +40,7 @@ from psgrad.engine.transforms.rules.registry import batching_rule, decompose, kn
 from psgrad.errors import TransformError
 
 if TYPE_CHECKING:
-    from psgrad.engine.transforms.draws import Drawer
+    from psgrad.engine.transforms.random_draws import Drawer
 
 RANDOMNESS = ("error", "same", "different")
 
@@ -56,11 +63,15 @@ class Deferral(Protocol):
         """Whether `op` may begin a deferred value."""
 
     def apply(self, batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `op`, un-run (Deferred values in the place of tensors), or NotImplemented to run it now."""
+        """The result of `op`, un-run (Deferred values in the place of tensors), or NotImplemented to run it
+        now.
+        """
 
 
 class BatchTracer(Tracer):
-    """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor when it is needed."""
+    """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor
+    when it is needed.
+    """
 
     __slots__ = ()
 
@@ -93,7 +104,9 @@ _make = torch.Tensor._make_wrapper_subclass
 
 
 def traced(value: Any, level: BatchLevel) -> BatchTracer:
-    """The tracer of a physical value, or of a deferred one. A function, as calling the class would take twice the time."""
+    """The tracer of a physical value, or of a deferred one. A function, as calling the class would take twice
+    the time.
+    """
     if isinstance(value, torch.Tensor):
         strides = strides_of(value)
         tracer = _make(BatchTracer, value.shape[1:], strides[1:], 0, dtype=value.dtype, device=value.device)
@@ -163,7 +176,11 @@ class BatchLevel(AdoptingLevel):
             result = rule(self.batch, op, *args, **kwargs)
             return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
         result = rule(self.batch, op, *args, **kwargs)
-        return self._made(result, op, args, kwargs) if type(result) is torch.Tensor else self._all_made(result, op, args, kwargs)
+        return (
+            self._made(result, op, args, kwargs)
+            if type(result) is torch.Tensor
+            else self._all_made(result, op, args, kwargs)
+        )
 
     def _meets_fresh(self, args: Any) -> bool:
         for a in args:
@@ -183,13 +200,21 @@ class BatchLevel(AdoptingLevel):
     def _wrap_one(self, physical: torch.Tensor) -> torch.Tensor:
         return physical if self.owns(physical) else traced(physical, self)
 
-    def _made(self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0) -> BatchTracer:
-        """The tracer of what an operator has made anew, with the strides that PyTorch gives one sample's result."""
+    def _made(
+        self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
+    ) -> BatchTracer:
+        """The tracer of what an operator has made anew, with the strides that PyTorch gives one sample's
+        result.
+        """
         if value.is_contiguous() if state.going_back else is_ordinary(value, op, args, kwargs):
             return traced(value, self)
         own = strides_of(value)[1:]
         shape = value.shape[1:]
-        strides = dense_strides(shape, own) if state.going_back else strides_of_one_sample(value, op, args, kwargs, place)
+        strides = (
+            dense_strides(shape, own)
+            if state.going_back
+            else strides_of_one_sample(value, op, args, kwargs, place)
+        )
         tracer = _make(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)
         tracer.value, tracer.level, tracer.lies_otherwise = value, self, lies_otherwise(value, strides)
         return tracer  # type: ignore[no-any-return]
@@ -204,7 +229,9 @@ class BatchLevel(AdoptingLevel):
         return map_tracers(made, result)
 
     def _defer(self, deferral: Deferral, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (state.cotangent_is_shared and deferral.starts(op)) and not (self.has_deferred and self._waiting(args)):
+        if not (state.cotangent_is_shared and deferral.starts(op)) and not (
+            self.has_deferred and self._waiting(args)
+        ):
             return NotImplemented
         self.has_deferred = True
         result = deferral.apply(self.batch, op, args, kwargs)
@@ -223,7 +250,9 @@ class BatchLevel(AdoptingLevel):
     def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)
         if operator.mutated_kwargs:
-            refuse_mutation(op, "an output argument (out=)", "psgrad does not write batched results into given tensors")
+            refuse_mutation(
+                op, "an output argument (out=)", "psgrad does not write batched results into given tensors"
+            )
         for position in operator.mutated:
             if not self.owns(args[position]):
                 refuse_mutation(
@@ -231,11 +260,17 @@ class BatchLevel(AdoptingLevel):
                     "a tensor without a sample axis, from one that has it",
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
-            if args[position].lies_otherwise and 0 in args[position].value.stride():  # samples, or elements of one, share a place
+            if (
+                args[position].lies_otherwise and 0 in args[position].value.stride()
+            ):  # samples, or elements of one, share a place
                 args[position].lay_out()
         if reshapes_in_place(op):
             if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):
-                refuse_mutation(op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed")
+                refuse_mutation(
+                    op,
+                    "a traced tensor under no_grad",
+                    "its derivative would go by as if its shape had stayed",
+                )
             reshaped = functional_variant(op)(*args, **kwargs)  # type: ignore[misc]
             reshape_tracer(op, args, kwargs)
             args[0].value = reshaped.value
@@ -245,7 +280,8 @@ class BatchLevel(AdoptingLevel):
         if rule is not None:
             rule(self.batch, op, *args, **kwargs)
         elif operator.mutated == (0,):
-            # The caller's autograd may keep the target for the operator's derivative: as it was before the write.
+            # The caller's autograd may keep the target for the operator's derivative: as it was before the
+            # write.
             before = aten.clone.default(args[0]) if state.attached else args[0]
             aten.copy_.default(args[0], out_of_place(op, (before, *args[1:]), kwargs))
         else:
@@ -256,13 +292,17 @@ class BatchLevel(AdoptingLevel):
                 torch._C._increment_version([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
-    # -- random operators -------------------------------------------------------------------------------------------------
+    # -- random operators
+    # -------------------------------------------------------------------------------------------------
 
     def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.randomness == "error":
             raise TransformError(
                 f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()}",
-                expected="randomness='different' (each sample its own draw) or randomness='same' (one draw for all)",
+                expected=(
+                    "randomness='different' (each sample its own draw) or randomness='same' (one draw for"
+                    " all)"
+                ),
                 cause="a dropout layer in training mode, or noise inside the loss",
                 next_step="call model.eval(), or say randomness='different' or 'same'",
             )
@@ -291,10 +331,16 @@ class BatchLevel(AdoptingLevel):
                     f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
                     next_step="use randomness='different'",
                 )
-            return map_tracers(lambda x: x if mutated else FreshTracer(x, self), self._draw_below(op, *args, **kwargs))
+            return map_tracers(
+                lambda x: x if mutated else FreshTracer(x, self), self._draw_below(op, *args, **kwargs)
+            )
         if mutated:
             if not self.owns(args[0]):
-                refuse_mutation(op, "a tensor without a sample axis, with a different draw for each sample", "one tensor, many draws")
+                refuse_mutation(
+                    op,
+                    "a tensor without a sample axis, with a different draw for each sample",
+                    "one tensor, many draws",
+                )
             rule(self.batch, partial(self._draw_below, op), *args, **kwargs)
             return args[0]
         return self._wrap(rule(self.batch, partial(self._draw_below, op), *args, **kwargs))
@@ -334,7 +380,9 @@ class Batch:
         return value.unsqueeze(0).expand(self.level.size, *value.shape)  # type: ignore[no-any-return]
 
     def aligned(self, value: Any, rank: int) -> Any:
-        """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the sample axis."""
+        """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the
+        sample axis.
+        """
         if not (type(value) is BatchTracer and value.level is self.level):
             return value
         physical = value.below()

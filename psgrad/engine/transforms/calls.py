@@ -1,12 +1,15 @@
-"""Calls: functions that bring rules of their own, as operators do, and how such a call finds the levels that have to handle it.
+"""Calls: functions that bring rules of their own, as operators do, and how such a call finds the levels that
+have to handle it.
 
-A call takes a flat list of arguments and returns a flat list of results. It is handed down the stack of levels like an operator,
-but it visits every level from the top, tracers among its arguments or not, as the function may close over some.
+A call takes a flat list of arguments and returns a flat list of results. It is handed down the stack of
+levels like an operator, but it visits every level from the top, tracers among its arguments or not, as the
+function may close over some.
 
-- A derivative level asks it to `differentiate` (reverse) or to `push` tangents (forward), on the values one floor down.
-- A batching level asks it to `batch`, which mostly means: the same call for all samples at once, one floor down. Its functions
-  then begin by going back up to the level, also after the level was left (in the pass back): the level is entered again, and the
-  tracers that the user's functions hold become valid with it.
+- A derivative level asks it to `differentiate` (reverse) or to `push` tangents (forward), on the values one
+  floor down.
+- A batching level asks it to `batch`, which mostly means: the same call for all samples at once, one floor
+  down. Its functions then begin by going back up to the level, also after the level was left (in the pass
+  back): the level is entered again, and the tracers that the user's functions hold become valid with it.
 """
 
 from __future__ import annotations
@@ -20,16 +23,15 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.branching import Divergence
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel, transpose
 from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, resurrect, state, tensors_in
-from psgrad.engine.transforms.levels import Level, users_program
+from psgrad.engine.transforms.levels import Divergence, Level, users_program
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.read_only import read_only
-from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.rules.families import cast
+from psgrad.engine.transforms.tape import pull_back
 from psgrad.errors import TransformError
 
 Flat = list[Any]
@@ -41,7 +43,9 @@ class Recorded:
     """What a reverse-mode level keeps of a call."""
 
     outs: Flat
-    pull: Callable[[Cotangents], Cotangents]  # cotangents of the results -> those of the arguments, and behind them of `captured`
+    pull: Callable[
+        [Cotangents], Cotangents
+    ]  # cotangents of the results -> those of the arguments, and behind them of `captured`
     captured: list[GradTracer] = field(default_factory=list)  # recorded values that the function closed over
     constant: frozenset[int] = frozenset()  # results that are said to have no derivative
 
@@ -64,7 +68,9 @@ class Call:
         raise NotImplementedError
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
-        """The results and the way back, on values below a reverse-mode level; `needed`: the arguments that want a cotangent."""
+        """The results and the way back, on values below a reverse-mode level; `needed`: the arguments that
+        want a cotangent.
+        """
         raise NotImplementedError
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
@@ -75,7 +81,10 @@ class Call:
         """The results at a derivative level where no derivative is followed."""
         with resting(level):
             outs = hand_down(self, level.unwrap(args), below=level)
-        return [level.constant(x) if isinstance(x, torch.Tensor) else x for x in own_values(level, outs, self.name)]
+        return [
+            level.constant(x) if isinstance(x, torch.Tensor) else x
+            for x in own_values(level, outs, self.name)
+        ]
 
 
 def hand_down(call: Call, args: Flat, below: Level | None = None) -> Flat:
@@ -89,7 +98,11 @@ def hand_down(call: Call, args: Flat, below: Level | None = None) -> Flat:
         if below is not None and level.index >= below.index:
             continue
         # batching alone needs no rule: the function's operators are batched one by one
-        if call.batches or state.attached or any(isinstance(lower, DerivativeLevel) for lower in state.stack[: depth + 1]):
+        if (
+            call.batches
+            or state.attached
+            or any(isinstance(lower, DerivativeLevel) for lower in state.stack[: depth + 1])
+        ):
             return process(level, call, args)
     return call.run(args)
 
@@ -99,7 +112,11 @@ def process(level: Level, call: Call, args: Flat) -> Flat:
     if isinstance(level, BatchLevel):
         return call.batch(level, args)
     assert isinstance(level, DerivativeLevel)
-    inputs = [(i, x) for i, x in level.inputs(tuple(args)) if isinstance(i, int) and (x.dtype.is_floating_point or x.dtype.is_complex)]
+    inputs = [
+        (i, x)
+        for i, x in level.inputs(tuple(args))
+        if isinstance(i, int) and (x.dtype.is_floating_point or x.dtype.is_complex)
+    ]
     if level.reads is not None:
         level.reads.note(tensors_in(args, {}))
     followed = level.is_on() and (level.reads is None or level.reads.follows)
@@ -116,10 +133,13 @@ def process(level: Level, call: Call, args: Flat) -> Flat:
     with witnessed(level):
         recorded = call.differentiate(level, values, [i for i, _ in inputs])
     places = inputs + [(len(args) + i, x) for i, x in enumerate(recorded.captured)]
-    return level.record_call(recorded.outs, lambda arrived: dict(enumerate(recorded.pull(arrived))), places, recorded.constant)
+    return level.record_call(
+        recorded.outs, lambda arrived: dict(enumerate(recorded.pull(arrived))), places, recorded.constant
+    )
 
 
-# -- levels, from the point of view of a call --------------------------------------------------------------------------------------
+# -- levels, from the point of view of a call
+# --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -131,7 +151,9 @@ def resting(level: Level) -> Iterator[None]:
 
 @contextmanager
 def program_on(*values: Any) -> Iterator[None]:
-    """A function of the user's that a rule runs: fresh tensors belong to the levels of the values that it is given, and to no other."""
+    """A function of the user's that a rule runs: fresh tensors belong to the levels of the values that it is
+    given, and to no other.
+    """
     present: set[Level] = set()
     for value in values:
         while isinstance(value, Tracer):
@@ -143,7 +165,9 @@ def program_on(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def witnessed(level: GradLevel) -> Iterator[None]:
-    """A record that outlives its function watches also what a call uses, whose operators it does not record."""
+    """A record that outlives its function watches also what a call uses, whose operators it does not
+    record.
+    """
     before = state.watchers
     if (kept := level.kept) is not None:
         state.watchers = (*before, lambda op, args, kwargs: kept.need(tensors_in(args, kwargs)))
@@ -191,9 +215,11 @@ def own_values(level: DerivativeLevel, results: Sequence[Any], name: str) -> Fla
 
 
 def lowered(results: Sequence[Any], highest: int, name: str) -> Flat:
-    """Results without the tracers of levels higher than `highest`, which a function brings in that closes over such.
+    """Results without the tracers of levels higher than `highest`, which a function brings in that closes
+    over such.
 
-    Constants of those levels are what they stand for, and so is what a level's watch takes note of; else the derivative would be lost.
+    Constants of those levels are what they stand for, and so is what a level's watch takes note of; else the
+    derivative would be lost.
     """
     return [_lowered(x, highest, name) for x in results]
 
@@ -206,7 +232,8 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
                 value = level.content(value)
                 continue
             raise TransformError(
-                f"{name} closes over a value that carries the sample axis of another vmap{diagnostics.where()}",
+                f"{name} closes over a value that carries the sample axis of another"
+                f" vmap{diagnostics.where()}",
                 next_step="pass the value as an argument",
             )
         assert isinstance(level, DerivativeLevel)
@@ -214,8 +241,13 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
             if level.reads is None or level.reads.follows:
                 raise TransformError(
                     f"{name} closes over a value that is being differentiated{diagnostics.where()}",
-                    expected="a function that takes all that it depends on as arguments: its rule says derivatives for those alone",
-                    next_step="pass the value as an argument, or detach it if its derivative is to be ignored",
+                    expected=(
+                        "a function that takes all that it depends on as arguments: its rule says derivatives"
+                        " for those alone"
+                    ),
+                    next_step=(
+                        "pass the value as an argument, or detach it if its derivative is to be ignored"
+                    ),
                 )
             level.reads.note([value])
         value = level.unwrap(value)
@@ -224,24 +256,39 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
 
 @dataclass
 class Mapped:
-    """For which arguments and results of a call the sample axis is hidden, and the way up to the samples and back."""
+    """For which arguments and results of a call the sample axis is hidden, and the way up to the samples and
+    back.
+    """
 
     level: BatchLevel
     args: list[bool]
     outs: list[bool] = field(default_factory=list)
 
     def up(self, values: Sequence[Any], flags: list[bool]) -> Flat:
-        return [self.level.lift(x) if mapped and x is not None else x for x, mapped in zip(values, flags, strict=True)]
+        return [
+            self.level.lift(x) if mapped and x is not None else x
+            for x, mapped in zip(values, flags, strict=True)
+        ]
 
     def down(self, results: Sequence[Any], name: str) -> Flat:
-        """Results below the level. Where any argument has a sample axis, they all have: what they cost, each sample pays."""
-        results = lowered([self.level.content(x) for x in lowered(results, self.level.index, name)], self.level.index, name)
+        """Results below the level. Where any argument has a sample axis, they all have: what they cost, each
+        sample pays.
+        """
+        results = lowered(
+            [self.level.content(x) for x in lowered(results, self.level.index, name)], self.level.index, name
+        )
         self.outs = [isinstance(x, torch.Tensor) and (any(self.args) or self.level.owns(x)) for x in results]
-        return [self.level.batch.physical(x) if mapped else x for x, mapped in zip(results, self.outs, strict=True)]
+        return [
+            self.level.batch.physical(x) if mapped else x
+            for x, mapped in zip(results, self.outs, strict=True)
+        ]
 
     def tangents_down(self, tangents: Sequence[Any]) -> Flat:
         found = [self.level.content(t) for t in tangents]
-        return [self.level.batch.physical(t) if mapped and t is not None else t for t, mapped in zip(found, self.outs, strict=True)]
+        return [
+            self.level.batch.physical(t) if mapped and t is not None else t
+            for t, mapped in zip(found, self.outs, strict=True)
+        ]
 
     def cotangents_down(self, cotangents: Sequence[Any]) -> Cotangents:
         """An argument that all samples share gets the sum of what they say."""
@@ -262,23 +309,29 @@ def kind_of(value: Any) -> str:
 def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> TransformError:
     what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
     return TransformError(
-        f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape {tuple(shape)}",
+        f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape"
+        f" {tuple(shape)}",
         expected="a cotangent shaped like the argument, or None for zero",
-        cause="an argument that was broadcast: its cotangent is summed over the axes along which it was repeated",
+        cause=(
+            "an argument that was broadcast: its cotangent is summed over the axes along which it was"
+            " repeated"
+        ),
     )
 
 
-# -- calls whose derivative is given -----------------------------------------------------------------------------------------------
+# -- calls whose derivative is given
+# -----------------------------------------------------------------------------------------------
 
 
 class Ruled(Call):
-    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the other's transpose.
+    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the
+    other's transpose.
 
-    function: arguments -> results.
-    prepare: (arguments, results or None, which arguments want cotangents) -> (results, whatever `pull` needs, constant results).
-    pull: (that, cotangents of the results) -> cotangents of the arguments.
-    forward: (arguments, results or None, tangents) -> (results, tangents of the results).
-    value_first: whether `prepare` and `forward` are given the results, computed one floor down by the call itself; else they compute
+    function: arguments -> results. prepare: (arguments, results or None, which arguments want cotangents) ->
+    (results, whatever `pull` needs, constant results). pull: (that, cotangents of the results) -> cotangents
+    of the arguments. forward: (arguments, results or None, tangents) -> (results, tangents of the results).
+    value_first: whether `prepare` and `forward` are given the results, computed one floor down by the call
+    itself; else they compute
         them, as ordinary programs there.
     """
 
@@ -297,7 +350,9 @@ class Ruled(Call):
         self.value_first = value_first
 
     def run(self, args: Flat) -> Flat:
-        followed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
+        followed = (
+            any(isinstance(x, torch.Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
+        )
         with read_only(args):
             if not followed:
                 return self.function(args)
@@ -305,11 +360,18 @@ class Ruled(Call):
                 return self._without_autograd(self.function(args))
 
     def _without_autograd(self, outs: Flat) -> Flat:
-        """PyTorch's autograd would differentiate the function as it is written: an error in its pass back, in place of a wrong number."""
+        """PyTorch's autograd would differentiate the function as it is written: an error in its pass back, in
+        place of a wrong number.
+        """
         message = (
-            f"{self.name} has a derivative of its own, which PyTorch's autograd does not know: differentiate with psgrad's grad or vjp"
+            f"{self.name} has a derivative of its own, which PyTorch's autograd does not know: differentiate"
+            " with psgrad's grad or vjp"
         )
-        places = [i for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)]
+        places = [
+            i
+            for i, x in enumerate(outs)
+            if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+        ]
         refusal = torch._C._functions.DelayedError(message.encode(), len(places))
         refused = refusal(*[outs[i].detach().requires_grad_() for i in places])
         for i, x in zip(places, refused if isinstance(refused, tuple) else (refused,), strict=True):
@@ -345,7 +407,9 @@ class Ruled(Call):
             assert self.forward is not None
             with back_in(mapped.level):
                 given = mapped.up(outs, mapped.outs) if outs is not None else None
-                results, pushed = self.forward(mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args))
+                results, pushed = self.forward(
+                    mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args)
+                )
             return mapped.down(results, self.name), mapped.tangents_down(pushed)
 
         return Ruled(
@@ -361,7 +425,11 @@ class Ruled(Call):
         with resting(level), read_only(values):
             if self.pull is not None:
                 outs, context, constant = self._prepared(level, values, needed)
-                return Recorded(outs, lambda cotangents: self._checked(self._pulled(context, cotangents), values), constant=constant)
+                return Recorded(
+                    outs,
+                    lambda cotangents: self._checked(self._pulled(context, cotangents), values),
+                    constant=constant,
+                )
             outs, pull = self._transposed_forward(level, values, needed)
             return Recorded(outs, pull)
 
@@ -380,25 +448,43 @@ class Ruled(Call):
             varying = [None if i in constant else x for i, x in enumerate(outs)]
             return outs, self._transposed_backward(backwards, varying, [tangents[i] for i in needed], level)
 
-    def _transposed_backward(self, backwards: Callable[[Flat], Flat], outs: Flat, tangents: Flat, level: ForwardLevel) -> Flat:
-        """Forward mode from the backward rule. A user's need not be linear (it may clip), and then it has no transpose: see that it is."""
+    def _transposed_backward(
+        self, backwards: Callable[[Flat], Flat], outs: Flat, tangents: Flat, level: ForwardLevel
+    ) -> Flat:
+        """Forward mode from the backward rule. A user's need not be linear (it may clip), and then it has no
+        transpose: see that it is.
+        """
         pushed = transpose(backwards, outs, tangents, above=level)
         for elsewhere in (1e3, -1e3):
-            for here, there in zip(pushed, transpose(backwards, outs, tangents, above=level, at=elsewhere), strict=True):
-                same = here is there or (here is not None and there is not None and torch.allclose(here, there, 1e-3, 1e-6, equal_nan=True))
+            for here, there in zip(
+                pushed, transpose(backwards, outs, tangents, above=level, at=elsewhere), strict=True
+            ):
+                same = here is there or (
+                    here is not None
+                    and there is not None
+                    and torch.allclose(here, there, 1e-3, 1e-6, equal_nan=True)
+                )
                 if not same:
                     raise TransformError(
-                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear in the cotangents",
+                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear in"
+                        " the cotangents",
                         expected="a linear backward, of which forward mode is the transpose",
                         cause="the backward clips, rounds or compares the cotangents that it is given",
-                        next_step="give the function a rule for forward mode as well, or differentiate it in reverse mode only",
+                        next_step=(
+                            "give the function a rule for forward mode as well, or differentiate it in"
+                            " reverse mode only"
+                        ),
                     )
         return pushed
 
     def _value(self, level: DerivativeLevel, values: Flat) -> Flat | None:
-        return own_values(level, hand_down(self, values, below=level), self.name) if self.value_first else None
+        return (
+            own_values(level, hand_down(self, values, below=level), self.name) if self.value_first else None
+        )
 
-    def _prepared(self, level: DerivativeLevel, values: Flat, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+    def _prepared(
+        self, level: DerivativeLevel, values: Flat, needed: list[int]
+    ) -> tuple[Flat, Any, frozenset[int]]:
         if self.prepare is None or self.pull is None:
             raise self.without_rule()
         outs, context, constant = self.prepare(values, self._value(level, values), needed)
@@ -410,7 +496,9 @@ class Ruled(Call):
             return self.pull(context, cotangents)
 
     def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
-        """The cotangents that the user's rule gave, in the arguments' dtypes; an error where a shape is wrong."""
+        """The cotangents that the user's rule gave, in the arguments' dtypes; an error where a shape is
+        wrong.
+        """
         found: Cotangents = []
         for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
             differentiable = isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
@@ -422,8 +510,12 @@ class Ruled(Call):
             found.append(cast(g, x.dtype))
         return found
 
-    def _transposed_forward(self, level: GradLevel, values: Flat, needed: list[int]) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
-        """Reverse mode from the forward rule: its tangents are recorded as a linear function, and that is pulled back."""
+    def _transposed_forward(
+        self, level: GradLevel, values: Flat, needed: list[int]
+    ) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
+        """Reverse mode from the forward rule: its tangents are recorded as a linear function, and that is
+        pulled back.
+        """
         if self.forward is None:
             raise self.without_rule()
         outs = self._value(level, values)
@@ -437,7 +529,9 @@ class Ruled(Call):
 
         def pull(cotangents: Cotangents) -> Cotangents:
             seeds = [(end, cotangents[place]) for place, end in ends]
-            found = dict(zip(needed, pull_back(seeds, starts, keep=True, attached=tape.attached), strict=True))
+            found = dict(
+                zip(needed, pull_back(seeds, starts, keep=True, attached=tape.attached), strict=True)
+            )
             return [found.get(i) for i in range(len(values))]
 
         return own_values(level, outs, self.name), pull

@@ -1,12 +1,14 @@
-"""Capture and replay: a function's whole program, recorded once and run again without the Python that made it.
+"""Capture and replay: a function's whole program, recorded once and run again without the Python that made
+it.
 
-`capture(f)` runs `f` for each signature (shapes, dtypes, devices, Python values among the arguments) on tensors without values, and
-keeps what PyTorch's tracer saw: a list of kernels (program.py). A transform costs microseconds of Python for each operator, a replay
-none of that.
+`capture(f)` runs `f` for each signature (shapes, dtypes, devices, Python values among the arguments) on
+tensors without values, and keeps what PyTorch's tracer saw: a list of kernels (program.py). A transform costs
+microseconds of Python for each operator, a replay none of that.
 
-What a list of kernels can't repeat is not captured, and `f` runs as it is: a course that depends on data, random states that are set
-inside, tensors that are kept from one call to the next. That is found out while recording (watch.py), and said once. What can't be
-found out is the caller's part: whatever else `f` reads of Python (an attribute, a global number) is as it was when it was captured.
+What a list of kernels can't repeat is not captured, and `f` runs as it is: a course that depends on data,
+random states that are set inside, tensors that are kept from one call to the next. That is found out while
+recording (watch.py), and said once. What can't be found out is the caller's part: whatever else `f` reads of
+Python (an attribute, a global number) is as it was when it was captured.
 """
 
 from __future__ import annotations
@@ -19,31 +21,43 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from psgrad.engine.transforms.capture_guard import NotCapturable, looks
 from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
-from psgrad.engine.transforms.watch import NotCapturable, looks
 from psgrad.errors import TransformError
 
 _MOST_PROGRAMS = 8
-Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of device on which it is on, and to which type it casts
+Autocast = tuple[
+    tuple[str, torch.dtype], ...
+]  # kinds of device on which it is on, and to which type it casts
 
 
-def capture(function: Callable[..., Any], *example: Any, compile: Compiler = "none", say: Callable[[str], None] | None = None) -> Captured:
-    """`function`, replayed: it is recorded at the first call with each signature, and run from its record afterwards.
+def capture(
+    function: Callable[..., Any],
+    *example: Any,
+    compile: Compiler = "none",
+    say: Callable[[str], None] | None = None,
+) -> Captured:
+    """`function`, replayed: it is recorded at the first call with each signature, and run from its record
+    afterwards.
 
     Args:
-        function: takes and returns pytrees of tensors and Python values, and does nothing else that has to be repeated. What it
+        function: takes and returns pytrees of tensors and Python values, and does nothing else that has to be
+        repeated. What it
             reads from outside (a module's buffers) is read anew at each call, in place changes included.
         example: arguments to record for at once.
         compile: 'inductor' hands each record to PyTorch's compiler, which takes seconds to a minute.
         say: told, once, why calls run as they are; by default a warning.
 
-    Random operators draw anew at each call, as many numbers in the same order as `function` itself. At most eight signatures are
-    recorded; calls with others run as they are, because a function that meets ever new shapes would spend its time on recording.
+    Random operators draw anew at each call, as many numbers in the same order as `function` itself. At most
+    eight signatures are recorded; calls with others run as they are, because a function that meets ever new
+    shapes would spend its time on recording.
     """
     name = getattr(function, "__name__", type(function).__name__)
     captured = Captured(
-        function, compile, say or (lambda why: warnings.warn(f"{name} is not replayed but run as it is: {why}", stacklevel=2))
+        function,
+        compile,
+        say or (lambda why: warnings.warn(f"{name} is not replayed but run as it is: {why}", stacklevel=2)),
     )
     if example:
         captured.record(*example)
@@ -74,7 +88,9 @@ class Captured:
             return program(tensors)
 
     def record(self, *args: Any, **kwargs: Any) -> Program | None:
-        """The record for these arguments, made without running on them; None where calls with them run as they are."""
+        """The record for these arguments, made without running on them; None where calls with them run as
+        they are.
+        """
         return self._program_for(*tree_flatten((args, kwargs)))[0]
 
     def _program_for(self, leaves: list[Any], spec: Any) -> tuple[Program | None, Autocast]:
@@ -84,7 +100,11 @@ class Captured:
         autocast = _autocast()
         signature = self._signature(leaves, spec, autocast)
         program = self.programs.get(signature)
-        if signature is None or (program is None and signature in self.programs) or (program is not None and program.fits()):
+        if (
+            signature is None
+            or (program is None and signature in self.programs)
+            or (program is not None and program.fits())
+        ):
             return program, autocast
         if program is None and len(self.programs) >= _MOST_PROGRAMS:
             self._say_once(f"of its signatures only the first {_MOST_PROGRAMS} are recorded")
@@ -93,7 +113,9 @@ class Captured:
             self.programs[signature] = record(self.function, leaves, spec, self.compile)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            self._say_once(first_line if isinstance(error, NotCapturable) else f"{type(error).__name__}: {first_line}")
+            self._say_once(
+                first_line if isinstance(error, NotCapturable) else f"{type(error).__name__}: {first_line}"
+            )
             self.programs[signature] = None
         return self.programs[signature], autocast
 
@@ -109,7 +131,8 @@ class Captured:
                     return None
                 if recording and leaf.requires_grad:
                     self._say_once(
-                        "an argument requires a gradient, and PyTorch's autograd may follow it; detach it, or call under no_grad"
+                        "an argument requires a gradient, and PyTorch's autograd may follow it; detach it, or"
+                        " call under no_grad"
                     )
                     return None
                 parts.append((seen.setdefault(id(leaf), len(seen)), *looks(leaf)))
@@ -129,17 +152,23 @@ class Captured:
 
 
 def _followed_by_others() -> bool:
-    """Whether something stands between the function and its kernels: another transform, ours or torch.func's, or a mode."""
+    """Whether something stands between the function and its kernels: another transform, ours or torch.func's,
+    or a mode.
+    """
     return bool(
         state.stack
         or torch.is_inference_mode_enabled()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
+        or torch._C._dispatch_tls_is_dispatch_key_included(
+            torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+        )
     )
 
 
 def _autocast() -> Autocast:
     if not torch._C._is_any_autocast_enabled():
         return ()
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )

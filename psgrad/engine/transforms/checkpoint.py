@@ -10,28 +10,41 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from psgrad.engine.transforms import generators
+from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Mapped, Recorded, back_in, hand_down, lowered, own_values, resting
+from psgrad.engine.transforms.calls import (
+    Call,
+    Cotangents,
+    Flat,
+    Mapped,
+    Recorded,
+    back_in,
+    hand_down,
+    lowered,
+    own_values,
+    resting,
+)
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
 from psgrad.engine.transforms.interpreter import map_tracers, resurrect, state
 from psgrad.engine.transforms.read_only import read_only
-from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
+from psgrad.engine.transforms.tape import Node, pull_back
 from psgrad.errors import TransformError
 
 
 def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, of which reverse mode keeps the arguments alone and not what is computed on the way.
+    """`func(*args, **kwargs)`, of which reverse mode keeps the arguments alone and not what is computed on
+    the way.
 
-    When cotangents come back, `func` runs again, with the same random draws, autocast settings and swapped parameters
-    (`functional_call`), and is differentiated then. So memory does not grow with what `func` computes, at the price of computing it twice.
-    It takes and returns pytrees; parameters and other traced values that it closes over are differentiated too.
+    When cotangents come back, `func` runs again, with the same random draws, autocast settings and swapped
+    parameters (`functional_call`), and is differentiated then. So memory does not grow with what `func`
+    computes, at the price of computing it twice. It takes and returns pytrees; parameters and other traced
+    values that it closes over are differentiated too.
 
-    `func` must do the same when it runs again: what it reads from elsewhere must not have changed. It must not write in place into
-    its arguments, nor into what it closes over.
+    `func` must do the same when it runs again: what it reads from elsewhere must not have changed. It must
+    not write in place into its arguments, nor into what it closes over.
     """
     flat, spec = tree_flatten((args, kwargs))
     out_spec: Any = None
@@ -42,7 +55,9 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         results, out_spec = tree_flatten(func(*given, **named))
         return results
 
-    return tree_unflatten(hand_down(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat), out_spec)
+    return tree_unflatten(
+        hand_down(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat), out_spec
+    )
 
 
 class Recomputed(Call):
@@ -53,7 +68,9 @@ class Recomputed(Call):
 
     follows_captured = True
 
-    def __init__(self, name: str, function: Callable[[Flat], Flat], value: Callable[[Flat], Flat] | None = None) -> None:
+    def __init__(
+        self, name: str, function: Callable[[Flat], Flat], value: Callable[[Flat], Flat] | None = None
+    ) -> None:
         super().__init__(name)
         self.function, self.value = function, value or function
 
@@ -68,7 +85,11 @@ class Recomputed(Call):
 
     def for_all_samples(self, mapped: Mapped) -> Recomputed:
         function = self._through(mapped, self.function)
-        return Recomputed(self.name, function, self._through(mapped, self.value) if self.value is not self.function else None)
+        return Recomputed(
+            self.name,
+            function,
+            self._through(mapped, self.value) if self.value is not self.function else None,
+        )
 
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
         def run(args: Flat) -> Flat:
@@ -82,13 +103,17 @@ class Recomputed(Call):
         return self.function(args)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
-        duals = [level.dual(x, t) if isinstance(x, torch.Tensor) else x for x, t in zip(values, tangents, strict=True)]
+        duals = [
+            level.dual(x, t) if isinstance(x, torch.Tensor) else x
+            for x, t in zip(values, tangents, strict=True)
+        ]
         outs = lowered(self.function(duals), level.index, self.name)
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
         watch, circumstances = Watch(level, self.name), Circumstances()
-        # the function itself is to do the same each time, to fresh tensors too; another way to its value is a program of its own
+        # the function itself is to do the same each time, to fresh tensors too; another way to its value is a
+        # program of its own
         below = resting(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), circumstances.noted(), read_only(values), below:
             outs = own_values(level, hand_down(self, values, below=level), self.name)
@@ -99,10 +124,16 @@ class Recomputed(Call):
             with back_in(level), torch.set_grad_enabled(True), circumstances.restored(), read_only(values):
                 with watch.over_second_run(captured) as nodes:
                     leaves = {i: level.leaf(values[i]) for i in needed}
-                    again = map_tracers(resurrect, self.function([leaves.get(i, x) for i, x in enumerate(values)]))
+                    again = map_tracers(
+                        resurrect, self.function([leaves.get(i, x) for i, x in enumerate(values)])
+                    )
                     if [getattr(x, "shape", None) for x in again] != shapes:
                         raise changed(self.name)
-                    ends = [(_Place(x), g) for x, g in zip(again, cotangents, strict=True) if level.owns(x) and g is not None]
+                    ends = [
+                        (_Place(x), g)
+                        for x, g in zip(again, cotangents, strict=True)
+                        if level.owns(x) and g is not None
+                    ]
                 starts = [leaf.node for leaf in leaves.values()] + nodes
             found = pull_back(ends, starts, keep=False, attached=level.attached)
             of_args = dict(zip(needed, found, strict=False))
@@ -129,7 +160,9 @@ def changed(name: str) -> TransformError:
 
 
 class Watch:
-    """Which values of a level a function reads besides its arguments, while it runs unrecorded and when it runs again."""
+    """Which values of a level a function reads besides its arguments, while it runs unrecorded and when it
+    runs again.
+    """
 
     def __init__(self, level: GradLevel, name: str) -> None:
         self.level, self.name = level, name
@@ -162,7 +195,9 @@ class Watch:
 
     @contextmanager
     def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
-        """What was captured starts the record anew: cotangents stop there, and go on from there in the record of the call."""
+        """What was captured starts the record anew: cotangents stop there, and go on from there in the record
+        of the call.
+        """
         before = [(tracer.node, tracer.output) for tracer in captured]
         nodes = [Node() for _ in captured]
         for tracer, node in zip(captured, nodes, strict=True):
@@ -185,12 +220,18 @@ class Watch:
 
 
 class Circumstances:
-    """What a function's result depends on besides values: the state of random generators, autocast, parameters swapped into modules."""
+    """What a function's result depends on besides values: the state of random random_draws, autocast,
+    parameters swapped into modules.
+    """
 
     def __init__(self) -> None:
         with _disable_current_modes():
-            self.generators = generators.states()
-        self.drawers = [(drawer, drawer.number) for level in state.stack if (drawer := getattr(level, "drawer", None)) is not None]
+            self.generators = random_draws.states()
+        self.drawers = [
+            (drawer, drawer.number)
+            for level in state.stack
+            if (drawer := getattr(level, "drawer", None)) is not None
+        ]
         self.autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
             for device in _AUTOCAST_DEVICES
@@ -201,7 +242,9 @@ class Circumstances:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Also generators that the function brings along are found in the state in which it first draws from them."""
+        """Also generators that the function brings along are found in the state in which it first draws from
+        them.
+        """
         before = state.draws
         state.draws = (*before, self._note)
         try:
@@ -209,8 +252,13 @@ class Circumstances:
         finally:
             state.draws = before
         # a kernel may draw on the way without being known for it (dropout between the layers of an LSTM)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():  # it is no data of the function's, whoever is watching
-            self.drew = any(not torch.equal(generator.get_state(), then) for generator, then in self.generators)
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):  # it is no data of the function's, whoever is watching
+            self.drew = any(
+                not torch.equal(generator.get_state(), then) for generator, then in self.generators
+            )
 
     def _note(self, generator: torch.Generator | None) -> None:
         if generator is not None and all(known is not generator for known, _ in self.generators):
@@ -229,8 +277,8 @@ class Circumstances:
             exits.enter_context(swapped_again(self.swaps))
             if self.drew:
                 self._refuse_to_be_recorded()
-                generators.restore(self.generators)
-                exits.callback(generators.restore, now)
+                random_draws.restore(self.generators)
+                exits.callback(random_draws.restore, now)
             for drawer, number in self.drawers:
                 exits.callback(setattr, drawer, "number", drawer.number)
                 drawer.number = number

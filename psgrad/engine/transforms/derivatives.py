@@ -1,7 +1,9 @@
-"""What reverse and forward mode have in common: tracers that hold a value with its derivative, in-place operators, and views.
+"""What reverse and forward mode have in common: tracers that hold a value with its derivative, in-place
+operators, and views.
 
-In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view remembers its base and
-the operator that made it; a write through a view writes the base, and a view whose base was written is taken again.
+In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view
+remembers its base and the operator that made it; a write through a view writes the base, and a view whose
+base was written is taken again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import SEVERAL, TRACER, Tracer, kinds, map_tracers, state, strides_of, tensors_in
+from psgrad.engine.transforms.interpreter import (
+    SEVERAL,
+    TRACER,
+    Tracer,
+    kinds,
+    map_tracers,
+    state,
+    strides_of,
+    tensors_in,
+)
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -34,13 +45,16 @@ births = itertools.count()
 
 
 class DerivativeTracer(Tracer):
-    """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative is."""
+    """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative
+    is.
+    """
 
     __slots__ = ("born",)
 
     level: DerivativeLevel
     value: torch.Tensor
-    # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its results this is.
+    # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its
+    # results this is.
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None = None
     has_views: bool = False
     writes: int = 0  # how often this tracer was written to
@@ -96,26 +110,34 @@ class DerivativeLevel(AdoptingLevel):
         """Whether derivatives are followed where the user's function is now."""
         raise NotImplementedError
 
-    def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
-        """The result of `op`, traced. inputs: the tracers with a derivative among the arguments, each with its position."""
+    def apply(
+        self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]
+    ) -> Any:
+        """The result of `op`, traced. inputs: the tracers with a derivative among the arguments, each with
+        its position.
+        """
         raise NotImplementedError
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, DerivativeTracer) and value.level is self
 
-    # -- one operator -------------------------------------------------------------------------------------------------
+    # -- one operator
+    # -------------------------------------------------------------------------------------------------
 
     def adopt(self, value: torch.Tensor) -> DerivativeTracer:
         return self.constant(value)
 
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place on a tensor from outside the function. A counter may be counted; a value may be needed for the way back."""
+        """In place on a tensor from outside the function. A counter may be counted; a value may be needed for
+        the way back.
+        """
         counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
         if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
             refuse_mutation(
                 op,
                 "a tensor from outside the transformed function",
-                "operators before it may need the old value for their gradient, which would be wrong without a word",
+                "operators before it may need the old value for their gradient, which would be wrong without"
+                " a word",
             )
         return self.lower(op, args, kwargs)
 
@@ -125,27 +147,46 @@ class DerivativeLevel(AdoptingLevel):
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
             return self._in_place(op, args, kwargs)
-        if operator.taken_apart:  # its pieces are handled one by one: they say what is a view, and what is written in place
+        if (
+            operator.taken_apart
+        ):  # its pieces are handled one by one: they say what is a view, and what is written in place
             return decompose(op, args, kwargs)
         inputs, values = self.opened(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
-        follows = (inputs or by_keyword) and not operator.constant and (self.reads is None or self.reads.follows)
+        follows = (
+            (inputs or by_keyword) and not operator.constant and (self.reads is None or self.reads.follows)
+        )
         if follows:
             follows = self.is_on()
-            if state.forwards and (name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled())):
+            if state.forwards and (
+                name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled())
+            ):
                 raise TransformError(
-                    f"torch.autograd.Function {name} is used in the transformed function{diagnostics.where()}",
+                    f"torch.autograd.Function {name} is used in the transformed"
+                    f" function{diagnostics.where()}",
                     expected="operators that psgrad sees; the backward of such a Function is invisible to it",
-                    cause="the gradient that passes through the Function would be another than its backward's, without a word",
-                    next_step="give it a setup_context, and call it by its class, not by a name that `apply` was bound to before; or write "
-                    "the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
+                    cause=(
+                        "the gradient that passes through the Function would be another than its backward's,"
+                        " without a word"
+                    ),
+                    next_step=(
+                        "give it a setup_context, and call it by its class, not by a name that `apply` was"
+                        " bound to before; or write the computation with ordinary tensor operations (for a"
+                        " checkpoint: use_reentrant=False)"
+                    ),
                 )
         below = op
         if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
-            below = aten.reshape.default  # a write has put a value in place that lies in memory otherwise than the tracer says
+            below = (
+                aten.reshape.default
+            )  # a write has put a value in place that lies in memory otherwise than the tracer says
         if not follows:
             result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
-            result = self.constant(result) if isinstance(result, torch.Tensor) else map_tracers(self.constant, result)
+            result = (
+                self.constant(result)
+                if isinstance(result, torch.Tensor)
+                else map_tracers(self.constant, result)
+            )
         else:
             rule = operator.derivative
             if rule is None or by_keyword:
@@ -157,11 +198,15 @@ class DerivativeLevel(AdoptingLevel):
         return self.remember_views(op, args, kwargs, result) if operator.facts.is_view else result
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
-        """The tracers of this level with a derivative among an operator's arguments, each with its position."""
+        """The tracers of this level with a derivative among an operator's arguments, each with its
+        position.
+        """
         return self.opened(args)[0]
 
     def opened(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
-        """(the tracers of this level with a derivative, each with its position; the arguments with what such tracers stand for)"""
+        """(the tracers of this level with a derivative, each with its position; the arguments with what such
+        tracers stand for)
+        """
         found: list[tuple[Position, Any]] = []
         values: list[Any] = []
         for position, argument in enumerate(args):
@@ -200,12 +245,15 @@ class DerivativeLevel(AdoptingLevel):
             return {key: self.unwrap(item) for key, item in tree.items()}
         return tree
 
-    # -- in-place operators and views -----------------------------------------------------------------------------------
+    # -- in-place operators and views
+    # -----------------------------------------------------------------------------------
 
     def remember_views(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
         base = args[0] if args else None
         if isinstance(base, DerivativeTracer) and base.level is self:
-            for output, tracer in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
+            for output, tracer in (
+                enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]
+            ):
                 tracer.view_of = (base, op, args[1:], kwargs, output)
                 tracer.writes_seen = base.writes
                 base.has_views = True
@@ -219,7 +267,9 @@ class DerivativeLevel(AdoptingLevel):
         self.refresh(base)
         if tracer.writes_seen == base.writes:
             return
-        with torch.set_grad_enabled(tracer.varies or torch.is_grad_enabled()):  # whoever looks, the view keeps its derivative
+        with torch.set_grad_enabled(
+            tracer.varies or torch.is_grad_enabled()
+        ):  # whoever looks, the view keeps its derivative
             again = op(base, *rest, **kwargs)
         tracer.become(again if output is None else again[output])
         tracer.writes_seen = base.writes
@@ -230,13 +280,18 @@ class DerivativeLevel(AdoptingLevel):
         if operator.mutated != (0,) and not operator.mutated_kwargs and decomposition_of(op) is not None:
             return decompose(op, args, kwargs)
         if operator.mutated_kwargs or operator.mutated != (0,):
-            refuse_mutation(op, "an output argument (out=) or several arguments", "psgrad carries out in-place operators out of place")
+            refuse_mutation(
+                op,
+                "an output argument (out=) or several arguments",
+                "psgrad carries out in-place operators out of place",
+            )
         target = args[0]
         if not self.owns(target):
             refuse_mutation(
                 op,
                 "a tensor that the transform does not follow",
-                "the tensor was made outside the transformed function (a buffer, a cache), so what is written would be lost",
+                "the tensor was made outside the transformed function (a buffer, a cache), so what is written"
+                " would be lost",
             )
         if reshapes_in_place(op):
             return self._reshape(op, args, kwargs)
@@ -251,9 +306,13 @@ class DerivativeLevel(AdoptingLevel):
         target = args[0]
         self._refuse_where_read(target)
         if target.has_views:
-            refuse_mutation(op, "a tensor that views were taken of", "the views would be taken again of another shape")
+            refuse_mutation(
+                op, "a tensor that views were taken of", "the views would be taken again of another shape"
+            )
         if not self.is_on() and target.varies:
-            refuse_mutation(op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed")
+            refuse_mutation(
+                op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed"
+            )
         self.refresh(target)
         before = self.constant(target.value)
         before.become(target)
@@ -280,7 +339,9 @@ class DerivativeLevel(AdoptingLevel):
             base, op, rest, kwargs, output = target.view_of
             written = write_through(op, base, new, rest, kwargs, output)
             if written is None:
-                refuse_mutation(op, f"a view made by {op}", "a write through this kind of view is not supported")
+                refuse_mutation(
+                    op, f"a view made by {op}", "a write through this kind of view is not supported"
+                )
             self._write(base, written)
             target.writes_seen = base.writes
         target.become(new)

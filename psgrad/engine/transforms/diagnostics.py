@@ -32,7 +32,9 @@ def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
 
 
 def user_line(error: BaseException | None = None) -> str | None:
-    """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine, nor to context managers of theirs."""
+    """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine, nor to context
+    managers of theirs.
+    """
     for frame in _frames(error):
         name = frame.f_code.co_filename
         if not name.startswith(_NOT_THE_USERS):
@@ -41,7 +43,9 @@ def user_line(error: BaseException | None = None) -> str | None:
 
 
 def module_path(error: BaseException | None = None) -> str | None:
-    """The innermost nn.Module whose forward is running, as `name (Class)`; the name is the one in the outermost module."""
+    """The innermost nn.Module whose forward is running, as `name (Class)`; the name is the one in the
+    outermost module.
+    """
     modules = [
         frame.f_locals["self"]
         for frame in _frames(error)
@@ -55,7 +59,9 @@ def module_path(error: BaseException | None = None) -> str | None:
 
 
 def where(error: BaseException | None = None) -> str:
-    """` (in layer fc1 (Linear), model.py:12)`, as far as it is known: of what runs now, or of where an error came from."""
+    """` (in layer fc1 (Linear), model.py:12)`, as far as it is known: of what runs now, or of where an error
+    came from.
+    """
     parts = []
     if module := module_path(error):
         parts.append(f"in {module}")
@@ -64,7 +70,8 @@ def where(error: BaseException | None = None) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-# Functions that open a level, by the id of their code: a search for what stands between an operator and its transform ends there.
+# Functions that open a level, by the id of their code: a search for what stands between an operator and its
+# transform ends there.
 _boundaries: set[int] = set()
 
 
@@ -76,9 +83,10 @@ def boundary(function: Callable[..., Any]) -> None:
 def running_autograd_function(*, inside: bool) -> str | None:
     """The name of the autograd.Function whose forward is running, if one is.
 
-    Its backward is invisible to a transform, which would differentiate the forward instead, or see constants where PyTorch has
-    switched recording off. PyTorch has no hook for the call, but the forward's frame is on the stack. This is asked at every
-    recorded operator, so frames are told apart by the id of their code: hashing code takes ten times as long.
+    Its backward is invisible to a transform, which would differentiate the forward instead, or see constants
+    where PyTorch has switched recording off. PyTorch has no hook for the call, but the forward's frame is on
+    the stack. This is asked at every recorded operator, so frames are told apart by the id of their code:
+    hashing code takes ten times as long.
 
     inside: only one that was called inside the innermost transform.
     """
@@ -94,7 +102,8 @@ def running_autograd_function(*, inside: bool) -> str | None:
     return None
 
 
-# PyTorch numbers the classes of autograd.Function. How far it has come tells in a tenth of the time that a look at the classes takes.
+# PyTorch numbers the classes of autograd.Function. How far it has come tells in a tenth of the time that a
+# look at the classes takes.
 _numbers: Any = getattr(sys.modules["torch.autograd.function"], "AUTOGRAD_FUNCTION_COUNTER", None)
 
 
@@ -109,9 +118,15 @@ def _made_so_far() -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _forwards(made_so_far: Any) -> dict[int, tuple[CodeType, str]]:
-    """The forward of each class of autograd.Function that exists by now, by the id of its code, which is kept alive."""
-    classes = [function for function in _subclasses(torch._C._FunctionBase) if hasattr(function.forward, "__code__")]
-    return {id(function.forward.__code__): (function.forward.__code__, function.__name__) for function in classes}
+    """The forward of each class of autograd.Function that exists by now, by the id of its code, which is kept
+    alive.
+    """
+    classes = [
+        function for function in _subclasses(torch._C._FunctionBase) if hasattr(function.forward, "__code__")
+    ]
+    return {
+        id(function.forward.__code__): (function.forward.__code__, function.__name__) for function in classes
+    }
 
 
 def _subclasses(base: Any) -> Iterator[Any]:
@@ -126,7 +141,12 @@ def batch_statistics_error(where: str) -> TransformError:
     return TransformError(
         f"BatchNorm in training mode{where}",
         expected="a layer that treats each sample by itself",
-        cause="in training mode the statistics are taken over the batch, so one sample's gradient depends on all others: "
-        "there is no per-sample gradient",
-        next_step="call model.eval() to use the running statistics, or replace the layer by GroupNorm and train again",
+        cause=(
+            "in training mode the statistics are taken over the batch, so one sample's gradient depends on"
+            " all others: there is no per-sample gradient"
+        ),
+        next_step=(
+            "call model.eval() to use the running statistics, or replace the layer by GroupNorm and train"
+            " again"
+        ),
     )

@@ -1,8 +1,9 @@
 """Forward mode: a level whose tracers carry a tangent beside their value.
 
-An operator's tangent comes from its own JVP where the table has one: elementwise operators have a diagonal Jacobian, linear ones
-are applied to the tangent. For all others it is the transpose of the VJP: the closure from cotangents to cotangents is linear,
-so its own VJP, taken at any point, takes tangents to tangents (https://j-towns.github.io/2017/06/12/A-new-trick.html).
+An operator's tangent comes from its own JVP where the table has one: elementwise operators have a diagonal
+Jacobian, linear ones are applied to the tangent. For all others it is the transpose of the VJP: the closure
+from cotangents to cotangents is linear, so its own VJP, taken at any point, takes tangents to tangents
+(https://j-towns.github.io/2017/06/12/A-new-trick.html).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTrac
 from psgrad.engine.transforms.interpreter import meet, rewritten
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
-from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
+from psgrad.engine.transforms.tape import pull_back
 
 
 class ForwardTracer(DerivativeTracer):
@@ -37,7 +38,9 @@ class ForwardTracer(DerivativeTracer):
         self.value, self.tangent = other.value, other.tangent
 
     def rewritten(self, new: Any) -> Any:
-        """Forward mode does not heed no_grad: the tangent is a new one, which for levels below is written as well."""
+        """Forward mode does not heed no_grad: the tangent is a new one, which for levels below is written as
+        well.
+        """
         if not self.level.owns(new):
             return new
         tangent = new.tangent
@@ -66,27 +69,36 @@ class ForwardLevel(DerivativeLevel):
     def is_on(self) -> bool:
         return True  # no_grad speaks of reverse mode
 
-    def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
+    def apply(
+        self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]
+    ) -> Any:
         result = self.lower(op, args, kwargs)
         inputs = [(position, x) for position, x in inputs if x.dtype.is_floating_point or x.dtype.is_complex]
         if not isinstance(result, (tuple, list)):
             return self._place(result, self._tangents([result], rule, op, result, args, kwargs, inputs)[0])
         tangents = self._tangents(result, rule, op, result, args, kwargs, inputs)
         tracers = [
-            self._place(item, tangent) if isinstance(item, torch.Tensor) else item for item, tangent in zip(result, tangents, strict=True)
+            self._place(item, tangent) if isinstance(item, torch.Tensor) else item
+            for item, tangent in zip(result, tangents, strict=True)
         ]
         return tracers if isinstance(result, list) else tuple(tracers)
 
     def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
-        """A whole number has no derivative: a linear operator (a cast) would take it from the tangent as from the value."""
+        """A whole number has no derivative: a linear operator (a cast) would take it from the tangent as from
+        the value.
+        """
         differentiable = result.dtype.is_floating_point or result.dtype.is_complex
         return traced(result, self, tangent if differentiable else None)
 
-    def _tangents(self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any) -> list[Any]:
+    def _tangents(
+        self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any
+    ) -> list[Any]:
         """The tangents of an operator's results: the sum of what each input adds."""
         total: list[Any] = [None] * len(results)
         rest: dict[Position, torch.Tensor] = {}
-        moved: dict[int, dict[int | None, torch.Tensor]] = {}  # argument -> item of it (None: the argument itself) -> tangent
+        moved: dict[
+            int, dict[int | None, torch.Tensor]
+        ] = {}  # argument -> item of it (None: the argument itself) -> tangent
         for position, tracer in inputs:
             argument, item = (position, None) if isinstance(position, int) else position
             if argument in rule.linear:
@@ -106,13 +118,19 @@ class ForwardLevel(DerivativeLevel):
 
 
 def _accumulate(total: list[Any], contribution: Any) -> None:
-    for place, tangent in enumerate(contribution if isinstance(contribution, (tuple, list)) else [contribution]):
+    for place, tangent in enumerate(
+        contribution if isinstance(contribution, (tuple, list)) else [contribution]
+    ):
         if tangent is not None:
             total[place] = tangent if total[place] is None else aten.add.Tensor(total[place], tangent)
 
 
-def _with_tangents(args: tuple[Any, ...], argument: int, tangents: dict[int | None, torch.Tensor]) -> tuple[Any, ...]:
-    """An operator's arguments, one of them with its tangent in its place (zeros for the items of a list that have none)."""
+def _with_tangents(
+    args: tuple[Any, ...], argument: int, tangents: dict[int | None, torch.Tensor]
+) -> tuple[Any, ...]:
+    """An operator's arguments, one of them with its tangent in its place (zeros for the items of a list that
+    have none).
+    """
     given = args[argument]
     if isinstance(given, torch.Tensor):
         replaced: Any = tangents[None]
@@ -121,7 +139,9 @@ def _with_tangents(args: tuple[Any, ...], argument: int, tangents: dict[int | No
     return (*args[:argument], replaced, *args[argument + 1 :])
 
 
-def transposed_vjp(rule: DerivativeRule, out: Any, args: Any, kwargs: Any, tangents: dict[Position, torch.Tensor]) -> Any:
+def transposed_vjp(
+    rule: DerivativeRule, out: Any, args: Any, kwargs: Any, tangents: dict[Position, torch.Tensor]
+) -> Any:
     """The tangent(s) of an operator's result(s), as the transpose of its VJP."""
     several = isinstance(out, (tuple, list))
 
@@ -144,20 +164,28 @@ def transpose(
     above: Level | None = None,
     at: float = 0.0,
 ) -> list[Any]:
-    """The transpose of a linear function of tensors shaped like `inputs`, applied to `cotangents`. None stands for zero.
+    """The transpose of a linear function of tensors shaped like `inputs`, applied to `cotangents`. None
+    stands for zero.
 
-    `linear` is told None for inputs that have no derivative (integers, what is no tensor). It may use levels that are active and
-    stand on `above`. Where it is taken, at which number in all places, makes no difference if it is linear.
+    `linear` is told None for inputs that have no derivative (integers, what is no tensor). It may use levels
+    that are active and stand on `above`. Where it is taken, at which number in all places, makes no
+    difference if it is linear.
     """
     level = GradLevel()
     with level.active(above), torch.set_grad_enabled(True):
         leaves = [
-            level.leaf(torch.full(x.shape, at, dtype=x.dtype, device=x.device))
-            if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
-            else None
+            (
+                level.leaf(torch.full(x.shape, at, dtype=x.dtype, device=x.device))
+                if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+                else None
+            )
             for x in inputs
         ]
         nodes = [leaf.node if leaf is not None else None for leaf in leaves]
         results = linear(list(leaves))
-        seeds = [(result, t) for result, t in zip(results, cotangents, strict=True) if result is not None and level.owns(result)]
+        seeds = [
+            (result, t)
+            for result, t in zip(results, cotangents, strict=True)
+            if result is not None and level.owns(result)
+        ]
     return pull_back(seeds, nodes, keep=False)

@@ -1,4 +1,6 @@
-"""functional_call: a module as a pure function of its parameters and buffers; stack_module_state: those of many modules as one."""
+"""functional_call: a module as a pure function of its parameters and buffers; stack_module_state: those of
+many modules as one.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ def functional_call(
     """`module(*args, **kwargs)` with tensors in the place of its parameters and buffers, as torch.func's.
 
     Args:
-        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. What the module puts in the place of
+        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. What the
+        module puts in the place of
             one of its tensors is found in the dict afterwards, if it is one.
         args: a tuple of positional arguments; anything else is taken as the only one.
         tie_weights: a tensor given for one name of a tied parameter stands for all its names.
         strict: whether all names must be given, and no others.
 
-    The module is as before when the call returns, also after an exception. In between it is not: two threads need a module each.
+    The module is as before when the call returns, also after an exception. In between it is not: two threads
+    need a module each.
     """
     values = _merged(parameter_and_buffer_dicts)
     arguments = () if args is None else args if isinstance(args, tuple) else (args,)
@@ -50,16 +54,23 @@ def functional_call(
         try:
             return module(*arguments, **(kwargs or {}))
         finally:
-            if isinstance(parameter_and_buffer_dicts, dict):  # a module may count: self.steps = self.steps + 1
+            if isinstance(
+                parameter_and_buffer_dicts, dict
+            ):  # a module may count: self.steps = self.steps + 1
                 left = {slot.name: slot.store[slot.key] for slot in slots if slot.key in slot.store}
-                parameter_and_buffer_dicts.update({name: left[name] for name in parameter_and_buffer_dicts if name in left})
+                parameter_and_buffer_dicts.update(
+                    {name: left[name] for name in parameter_and_buffer_dicts if name in left}
+                )
 
 
-def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The parameters and the buffers of models of one class, each stacked along a new first axis: an ensemble for `vmap`.
+def stack_module_state(
+    models: Sequence[nn.Module],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and the buffers of models of one class, each stacked along a new first axis: an ensemble
+    for `vmap`.
 
-    Returns (name -> [models, *shape] parameters, the same for buffers), as torch.func's: new leaves that require a gradient where
-    the models' own do.
+    Returns (name -> [models, *shape] parameters, the same for buffers), as torch.func's: new leaves that
+    require a gradient where the models' own do.
     """
     models = list(models)
     if not models:
@@ -68,14 +79,22 @@ def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, torch.Ten
         raise TransformError("stack_module_state: Expected all models to have the same training/eval mode.")
     if any(type(model) is not type(models[0]) for model in models):
         raise TransformError("stack_module_state: Expected all models to be of the same class.")
-    parameters = {name: _stacked([dict(m.named_parameters())[name] for m in models], name) for name, _ in models[0].named_parameters()}
-    buffers = {name: _stacked([dict(m.named_buffers())[name] for m in models], name) for name, _ in models[0].named_buffers()}
+    parameters = {
+        name: _stacked([dict(m.named_parameters())[name] for m in models], name)
+        for name, _ in models[0].named_parameters()
+    }
+    buffers = {
+        name: _stacked([dict(m.named_buffers())[name] for m in models], name)
+        for name, _ in models[0].named_buffers()
+    }
     return parameters, buffers
 
 
 def _stacked(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     if any(t.requires_grad != tensors[0].requires_grad for t in tensors):
-        raise TransformError(f"stack_module_state: Expected {name} to have the same .requires_grad for all models")
+        raise TransformError(
+            f"stack_module_state: Expected {name} to have the same .requires_grad for all models"
+        )
     if any(t.shape != tensors[0].shape for t in tensors):
         raise TransformError(f"stack_module_state: Expected {name} to have the same shape for all models")
     return torch.stack([t.detach() for t in tensors]).requires_grad_(tensors[0].requires_grad)
@@ -85,19 +104,27 @@ def _merged(dicts: Any) -> dict[str, torch.Tensor]:
     if isinstance(dicts, Mapping):
         return dict(dicts)
     if not isinstance(dicts, Sequence) or not all(isinstance(d, Mapping) for d in dicts):
-        raise TransformArgumentError(f"Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts, but got {type(dicts)}")
+        raise TransformArgumentError(
+            "Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts, but got"
+            f" {type(dicts)}"
+        )
     merged: dict[str, torch.Tensor] = {}
     for d in dicts:
         repeated = sorted(set(d) & set(merged))
         if repeated:
-            raise TransformArgumentError(f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous")
+            raise TransformArgumentError(
+                f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous"
+            )
         merged.update(d)
     return merged
 
 
 def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
     """All names of its parameters and buffers. Modules that name them in a way of their own are asked."""
-    if type(module).named_parameters is nn.Module.named_parameters and type(module).named_buffers is nn.Module.named_buffers:
+    if (
+        type(module).named_parameters is nn.Module.named_parameters
+        and type(module).named_buffers is nn.Module.named_buffers
+    ):
         names: dict[str, torch.Tensor] = {}
         _add_names(module, "", names)
         return names
@@ -128,7 +155,8 @@ def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> di
         if len(group) > 1 and given:
             if any(values[name] is not values[given[0]] for name in given):
                 raise TransformArgumentError(
-                    f"functional_call got multiple values for keys {sorted(given)}, which are tied. Consider using tie_weights=False"
+                    f"functional_call got multiple values for keys {sorted(given)}, which are tied. Consider"
+                    " using tie_weights=False"
                 )
             full.update(dict.fromkeys(group, values[given[0]]))
     return full
@@ -154,14 +182,24 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
             try:
                 owner = owners[path] = module.get_submodule(path)
             except AttributeError as error:
-                raise TransformError(f"functional_call: the module has no part named {path!r} (for {name!r})") from error
-        store: dict[str, Any] | None = owner._parameters if key in owner._parameters else owner._buffers if key in owner._buffers else None
+                raise TransformError(
+                    f"functional_call: the module has no part named {path!r} (for {name!r})"
+                ) from error
+        store: dict[str, Any] | None = (
+            owner._parameters
+            if key in owner._parameters
+            else owner._buffers
+            if key in owner._buffers
+            else None
+        )
         if store is None and isinstance(owner.__dict__.get(key), torch.Tensor):
             store = owner.__dict__  # one that was never registered
         if store is None:
             raise TransformArgumentError(
                 f"functional_call: {name!r} is neither a parameter nor a buffer of the module",
-                next_step="compare the names with dict(module.named_parameters()) and dict(module.named_buffers())",
+                next_step=(
+                    "compare the names with dict(module.named_parameters()) and dict(module.named_buffers())"
+                ),
             )
         slots.append(Slot(owner, store, key, name))
     return slots
@@ -179,7 +217,9 @@ def tied_slots(module: nn.Module, names: Iterable[str]) -> list[Slot]:
 @contextmanager
 def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Puts tensors where a module keeps its own, and afterwards its own back."""
-    recurrent = [s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__]  # they keep a second list of their weights
+    recurrent = [
+        s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__
+    ]  # they keep a second list of their weights
     own_lists = [(layer, layer.__dict__["_flat_weights"]) for layer in recurrent]
     own_values = [slot.store[slot.key] for slot in slots]
     before = current_swaps()
@@ -188,7 +228,9 @@ def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterat
         for slot in slots:
             slot.store[slot.key] = values[slot.name]
         for layer in recurrent:
-            layer.__dict__["_flat_weights"] = [getattr(layer, n) if n is not None else None for n in layer.__dict__["_flat_weights_names"]]
+            layer.__dict__["_flat_weights"] = [
+                getattr(layer, n) if n is not None else None for n in layer.__dict__["_flat_weights_names"]
+            ]
         yield
     finally:
         _running.swaps = before

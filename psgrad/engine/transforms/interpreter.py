@@ -1,12 +1,14 @@
-"""The interpreter: the one place where every operator of a transformed function arrives, and finds the transform that handles it.
+"""The interpreter: the one place where every operator of a transformed function arrives, and finds the
+transform that handles it.
 
-Each active transform is a *level* on a stack (levels.py). A value at a level is a `Tracer`: a tensor without storage that stands for
-something else (a recorded value, a whole batch). PyTorch hands every operator that meets a tracer to `interpret`, which passes
-it to the highest level among the arguments; that level's rule calls operators on the values below, which are plain tensors or
-tracers of lower levels, and so on down to the kernels.
+Each active transform is a *level* on a stack (levels.py). A value at a level is a `Tracer`: a tensor without
+storage that stands for something else (a recorded value, a whole batch). PyTorch hands every operator that
+meets a tracer to `interpret`, which passes it to the highest level among the arguments; that level's rule
+calls operators on the values below, which are plain tensors or tracers of lower levels, and so on down to the
+kernels.
 
-While a level runs the user's function, a mode sees the operators without any tracer among their arguments too: random draws must
-obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced values.
+While a level runs the user's function, a mode sees the operators without any tracer among their arguments
+too: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced values.
 """
 
 from __future__ import annotations
@@ -22,43 +24,47 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from psgrad.engine.transforms import autocast, diagnostics
-from psgrad.engine.transforms.dense import contiguous
-from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random, written_by
-from psgrad.engine.transforms.shapes import refuse_shapes
+from psgrad.engine.transforms import diagnostics, operators
+from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, contiguous, facts, is_random, written_by
+from psgrad.engine.transforms.shape_checks import refuse_shapes
 from psgrad.errors import TransformError
 
 if TYPE_CHECKING:
-    from psgrad.engine.transforms.kept import Kept
     from psgrad.engine.transforms.levels import Level
+    from psgrad.engine.transforms.tape import Kept
 
 
 class _State(threading.local):
     def __init__(self) -> None:
         self.stack: list[Level] = []
         self.interpreting = False
-        self.switched = False  # whether what is different while a transform runs is so already, by a level further out (see levels.py)
-        # While a random operator is carried out: only levels under this one have a say in what it is taken apart into.
+        # whether what is different while a transform runs is so already, by a level further out (see
+        # levels.py)
+        self.switched = False
+        # While a random operator is carried out: only levels under this one have a say in what it is taken
+        # apart into.
         self.heard = math.inf
         # True while a cotangent is computed for a value that no sample axis has touched: only there may a
         # contraction over the sample axis be put off (see Deferral in batching.py).
         self.cotangent_is_shared = False
         self.going_back = False  # while the pass back runs: what its operators make is seen by rules alone
-        # PyTorch's own autograd, where the outermost transform was called with recording on: how its layer of the dispatcher
-        # was set, and whether a tensor that requires a gradient has been met since.
+        # PyTorch's own autograd, where the outermost transform was called with recording on: how its layer of
+        # the dispatcher was set, and whether a tensor that requires a gradient has been met since.
         self.outside: tuple[Any, Any] | None = None
         self.attached = False
-        # Whether conjugates and negatives that are only marked, not carried out, may be among the values traced.
+        # Whether conjugates and negatives that are only marked, not carried out, may be among the values
+        # traced.
         self.marked = False
-        # Told of each operator of the user's function with its arguments, before it runs: those who object to some (read_only.py), or
-        # look whether what is used changes before the way back (calls.py).
+        # Told of each operator of the user's function with its arguments, before it runs: those who object to
+        # some (read_only.py), or look whether what is used changes before the way back (calls.py).
         self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
         # Told of each generator that draws: those who will run a function again with the same draws.
         self.draws: tuple[Callable[[Any], None], ...] = ()
         # What is needed by records that are used later (see kept.py): told of what is written to.
         self.kept: set[weakref.ref[Kept]] = set()
 
-    # How many forwards of autograd.Functions are known to run, or may do so unknown to us (see autograd_function.py).
+    # How many forwards of autograd.Functions are known to run, or may do so unknown to us (see
+    # autograd_function.py).
     forwards: int = 0
 
 
@@ -93,7 +99,9 @@ class Tracer(torch.Tensor):
         raise NotImplementedError
 
     def rewritten(self, new: Any) -> Any:
-        """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go as if it had not been."""
+        """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go
+        as if it had not been.
+        """
         return new
 
     def contiguously(self) -> Any:
@@ -106,15 +114,24 @@ class Tracer(torch.Tensor):
     def data_ptr(self) -> int:
         raise TransformError(
             f"the address of a traced tensor{diagnostics.where()}",
-            cause="a traced tensor has no memory; a kernel that is called with the address would read somebody else's",
-            next_step="make the kernel an operator (torch.library.custom_op), and give it a rule: docs/guides/adding-an-operator.md",
+            cause=(
+                "a traced tensor has no memory; a kernel that is called with the address would read somebody"
+                " else's"
+            ),
+            next_step=(
+                "make the kernel an operator (torch.library.custom_op), and give it a rule:"
+                " docs/guides/adding-an-operator.md"
+            ),
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if not requires_grad:
             raise TransformError(
                 f"requires_grad_(False) on a traced tensor{diagnostics.where()}",
-                cause="what a transform differentiates is said by its arguments; the gradient would go on as if nothing had been said",
+                cause=(
+                    "what a transform differentiates is said by its arguments; the gradient would go on as if"
+                    " nothing had been said"
+                ),
                 next_step="call .detach(), or use torch.no_grad() where the gradient should end",
             )
         return self
@@ -122,7 +139,10 @@ class Tracer(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise TransformError(
             f"a traced tensor can't become a NumPy array{diagnostics.where()}",
-            cause="NumPy works on memory, which a traced tensor has none of; what NumPy computes has no derivative either",
+            cause=(
+                "NumPy works on memory, which a traced tensor has none of; what NumPy computes has no"
+                " derivative either"
+            ),
             next_step="write the computation with torch, or do it outside the transformed function",
         )
 
@@ -156,7 +176,9 @@ def refuse_new_data() -> NoReturn:
 
 
 def rewritten(old: Any, new: Any) -> Any:
-    """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is just replaced."""
+    """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is
+    just replaced.
+    """
     if isinstance(old, Tracer):
         return old.rewritten(new)
     if state.outside is None or not (state.attached and old.requires_grad):
@@ -175,7 +197,9 @@ def innermost(value: Any) -> Any:
 
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a value that is to be traced. Here is taken note of it, too: whether autograd follows it, or a mark is on it."""
+    """The strides of a value that is to be traced. Here is taken note of it, too: whether autograd follows
+    it, or a mark is on it.
+    """
     if value.requires_grad and state.outside is not None:
         state.attached = True
     if value.dtype.is_complex or value.is_neg():
@@ -196,15 +220,17 @@ _MARKS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 def heed_marks() -> None:
     """Let kernels that we call see conjugates and negatives carried out.
 
-    PyTorch switches that off while it hands us an operator (and back on by itself when we are done): what is marked so would be
-    taken for what it is marked from, without a word.
+    PyTorch switches that off while it hands us an operator (and back on by itself when we are done): what is
+    marked so would be taken for what it is marked from, without a word.
     """
     for mark in _MARKS:
         torch._C._dispatch_tls_set_dispatch_key_excluded(mark, False)
 
 
 def meet(value: Any) -> None:
-    """Take note of a plain tensor that autograd follows; called for each that a tracer is made of or an operator is given."""
+    """Take note of a plain tensor that autograd follows; called for each that a tracer is made of or an
+    operator is given.
+    """
     if value.requires_grad and state.outside is not None:
         state.attached = True
 
@@ -214,7 +240,8 @@ class Interpreter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would wrap the method below against its compiler, which costs microseconds a call and, once, its import.
+        # PyTorch would wrap the method below against its compiler, which costs microseconds a call and, once,
+        # its import.
         return False
 
     def __enter__(self) -> Any:
@@ -231,8 +258,8 @@ class Interpreter(TorchDispatchMode):
         kwargs = kwargs or {}
         for told in state.watchers:
             told(op, args, kwargs)
-        if op in autocast.WHOLE:
-            args, kwargs = autocast.cast(args, kwargs)
+        if op in operators.WHOLE:
+            args, kwargs = operators.cast(args, kwargs)
         top = top_level(args, kwargs)
         if top is not None:
             refuse_shapes(op, args, kwargs)
@@ -255,7 +282,9 @@ class Interpreter(TorchDispatchMode):
 
 
 class Attached(TorchDispatchMode):
-    """While rules run: operators on plain tensors alone are recorded by PyTorch's autograd, as it was set outside of all transforms."""
+    """While rules run: operators on plain tensors alone are recorded by PyTorch's autograd, as it was set
+    outside of all transforms.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -268,26 +297,32 @@ class Attached(TorchDispatchMode):
         written = written_for_autograd.get(op)
         if written is not None and torch.is_grad_enabled():
             tensors = list(tensors_in(args, kwargs))
-            if any(x.requires_grad for x in tensors) and (op not in divides_by_sizes or all(x.numel() for x in tensors)):
+            if any(x.requires_grad for x in tensors) and (
+                op not in divides_by_sizes or all(x.numel() for x in tensors)
+            ):
                 with Attached():
                     return written(*args, **kwargs)
         with _without_modes_of_ours(), torch._C._ForceDispatchKeyGuard(*state.outside):
             for target in written_by(op, args, kwargs):
-                # PyTorch takes a view for a leaf, and refuses the write, until it is asked for what was written through other views.
+                # PyTorch takes a view for a leaf, and refuses the write, until it is asked for what was
+                # written through other views.
                 _ = target.grad_fn
             return op(*args, **kwargs)
 
 
 @contextmanager
 def _without_modes_of_ours() -> Iterator[None]:
-    """While PyTorch's autograd records an operator: the pieces that it takes it apart into must not be recorded a second time."""
+    """While PyTorch's autograd records an operator: the pieces that it takes it apart into must not be
+    recorded a second time.
+    """
     with ExitStack() as exits:
         while isinstance(_get_current_dispatch_mode(), (Interpreter, Attached)):
             exits.enter_context(_pop_mode_temporarily())
         yield
 
 
-# Operators that PyTorch's autograd must not see as they are, and how they are written for it (see recorded.py).
+# Operators that PyTorch's autograd must not see as they are, and how they are written for it (see
+# recorded.py).
 written_for_autograd: dict[Op, Callable[..., Any]] = {}
 divides_by_sizes: set[Op] = set()  # those of them that are as they are where a tensor is empty
 
@@ -308,7 +343,9 @@ def attachable(recording: bool) -> Iterator[None]:
 
 
 def below_autograd() -> Any:
-    """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite operators stay whole."""
+    """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite
+    operators stay whole.
+    """
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
@@ -324,14 +361,18 @@ def recorded_outside() -> Iterator[None]:
 
 
 def in_pieces(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a composite operator returns, by its definition: the interpreter that handed it on handles the operators of which it is made."""
+    """What a composite operator returns, by its definition: the interpreter that handed it on handles the
+    operators of which it is made.
+    """
     with Interpreter():
         return definition(*args, **kwargs)
 
 
 @contextmanager
 def rules_only() -> Iterator[None]:
-    """While the pass back runs: what rules call is ours, so tracers find their level by themselves, and plain tensors need none."""
+    """While the pass back runs: what rules call is ours, so tracers find their level by themselves, and plain
+    tensors need none.
+    """
     if isinstance(_get_current_dispatch_mode(), Interpreter):
         with _pop_mode_temporarily():
             yield
@@ -340,7 +381,8 @@ def rules_only() -> Iterator[None]:
 
 
 def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
-    """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a say in it).
+    """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a
+    say in it).
 
     `below`: only levels under this one are asked; a level passes itself here to go one floor down.
     """
@@ -348,7 +390,9 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
 
 
 def run(op: Op, *args: Any, **kwargs: Any) -> Any:
-    """`op(*args, **kwargs)`, for rules: tracers are handed to their level at once, where nobody listens on the way through PyTorch."""
+    """`op(*args, **kwargs)`, for rules: tracers are handed to their level at once, where nobody listens on
+    the way through PyTorch.
+    """
     if positions := facts(op).contiguous:  # the plain tensors among the arguments go to the kernel from here
         args = contiguous(positions, args)
     if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
@@ -357,9 +401,12 @@ def run(op: Op, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs) if level is None else handed_on(level, op, args, kwargs)
 
 
-def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
+def handed_on(
+    level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None
+) -> Any:
     """`interpret` for arguments whose highest level is known."""
-    # PyTorch's autograd must know of a view from the start: a value that it follows may be written through the view later.
+    # PyTorch's autograd must know of a view from the start: a value that it follows may be written through
+    # the view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
         with nullcontext() if isinstance(_get_current_dispatch_mode(), Attached) else Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
@@ -369,7 +416,9 @@ def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[s
     return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
 
 
-def _handed_on_with_care(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
+def _handed_on_with_care(
+    level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None
+) -> Any:
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below)
@@ -396,11 +445,15 @@ def _handed_on_with_care(level: Level | None, op: Op, args: tuple[Any, ...], kwa
 
 _DEAD: Any = object()  # in the place of a level: of a tracer that has outlived its transform
 
-OTHER, TENSOR, TRACER, SEVERAL = range(4)  # what an argument may be: a number, a plain tensor, a tracer, a list
+OTHER, TENSOR, TRACER, SEVERAL = range(
+    4
+)  # what an argument may be: a number, a plain tensor, a tracer, a list
 
 
 class _Kinds(dict[type, int]):
-    """What the instances of a class are. Asked for each argument of each operator: isinstance takes long for classes of tensors."""
+    """What the instances of a class are. Asked for each argument of each operator: isinstance takes long for
+    classes of tensors.
+    """
 
     def __missing__(self, kind: type) -> int:
         if issubclass(kind, torch.Tensor):
@@ -415,7 +468,9 @@ kinds = _Kinds()
 
 
 def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
-    """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its transform."""
+    """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its
+    transform.
+    """
     top: Level | None = None
     for argument in (*args, *kwargs.values()) if kwargs else args:
         kind = kinds[type(argument)]

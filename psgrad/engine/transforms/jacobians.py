@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from psgrad.engine.transforms.differentiate import Argnums, positions_of, split_aux, vjp
-from psgrad.engine.transforms.pushforward import jvp
-from psgrad.engine.transforms.vectorize import vmap
+from psgrad.engine.transforms.grad import Argnums, positions_of, split_aux, vjp
+from psgrad.engine.transforms.jvp import jvp
+from psgrad.engine.transforms.vmap import vmap
 from psgrad.errors import TransformArgumentError
 
 
@@ -30,11 +30,13 @@ def jacrev(
         argnums: the positional argument(s) to differentiate; each a pytree of real floating-point tensors.
         chunk_size: at most so many elements of the output at a time; 1 goes one by one, without vmap.
 
-    Returns a function of the same arguments. Its result has the structure of the output, and in the place of each tensor the
-    structure of the argument (a tuple of such for a tuple of argnums), of tensors of shape [*output, *argument]; with `has_aux` the
-    pair (Jacobian, aux).
+    Returns a function of the same arguments. Its result has the structure of the output, and in the place of
+    each tensor the structure of the argument (a tuple of such for a tuple of argnums), of tensors of shape
+    [*output, *argument]; with `has_aux` the pair (Jacobian, aux).
     """
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size <= 0):
+    if chunk_size is not None and (
+        not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size <= 0
+    ):
         raise TransformArgumentError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
 
     @functools.wraps(func)
@@ -51,7 +53,10 @@ def jacrev(
         trees = []
         for number, y in enumerate(outputs):
             start = sum(other.numel() for other in outputs[:number])
-            parts = [block.narrow(0, start, y.numel()).reshape((*y.shape, *x.shape)) for block, x in zip(blocks, inputs, strict=True)]
+            parts = [
+                block.narrow(0, start, y.numel()).reshape((*y.shape, *x.shape))
+                for block, x in zip(blocks, inputs, strict=True)
+            ]
             trees.append(_tree_of(parts, in_spec, argnums))
         result = tree_unflatten(trees, out_spec)
         return (result, aux) if has_aux else result
@@ -60,12 +65,17 @@ def jacrev(
 
 
 def jacfwd(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, *, randomness: str = "error", chunk_size: int | None = None
+    func: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    randomness: str = "error",
+    chunk_size: int | None = None,
 ) -> Callable[..., Any]:
     """The Jacobian of `func` by forward mode: one pass forward for all elements of the arguments at once.
 
-    As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness` is vmap's; `chunk_size`
-    limits how many elements of the arguments go at a time.
+    As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness`
+    is vmap's; `chunk_size` limits how many elements of the arguments go at a time.
     """
 
     @functools.wraps(func)
@@ -76,15 +86,21 @@ def jacfwd(
 
         def column(*basis: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
             along = tree_unflatten(list(basis), in_spec)
-            value, tangent, aux = jvp(lambda *xs: _with_aux(function(*xs), has_aux), primals, along, has_aux=True)
+            value, tangent, aux = jvp(
+                lambda *xs: _with_aux(function(*xs), has_aux), primals, along, has_aux=True
+            )
             outputs, seen["spec"] = _real_leaves(value, "jacfwd", "output")
             seen["shapes"] = [y.shape for y in outputs]
             leaves, seen["aux"] = tree_flatten(aux)
             seen["tensor"] = [isinstance(leaf, torch.Tensor) for leaf in leaves]
             seen["other"] = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-            return tuple(tree_flatten(tangent)[0]), tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return tuple(tree_flatten(tangent)[0]), tuple(
+                leaf for leaf in leaves if isinstance(leaf, torch.Tensor)
+            )
 
-        blocks, aux_tensors = _over_basis(column, inputs, chunk_size, out_dims=(-1, None), randomness=randomness)
+        blocks, aux_tensors = _over_basis(
+            column, inputs, chunk_size, out_dims=(-1, None), randomness=randomness
+        )
         trees = []
         for block, shape in zip(blocks, seen["shapes"], strict=True):  # [*output, elements of all inputs]
             parts, start = [], 0
@@ -96,13 +112,17 @@ def jacfwd(
         if not has_aux:
             return result
         tensors, others = iter(aux_tensors), iter(seen["other"])
-        return result, tree_unflatten([next(tensors) if is_tensor else next(others) for is_tensor in seen["tensor"]], seen["aux"])
+        return result, tree_unflatten(
+            [next(tensors) if is_tensor else next(others) for is_tensor in seen["tensor"]], seen["aux"]
+        )
 
     return jacobian
 
 
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
-    """The matrix of second derivatives of a real function: jacfwd of jacrev. Its structure is that of a Jacobian's Jacobian."""
+    """The matrix of second derivatives of a real function: jacfwd of jacrev. Its structure is that of a
+    Jacobian's Jacobian.
+    """
     return jacfwd(jacrev(func, argnums), argnums)
 
 
@@ -134,7 +154,9 @@ def _real_leaves(tree: Any, name: str, what: str) -> tuple[list[torch.Tensor], A
     flat, spec = tree_flatten(tree)
     for item in flat:
         if not isinstance(item, torch.Tensor):
-            raise TransformArgumentError(f"{name}: Expected all {what}s to be Tensors, got {what} of type {type(item).__name__}")
+            raise TransformArgumentError(
+                f"{name}: Expected all {what}s to be Tensors, got {what} of type {type(item).__name__}"
+            )
         if not item.dtype.is_floating_point:
             raise TransformArgumentError(
                 f"{name}: an {what} of dtype {item.dtype}",
@@ -146,7 +168,9 @@ def _real_leaves(tree: Any, name: str, what: str) -> tuple[list[torch.Tensor], A
     return flat, spec
 
 
-def _over_basis(function: Callable[..., Any], tensors: list[torch.Tensor], chunk_size: int | None, **options: Any) -> Any:
+def _over_basis(
+    function: Callable[..., Any], tensors: list[torch.Tensor], chunk_size: int | None, **options: Any
+) -> Any:
     """`function`, mapped over the unit vectors of all `tensors` taken together."""
     sizes = [x.numel() for x in tensors]
     total = sum(sizes)
@@ -155,7 +179,10 @@ def _over_basis(function: Callable[..., Any], tensors: list[torch.Tensor], chunk
         """[count, *shape] a tensor: unit vectors number start, start + 1, ..."""
         units, offset = [], 0
         for x, size in zip(tensors, sizes, strict=True):
-            place, row = torch.arange(size, device=x.device), torch.arange(start - offset, start - offset + count, device=x.device)
+            place, row = (
+                torch.arange(size, device=x.device),
+                torch.arange(start - offset, start - offset + count, device=x.device),
+            )
             units.append((row.unsqueeze(1) == place).to(x.dtype).reshape(count, *x.shape))
             offset += size
         return units
@@ -165,11 +192,17 @@ def _over_basis(function: Callable[..., Any], tensors: list[torch.Tensor], chunk
         return tuple(torch.stack(column) for column in zip(*singles, strict=True))
     if chunk_size is None or chunk_size >= total:
         return vmap(function, **options)(*basis(0, total))
-    parts = [vmap(function, **options)(*basis(start, min(chunk_size, total - start))) for start in range(0, total, chunk_size)]
+    parts = [
+        vmap(function, **options)(*basis(start, min(chunk_size, total - start)))
+        for start in range(0, total, chunk_size)
+    ]
     return _joined(parts, options)
 
 
 def _joined(parts: list[Any], options: dict[str, Any]) -> Any:
     if not options:
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    return tuple(torch.cat(column, -1) for column in zip(*[part[0] for part in parts], strict=True)), parts[0][1]
+    return (
+        tuple(torch.cat(column, -1) for column in zip(*[part[0] for part in parts], strict=True)),
+        parts[0][1],
+    )

@@ -1,8 +1,13 @@
-"""Levels: the transforms that are active, one on top of another, and what is different while they run the user's function.
+"""Levels: the transforms that are active, one on top of another, and what is different while they run the
+user's function.
 
-PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones (`linear`,
-`scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's parameters. Where PyTorch's own
-autograd looks on from outside, it is let in again for operators on plain tensors alone (`Attached` in interpreter.py).
+PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones
+(`linear`, `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's
+parameters. Where PyTorch's own autograd looks on from outside, it is let in again for operators on plain
+tensors alone (`Attached` in interpreter.py).
+
+Branches on data inside a batched function: taken where all samples agree, and the batch split by the outcome
+where they do not.
 """
 
 from __future__ import annotations
@@ -18,10 +23,44 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.branching import Divergence
 from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd, state
 from psgrad.engine.transforms.operators import Op
 from psgrad.errors import TransformError
+
+
+class Divergence(BaseException):
+    """Samples of a level disagree on a number that the function's Python code asks for.
+
+    Whoever runs the function runs it again, for the samples of each outcome. Not an Exception: the function's
+    own error handling must not catch it. One that catches everything is found out, as the level remembers.
+    """
+
+    def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
+        super().__init__(f"samples disagree: {outcomes}{where}")
+        self.level = level
+        level.diverged = outcomes, where
+        self.outcomes = outcomes
+        self.where = where
+
+    def groups(self, device: torch.device) -> list[torch.Tensor]:
+        """For each outcome the numbers of its samples, int64, in ascending order."""
+        found: dict[Any, list[int]] = {}
+        for sample, outcome in enumerate(self.outcomes):
+            found.setdefault(outcome, []).append(sample)
+        return [torch.tensor(samples, device=device) for samples in found.values()]
+
+
+class WriteWatch:
+    """Whether arguments were written to since: what a function changed, it can't be run on again."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self.versions = [
+            (x, x._version) for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()
+        ]
+
+    def saw_a_write(self) -> bool:
+        return any(x._version != version for x, version in self.versions)
+
 
 _level_ids = itertools.count(1)
 
@@ -29,7 +68,8 @@ _level_ids = itertools.count(1)
 class Level:
     """One active transform. Subclasses say what it does at one operator."""
 
-    # Whether it has a say in operators that it takes no part in: they make tensors that traced values may be written into.
+    # Whether it has a say in operators that it takes no part in: they make tensors that traced values may be
+    # written into.
     adopts: bool = False
     # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
     diverged: tuple[list[Any], str] | None = None
@@ -44,7 +84,9 @@ class Level:
         raise NotImplementedError
 
     def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of the user's function in which no tracer of this level or one above takes part. Only levels that adopt are asked."""
+        """An operator of the user's function in which no tracer of this level or one above takes part. Only
+        levels that adopt are asked.
+        """
         raise NotImplementedError
 
     def adopt(self, value: torch.Tensor) -> torch.Tensor:
@@ -60,14 +102,18 @@ class Level:
         return False
 
     def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Body:
-        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind, whatever happens.
+        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind,
+        whatever happens.
 
-        attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that require a gradient.
+        attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that
+        require a gradient.
         """
         return Body(self, torch.is_grad_enabled() if grad_mode is None else grad_mode, attach)
 
     def explained(self, error: BaseException) -> TransformError | None:
-        """What to say in the place of an error that comes out of the user's function; None lets it pass as it is."""
+        """What to say in the place of an error that comes out of the user's function; None lets it pass as it
+        is.
+        """
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
             return TransformError(
                 f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
@@ -76,10 +122,17 @@ class Level:
             )
         if isinstance(error, RuntimeError) and _ONE_OF_SEVERAL_VIEWS in str(error):
             return TransformError(
-                f"the function writes in place into one of several views that one operator made{diagnostics.where(error)}",
+                "the function writes in place into one of several views that one operator"
+                f" made{diagnostics.where(error)}",
                 expected="a view that was made by itself: x[0], x.select(..), x.narrow(..)",
-                cause="PyTorch's autograd, which follows the computation, takes no writes into results of unbind, split or chunk",
-                next_step="take the view by its index, or compute a new tensor; a mapped function that no autograd follows may write there",
+                cause=(
+                    "PyTorch's autograd, which follows the computation, takes no writes into results of"
+                    " unbind, split or chunk"
+                ),
+                next_step=(
+                    "take the view by its index, or compute a new tensor; a mapped function that no autograd"
+                    " follows may write there"
+                ),
             )
         return None
 
@@ -121,7 +174,9 @@ class Level:
 
 
 class Body:
-    """While the user's function runs inside a level. It is entered at each call of a transform: generators would take their time."""
+    """While the user's function runs inside a level. It is entered at each call of a transform: generators
+    would take their time.
+    """
 
     def __init__(self, level: Level, grad_mode: bool, attach: bool) -> None:
         self.level, self.grad_mode, self.attach = level, grad_mode, attach
@@ -132,7 +187,9 @@ class Body:
         try:
             if not state.stack:
                 self._enter(attachable(self.attach and torch.is_grad_enabled()))
-            self._enter(torch.inference_mode(False))  # which switches recording on, and when it is left, back to what it was
+            self._enter(
+                torch.inference_mode(False)
+            )  # which switches recording on, and when it is left, back to what it was
             torch._C._set_grad_enabled(self.grad_mode)
             self._enter(below_autograd())
             if not state.switched:
@@ -175,12 +232,25 @@ _AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", 
 
 
 def _refuse_torchs_transforms() -> None:
-    if torch._C._dispatch_tls_is_dispatch_key_included(_TORCHS_TRANSFORM_RUNS) or _forward_mode._current_level >= 0:
+    if (
+        torch._C._dispatch_tls_is_dispatch_key_included(_TORCHS_TRANSFORM_RUNS)
+        or _forward_mode._current_level >= 0
+    ):
         raise TransformError(
-            f"a transform of psgrad inside one of torch.func, or inside PyTorch's forward mode{diagnostics.where()}",
-            expected="transforms of one kind; those of psgrad nest in any order, and PyTorch's autograd may go through their results",
-            cause="PyTorch's transforms would not see what happens inside: derivatives would be lost without a word",
-            next_step="take grad, vjp, jvp, vmap, jacrev, jacfwd or hessian from psgrad.engine.transforms on the outside, too",
+            "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
+            f" mode{diagnostics.where()}",
+            expected=(
+                "transforms of one kind; those of psgrad nest in any order, and PyTorch's autograd may go"
+                " through their results"
+            ),
+            cause=(
+                "PyTorch's transforms would not see what happens inside: derivatives would be lost without a"
+                " word"
+            ),
+            next_step=(
+                "take grad, vjp, jvp, vmap, jacrev, jacfwd or hessian from psgrad.engine.transforms on the"
+                " outside, too"
+            ),
         )
 
 
@@ -191,9 +261,11 @@ def _number_from(place: int) -> None:
 
 
 class _SlowPaths:
-    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have no derivative.
+    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have
+    no derivative.
 
-    The switch is one for the whole process: the first transform to begin turns it off, the last to end turns it back.
+    The switch is one for the whole process: the first transform to begin turns it off, the last to end turns
+    it back.
     """
 
     def __init__(self) -> None:
@@ -237,7 +309,9 @@ def switched() -> Iterator[None]:
 
 @contextmanager
 def users_program() -> Iterator[None]:
-    """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also those without tracers."""
+    """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also
+    those without tracers.
+    """
     with ExitStack() as exits:
         if not state.switched:
             exits.enter_context(switched())

@@ -1,11 +1,13 @@
-"""A named sample axis: collectives by which a mapped function says, by the axis's name, where it looks at other samples.
+"""A named sample axis: collectives by which a mapped function says, by the axis's name, where it looks at
+other samples.
 
     vmap(loss, axis_name="samples")        # inside: pmean(x, "samples") is the mean of x over all samples
 
-A collective is linear, and its transpose is a collective: `psum` is its own, that of `all_gather` hands each sample the sum of what all
-samples say about its row. So under `grad` *inside* `vmap` cotangents cross samples as values did, and sample i's gradient is that of the
-*sum of all samples' losses* in what sample i alone holds, its own copy of the parameters included. Summed over the samples these are the
-gradient of the summed loss in the shared parameters; one of them is not the gradient of that sample's loss, which is not its own.
+A collective is linear, and its transpose is a collective: `psum` is its own, that of `all_gather` hands each
+sample the sum of what all samples say about its row. So under `grad` *inside* `vmap` cotangents cross samples
+as values did, and sample i's gradient is that of the *sum of all samples' losses* in what sample i alone
+holds, its own copy of the parameters included. Summed over the samples these are the gradient of the summed
+loss in the shared parameters; one of them is not the gradient of that sample's loss, which is not its own.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def pmean(x: Any, axis_name: str) -> Any:
 
 
 def pmax(x: Any, axis_name: str) -> Any:
-    """The greatest over the samples, element by element; samples that are equally great share its cotangent."""
+    """The greatest over the samples, element by element; samples that are equally great share its
+    cotangent.
+    """
     return tree_map(lambda rows: rows.amax(0), all_gather(x, axis_name))
 
 
@@ -48,7 +52,9 @@ def pmin(x: Any, axis_name: str) -> Any:
 
 
 def all_gather(x: Any, axis_name: str) -> Any:
-    """All samples' values, [n, *shape], for each tensor of a pytree: the same for all samples, and copied for none."""
+    """All samples' values, [n, *shape], for each tensor of a pytree: the same for all samples, and copied for
+    none.
+    """
     return _collective(_Gather, x, axis_name)
 
 
@@ -66,15 +72,21 @@ def axis_size(axis_name: str) -> int:
 
 def axis_level(name: str) -> BatchLevel:
     """The innermost vmap that gave its axis this name."""
-    scope = [level for level in reversed(state.stack) if isinstance(level, BatchLevel) and level.axis_name is not None]
+    scope = [
+        level
+        for level in reversed(state.stack)
+        if isinstance(level, BatchLevel) and level.axis_name is not None
+    ]
     for level in scope:
         if level.axis_name == name:
             return level
     raise TransformError(
         f"no axis named {name!r} is in scope{diagnostics.where()}",
-        expected=f"one of the axes in scope: {', '.join(repr(level.axis_name) for level in scope)}"
-        if scope
-        else "a vmap around this with axis_name=..., and there is none",
+        expected=(
+            f"one of the axes in scope: {', '.join(repr(level.axis_name) for level in scope)}"
+            if scope
+            else "a vmap around this with axis_name=..., and there is none"
+        ),
         next_step=f"name it where the function is mapped: vmap(f, axis_name={name!r})",
     )
 
@@ -85,7 +97,8 @@ def _collective(kind: Callable[[BatchLevel], _Collective], tree: Any, axis_name:
     def of_one(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             raise TransformError(
-                f"a collective over axis {axis_name!r} was given a {type(x).__name__}{diagnostics.where()}", expected="tensors"
+                f"a collective over axis {axis_name!r} was given a {type(x).__name__}{diagnostics.where()}",
+                expected="tensors",
             )
         return hand_down(kind(level), [x])[0]
 
@@ -98,7 +111,9 @@ class _Collective(Call):
     batches = True
 
     def __init__(self, level: BatchLevel, axis: int = 0) -> None:
-        """axis: of the tensor that has one entry a sample (see `_Gather`); other vmaps, farther in, put theirs in front of it."""
+        """axis: of the tensor that has one entry a sample (see `_Gather`); other vmaps, farther in, put
+        theirs in front of it.
+        """
         super().__init__(f"a collective over axis {level.axis_name!r}")
         self.level, self.axis = level, axis
 
@@ -124,7 +139,9 @@ class _Collective(Call):
         x = level.content(x)
         if not level.owns(x):
             return hand_down(self, [x], below=level)
-        return [level.lift(y) for y in hand_down(type(self)(self.level, self.axis + 1), [x.below()], below=level)]
+        return [
+            level.lift(y) for y in hand_down(type(self)(self.level, self.axis + 1), [x.below()], below=level)
+        ]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
         back = self.transposed()

@@ -1,18 +1,73 @@
-"""What an operator's schema says of it: what it writes to, whether it draws, and what it is called without the underscore."""
+"""What an operator's schema says of it: what it writes to, whether it draws, and what it is called without
+the underscore.
+
+Autocast for operators that arrive in one piece.
+
+PyTorch's autocast stands above the place where we see an operator, so most come to us cast already. It knows
+some operators only by the products inside them (on a CPU the recurrent layers, their cells and einsum; on a
+GPU the recurrent layers), which our rules run below it. There their arguments are cast here, as autocast
+would have cast those products'.
+
+Kernels of PyTorch that read an argument's memory as if it were contiguous, and what makes it so.
+
+Batching hands expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a sum.
+Most kernels read by strides. Those listed here take the address of the first element and read on from there:
+with expanded or sliced memory they return wrong numbers, or read outside the tensor.
+`tests/engine/transforms/kernel_layouts.py` searches for them among all kernels.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.dense import READ_AS_CONTIGUOUS
 from psgrad.errors import TransformError
 
-Op = torch._ops.OpOverload
 aten = torch.ops.aten
+
+# By kernel, the positions of the arguments that it reads as contiguous memory.
+READ_AS_CONTIGUOUS: dict[Any, tuple[int, ...]] = {
+    aten.native_layer_norm_backward.default: (3, 4),
+    aten.native_group_norm.default: (0, 1, 2),
+    aten.native_group_norm_backward.default: (0, 1, 2, 3, 4),
+    aten.adaptive_max_pool3d_backward.default: (2,),
+    aten.fractional_max_pool2d_backward.default: (4,),
+    aten.fractional_max_pool3d_backward.default: (4,),
+    aten._ctc_loss.default: (1,),
+    aten._ctc_loss.Tensor: (1, 2, 3),
+    aten._ctc_loss_backward.default: (2, 5, 6),
+    aten._ctc_loss_backward.Tensor: (2, 3, 4, 5, 6),
+    aten._cdist_backward.default: (0, 1, 2, 4),
+    aten._linalg_check_errors.default: (0,),
+    aten.linalg_matrix_exp.default: (0,),
+}
+
+
+def contiguous(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments with contiguous memory at `positions`. A tracer has none of its own and stays:
+    its level comes here again.
+    """
+    return tuple(
+        [a.contiguous() if i in positions and type(a) is torch.Tensor else a for i, a in enumerate(args)]
+    )
+
+
+def on_contiguous_memory(op: Any, positions: tuple[int, ...]) -> Callable[..., Any]:
+    """`op` as a batching rule may call it."""
+    return partial(_call, op, positions)
+
+
+def _call(op: Any, positions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    return op(*contiguous(positions, args), **kwargs)
+
+
+Op = torch._ops.OpOverload
 
 
 class OpFacts(NamedTuple):
@@ -25,10 +80,13 @@ class OpFacts(NamedTuple):
     is_view: bool
     is_random: bool
     draws_position: int | None  # of the argument that says whether an operator draws at all
-    contiguous: tuple[int, ...]  # positions of the arguments that its kernel reads as contiguous memory (see dense.py)
+    contiguous: tuple[
+        int, ...
+    ]  # positions of the arguments that its kernel reads as contiguous memory (see dense.py)
 
 
-# By the operator's id, as hashing one takes longer than all the rest; the facts hold the operator, so that its id remains its own.
+# By the operator's id, as hashing one takes longer than all the rest; the facts hold the operator, so that
+# its id remains its own.
 _facts: dict[int, OpFacts] = {}
 
 
@@ -49,11 +107,25 @@ def _read(op: Op) -> OpFacts:
             else:
                 mutated.append(position)
     returns_target = bool(mutated) and all(r.alias_info is not None for r in schema.returns)
-    is_view = not mutated and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    draws = next((i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None)
-    # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a kernel that draws.
+    is_view = not mutated and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+    draws = next(
+        (i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None
+    )
+    # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a
+    # kernel that draws.
     random = torch.Tag.nondeterministic_seeded in op.tags and (draws is not None or not is_composite(op))
-    return OpFacts(op, tuple(mutated), tuple(mutated_kwargs), returns_target, is_view, random, draws, READ_AS_CONTIGUOUS.get(op, ()))
+    return OpFacts(
+        op,
+        tuple(mutated),
+        tuple(mutated_kwargs),
+        returns_target,
+        is_view,
+        random,
+        draws,
+        READ_AS_CONTIGUOUS.get(op, ()),
+    )
 
 
 @functools.cache
@@ -75,14 +147,18 @@ def written_by(op: Op, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws by itself. Attention kernels do so only with dropout, a randomised relu in training."""
+    """Whether this call draws by itself. Attention kernels do so only with dropout, a randomised relu in
+    training.
+    """
     operator = facts(op)
     if not operator.is_random or op in RANDOM_COMPOSITES:
         return False
     if operator.draws_position is None:
         return True
     position = operator.draws_position
-    return bool(args[position] if position < len(args) else kwargs.get(op._schema.arguments[position].name, False))
+    return bool(
+        args[position] if position < len(args) else kwargs.get(op._schema.arguments[position].name, False)
+    )
 
 
 # Composite operators that draw: it is their pieces that are handled.
@@ -102,7 +178,9 @@ RANDOM_COMPOSITES: frozenset[Op] = frozenset(
 
 @functools.cache
 def functional_variant(op: Op) -> Op | None:
-    """The operator that returns what the in-place operator `op` would write: `add_.Tensor` -> `add.Tensor`."""
+    """The operator that returns what the in-place operator `op` would write: `add_.Tensor` ->
+    `add.Tensor`.
+    """
     name = op._schema.name.removeprefix("aten::")
     if not op._schema.name.startswith("aten::"):
         return None
@@ -126,7 +204,9 @@ def functional_variant(op: Op) -> Op | None:
 
 
 def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`, the 0 of `zero_()`)."""
+    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`,
+    the 0 of `zero_()`).
+    """
     if op is aten.bernoulli.p and given < 2 and "p" not in kwargs:
         return [0.5]
     if op is aten.fill.Scalar and given < 2 and "value" not in kwargs:
@@ -144,7 +224,8 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
     if new.shape != target.shape:
         raise TransformError(
-            f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in place{diagnostics.where()}",
+            f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in"
+            f" place{diagnostics.where()}",
             next_step="use the operator without the underscore, which returns a new tensor",
         )
     return new
@@ -152,7 +233,9 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def reshapes_in_place(op: Op) -> bool:
-    """Whether `op` (`t_`, `squeeze_`) leaves its target's memory alone and changes how the target looks at it."""
+    """Whether `op` (`t_`, `squeeze_`) leaves its target's memory alone and changes how the target looks at
+    it.
+    """
     if torch.Tag.inplace_view not in op.tags or op is aten.detach_.default:
         return False
     functional = functional_variant(op)
@@ -160,7 +243,9 @@ def reshapes_in_place(op: Op) -> bool:
 
 
 def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory that could be touched."""
+    """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory that could be
+    touched.
+    """
     guard = torch._C._DisableTorchDispatch()
     try:
         op(*args, **kwargs)
@@ -174,6 +259,56 @@ def refuse_mutation(op: Op, what: str, cause: str) -> NoReturn:
         f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
         expected="a target that was made inside the transformed function from its inputs",
         cause=cause,
-        next_step="use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for x[i] = y), "
-        "or make the target from an input, for example x.new_zeros(...) in place of torch.zeros(...)",
+        next_step=(
+            "use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for"
+            " x[i] = y), or make the target from an input, for example x.new_zeros(...) in place of"
+            " torch.zeros(...)"
+        ),
     )
+
+
+WHOLE: frozenset[Op] = frozenset(
+    overload
+    for packet in (
+        aten.lstm,
+        aten.gru,
+        aten.rnn_tanh,
+        aten.rnn_relu,
+        aten.lstm_cell,
+        aten.gru_cell,
+        aten.rnn_tanh_cell,
+        aten.rnn_relu_cell,
+        aten.einsum,
+        aten.chain_matmul,
+        aten.linalg_multi_dot,
+    )
+    for name in packet.overloads()
+    if name != "out"
+    for overload in (getattr(packet, name),)
+)
+"""What autocast would cast the products of, and we run in one piece."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def cast(args: Any, kwargs: Any) -> Any:
+    """(args, kwargs) of such an operator under autocast: float32 in the halves that it met.
+
+    Where all is float32 it stays so, which is slower than autocast and more exact: whether autocast is on is
+    hidden from those who see operators, as PyTorch turns it off for them. That it is around somewhere is not.
+    """
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    halves = {x.dtype for x in tensors if x.dtype in _HALVES}
+    if len(halves) != 1 or all(x.dtype != torch.float32 for x in tensors) or not _inside_autocast():
+        return args, kwargs
+    kind = halves.pop()
+    return tree_map(
+        lambda x: x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x,
+        (args, kwargs),
+    )
+
+
+def _inside_autocast() -> bool:
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1

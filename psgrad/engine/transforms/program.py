@@ -1,4 +1,6 @@
-"""A program: what a function does to tensors of one signature, as a list of kernels, and the ways to run it."""
+"""A program: what a function does to tensors of one signature, as a list of kernels, and the ways to
+run it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from psgrad.engine.transforms import generators
-from psgrad.engine.transforms.interpreter import map_tracers
-from psgrad.engine.transforms.watch import (
+from psgrad.engine.transforms import random_draws
+from psgrad.engine.transforms.capture_guard import (
     NoReads,
     NotCapturable,
     RandomStates,
@@ -24,6 +25,7 @@ from psgrad.engine.transforms.watch import (
     python_random_states,
     writes,
 )
+from psgrad.engine.transforms.interpreter import map_tracers
 
 Compiler = Literal["none", "inductor"]
 Run = Callable[..., list[torch.Tensor]]
@@ -50,11 +52,15 @@ class Program:
     @property
     def how(self) -> str:
         """It is run in which way, in words."""
-        return getattr(self.run, "how", f"kernel by kernel ({self.obstacle})" if self.obstacle else "kernel by kernel")
+        return getattr(
+            self.run, "how", f"kernel by kernel ({self.obstacle})" if self.obstacle else "kernel by kernel"
+        )
 
     def fits(self) -> bool:
         """Whether the tensors from outside are what they were, apart from their values."""
-        return all(_address_and_looks(x) == before for x, before in zip(self.outside, self.relied_on, strict=True))
+        return all(
+            _address_and_looks(x) == before for x, before in zip(self.outside, self.relied_on, strict=True)
+        )
 
 
 _TENSOR = object()
@@ -65,12 +71,16 @@ def _address_and_looks(x: torch.Tensor) -> Any:
 
 
 def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
-    """Run the function twice on tensors without values: to find what it takes from outside, and to record it with that as arguments."""
+    """Run the function twice on tensors without values: to find what it takes from outside, and to record it
+    with that as arguments.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def call(given: Sequence[torch.Tensor], watch: Watch) -> tuple[list[Any], Any]:
         values = iter(given)
-        args, kwargs = tree_unflatten([next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        args, kwargs = tree_unflatten(
+            [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+        )
         with watch, reads:
             out, spec_out = tree_flatten(function(*args, **kwargs))
         for item in out:
@@ -105,9 +115,14 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
     if first.course != second.course:
         raise NotCapturable("its course changes from one call to the next")
     if torch.is_grad_enabled() and any(x.requires_grad for x in outside):
-        raise NotCapturable("a tensor from outside requires a gradient, and PyTorch's autograd may follow it; call under torch.no_grad()")
+        raise NotCapturable(
+            "a tensor from outside requires a gradient, and PyTorch's autograd may follow it; call under"
+            " torch.no_grad()"
+        )
     graph = module.graph
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or writes(node.target) or draws(node.target))
+    graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output") or writes(node.target) or draws(node.target)
+    )
     obstacle = obstacle_to_cuda_graph(graph)
     for node in graph.nodes:
         node.meta.clear()  # tensors without values
@@ -116,25 +131,43 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
     run = _run_by(module, [*tensors, *outside], compile, obstacle)
     pattern = [_TENSOR if isinstance(item, torch.Tensor) else item for item in results]
     on_gpu = any(x.device.type == "cuda" for x in tensors)
-    return Program(run, pattern, spec_out, outside, [_address_and_looks(x) for x in outside], obstacle if on_gpu else None)
+    return Program(
+        run,
+        pattern,
+        spec_out,
+        outside,
+        [_address_and_looks(x) for x in outside],
+        obstacle if on_gpu else None,
+    )
 
 
-def _run_by(module: torch.fx.GraphModule, tensors: list[torch.Tensor], compile: Compiler, obstacle: str | None) -> Run:
+def _run_by(
+    module: torch.fx.GraphModule, tensors: list[torch.Tensor], compile: Compiler, obstacle: str | None
+) -> Run:
     if compile == "inductor":
         return Compiled(module, tensors)
     return CudaGraph(module.forward) if obstacle is None else module.forward
 
 
-# -- other ways to run a record -------------------------------------------------------------------------------------------------------
+# -- other ways to run a record
+# -------------------------------------------------------------------------------------------------------
 
 
 def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:
     """Why a record can't be a CUDA graph, in words; None where it can."""
-    devices = {node.meta["val"].device for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
+    devices = {
+        node.meta["val"].device for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
+    }
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "not all of it is on one GPU"
     arguments = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
-    written = {_memory(a) for node in graph.nodes if writes(node.target) for a in node.args[:1] if isinstance(a, torch.fx.Node)}
+    written = {
+        _memory(a)
+        for node in graph.nodes
+        if writes(node.target)
+        for a in node.args[:1]
+        if isinstance(a, torch.fx.Node)
+    }
     if arguments & written:
         return "it writes into its arguments"
     if arguments & {_memory(node) for node in graph.output_node().all_input_nodes}:
@@ -151,10 +184,10 @@ def _memory(node: torch.fx.Node) -> Any:
 class CudaGraph:
     """A record as a CUDA graph: one launch for all its kernels.
 
-    A graph reads fixed addresses. An argument that comes at the same address each time (a weight) is read where it is; one that
-    was met at another is copied into a buffer from then on. The results are copies: the next replay writes over the graph's own.
-    PyTorch sees to it that its generators go on with each replay. What can't be made a graph of after all (a library that waits for
-    the GPU) is run kernel by kernel.
+    A graph reads fixed addresses. An argument that comes at the same address each time (a weight) is read
+    where it is; one that was met at another is copied into a buffer from then on. The results are copies: the
+    next replay writes over the graph's own. PyTorch sees to it that its generators go on with each replay.
+    What can't be made a graph of after all (a library that waits for the GPU) is run kernel by kernel.
     """
 
     def __init__(self, run: Run) -> None:
@@ -168,7 +201,9 @@ class CudaGraph:
         if self.how != "CUDA graph":
             return self.run(*tensors)
         addresses = [x.data_ptr() for x in tensors]
-        moved = {i for i, (now, then) in enumerate(zip(addresses, self.addresses, strict=False)) if now != then} - self.moving
+        moved = {
+            i for i, (now, then) in enumerate(zip(addresses, self.addresses, strict=False)) if now != then
+        } - self.moving
         if self.graph is None or moved:
             self.moving |= moved
             try:
@@ -176,7 +211,9 @@ class CudaGraph:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                self.how = f"kernel by kernel, as no CUDA graph could be made: {str(error).partition(chr(10))[0]}"
+                self.how = (
+                    f"kernel by kernel, as no CUDA graph could be made: {str(error).partition(chr(10))[0]}"
+                )
                 return self.run(*tensors)
         assert self.graph is not None
         for i in self.moving:
@@ -189,13 +226,14 @@ class CudaGraph:
         self.given = [x.clone() if i in self.moving else x for i, x in enumerate(tensors)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        before = generators.states()
+        before = random_draws.states()
         with torch.cuda.stream(stream):  # libraries make their handles and workspaces at the first call
             self.run(*self.given)
         torch.cuda.current_stream().wait_stream(stream)
-        generators.restore(before)
+        random_draws.restore(before)
         self.graph = torch.cuda.CUDAGraph()
-        # Only this thread must keep from what a graph can't hold: another one may be copying the next chunk to the GPU.
+        # Only this thread must keep from what a graph can't hold: another one may be copying the next chunk
+        # to the GPU.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.run(*self.given)
 
@@ -208,7 +246,9 @@ class Compiled:
     def __init__(self, module: torch.fx.GraphModule, tensors: list[Any]) -> None:
         from torch._inductor import compile as inductor  # takes seconds to import
 
-        self.run: Run = inductor(module, tensors, options={"fallback_random": True})  # draws what PyTorch's own kernels draw
+        self.run: Run = inductor(
+            module, tensors, options={"fallback_random": True}
+        )  # draws what PyTorch's own kernels draw
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return self.run(*tensors)

@@ -14,7 +14,9 @@ from psgrad.engine.transforms.operators import Op, refuse_mutation, written_by
 
 @contextmanager
 def read_only(values: Iterable[Any]) -> Iterator[None]:
-    """Values that a function of the user's must leave as they are, as they, or their memory, are used elsewhere."""
+    """Values that a function of the user's must leave as they are, as they, or their memory, are used
+    elsewhere.
+    """
     memories = {memory_of(x) for x in values if isinstance(x, torch.Tensor)}
 
     def refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
@@ -22,7 +24,8 @@ def read_only(values: Iterable[Any]) -> Iterator[None]:
             if isinstance(target, torch.Tensor) and memory_of(target) in memories:
                 refuse_mutation(
                     op,
-                    "an argument of a function with a derivative of its own (custom_vjp, checkpoint, autograd.Function), or a cotangent",
+                    "an argument of a function with a derivative of its own (custom_vjp, checkpoint,"
+                    " autograd.Function), or a cotangent",
                     "the function's derivative is computed with the same tensor",
                 )
 

@@ -28,19 +28,24 @@ def register_rule(
     constant: bool = False,
     replace: bool = False,
 ) -> None:
-    """Say what transforms do at an operator: one of `torch.library`, or of PyTorch where psgrad has no rule for it.
+    """Say what transforms do at an operator: one of `torch.library`, or of PyTorch where psgrad has no rule
+    for it.
 
     Args:
-        op: `torch.ops.mine.f` (or one of its overloads), its name "mine::f", or what `torch.library.custom_op` returned.
-        vjp: by argument (name or position), `lambda out, *args: lambda g: ...` from the result's cotangent to the argument's, linear in
-            `g`. None says that the derivative is zero. An argument that is left out has no rule: an error where its derivative is wanted.
-        jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to what it adds to the result's; where it is left
+        op: `torch.ops.mine.f` (or one of its overloads), its name "mine::f", or what
+        `torch.library.custom_op` returned. vjp: by argument (name or position), `lambda out, *args: lambda g:
+        ...` from the result's cotangent to the argument's, linear in
+            `g`. None says that the derivative is zero. An argument that is left out has no rule: an error
+            where its derivative is wanted.
+        jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to what it adds to
+        the result's; where it is left
             out, forward mode transposes `vjp`.
-        batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once (docs/guides/adding-an-operator.md).
-        constant: the result has zero derivative in all arguments.
+        batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once
+        (docs/guides/adding-an-operator.md). constant: the result has zero derivative in all arguments.
         replace: whether rules that are there already give way.
 
-    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were told for a `custom_op`.
+    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were
+    told for a `custom_op`.
     """
     overload = _overload(op)
     name = overload.name()
@@ -51,7 +56,9 @@ def register_rule(
             next_step="define one that does, and call it in the mapped or differentiated function",
         )
     if constant and (vjp is not None or jvp is not None):
-        raise TransformError(f"register_rule({name}): constant=True beside a derivative", expected="one of the two")
+        raise TransformError(
+            f"register_rule({name}): constant=True beside a derivative", expected="one of the two"
+        )
     if jvp is not None and vjp is None:
         raise TransformError(
             f"register_rule({name}): a jvp without a vjp",
@@ -61,7 +68,9 @@ def register_rule(
         vjp, batch = _told_to_torch(op, overload)
     makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
     pushes = _by_position(overload, jvp or {}, complete=False)
-    if (vjp is not None or constant) and (registry.derivative_rule(overload) is not None or registry.is_constant(overload)):
+    if (vjp is not None or constant) and (
+        registry.derivative_rule(overload) is not None or registry.is_constant(overload)
+    ):
         _give_way(name, "a derivative", replace)
         registry.forget_derivative(overload)
     if batch is not None and registry.batching_rule(overload) is not None:
@@ -74,7 +83,10 @@ def register_rule(
 
 def _give_way(name: str, what: str, replace: bool) -> None:
     if not replace:
-        raise TransformError(f"register_rule({name}): the operator has {what} already", next_step="say replace=True to use yours instead")
+        raise TransformError(
+            f"register_rule({name}): the operator has {what} already",
+            next_step="say replace=True to use yours instead",
+        )
 
 
 def _overload(op: Any) -> Op:
@@ -86,13 +98,17 @@ def _overload(op: Any) -> Op:
         packet = getattr(getattr(torch.ops, namespace), base, None) if rest else None
         if packet is None or (overload and overload not in packet.overloads()):
             raise TransformError(
-                f"register_rule({op!r}): PyTorch knows no such operator", expected='a name as in "mine::f" or "mine::f.overload"'
+                f"register_rule({op!r}): PyTorch knows no such operator",
+                expected='a name as in "mine::f" or "mine::f.overload"',
             )
         op = getattr(packet, overload) if overload else packet
     if isinstance(op, torch._ops.OpOverloadPacket):
         names = op.overloads()
         if len(names) != 1:
-            raise TransformError(f"register_rule({op}): the operator has the overloads {names}", next_step=f"name one: {op}.{names[0]}")
+            raise TransformError(
+                f"register_rule({op}): the operator has the overloads {names}",
+                next_step=f"name one: {op}.{names[0]}",
+            )
         op = getattr(op, names[0])
     if not isinstance(op, torch._ops.OpOverload):
         raise TransformError(
@@ -104,7 +120,9 @@ def _overload(op: Any) -> Op:
 
 
 def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
-    """Rules by position. complete: tensor arguments that are not mentioned get a refusal, as zero would be a guess."""
+    """Rules by position. complete: tensor arguments that are not mentioned get a refusal, as zero would be a
+    guess.
+    """
     arguments = op._schema.arguments
     positions = {argument.name: position for position, argument in enumerate(arguments)}
     found: dict[int, Maker | None] = {}
@@ -113,7 +131,9 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
         if not 0 <= position < len(arguments) or "Tensor" not in str(arguments[position].type):
             raise TransformError(
                 f"register_rule({op.name()}): a rule for argument {key!r}",
-                expected=f"tensor arguments among {[argument.name for argument in arguments]}, by name or position",
+                expected=(
+                    f"tensor arguments among {[argument.name for argument in arguments]}, by name or position"
+                ),
             )
         found[position] = maker
     if complete:
@@ -127,22 +147,30 @@ def _refusal(op: Op, argument: str) -> Maker:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedOperatorError(
             f"operator {op.name()} has no rule for its derivative in {argument!r}{diagnostics.where()}",
-            next_step=f"mention it in register_rule's vjp; {argument!r}: None says that the derivative is zero",
+            next_step=(
+                f"mention it in register_rule's vjp; {argument!r}: None says that the derivative is zero"
+            ),
         )
 
     return refuse
 
 
-# -- what torch.library was told ---------------------------------------------------------------------------------------------------
+# -- what torch.library was told
+# ---------------------------------------------------------------------------------------------------
 
 
 def _told_to_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
     """The formulas that were registered for a custom_op, as rules."""
-    backward, setup, vmap = (getattr(op, name, None) for name in ("_backward_fn", "_setup_context_fn", "_vmap_fn"))
+    backward, setup, vmap = (
+        getattr(op, name, None) for name in ("_backward_fn", "_setup_context_fn", "_vmap_fn")
+    )
     if backward is None and vmap is None:
         raise TransformError(
             f"register_rule({overload.name()}) without any rule",
-            expected="vjp, batch or constant; or a torch.library.custom_op that register_autograd or register_vmap was called for",
+            expected=(
+                "vjp, batch or constant; or a torch.library.custom_op that register_autograd or register_vmap"
+                " was called for"
+            ),
         )
     return (
         JointVJP(_vjp_of(overload, backward, setup)) if backward is not None else None,
@@ -155,16 +183,26 @@ def _vjp_of(op: Op, backward: Callable[..., Any], setup: Callable[..., Any] | No
         context = Context(op.name(), tuple(isinstance(x, torch.Tensor) for x in args))
         if setup is not None:
             with program_on(*tensors_in((*args, out), kwargs)):
-                setup(ctx=context, inputs=args, output=out, **({"keyword_only_inputs": kwargs} if kwargs else {}))
+                setup(
+                    ctx=context,
+                    inputs=args,
+                    output=out,
+                    **({"keyword_only_inputs": kwargs} if kwargs else {}),
+                )
 
         def pull(arrived: Any, positions: list[Any]) -> dict[Any, Any]:
             outs, gs = (out, arrived) if isinstance(out, (tuple, list)) else ([out], [arrived])
-            given = [torch.zeros_like(x) if g is None and context.materialize_grads else g for g, x in zip(gs, outs, strict=True)]
+            given = [
+                torch.zeros_like(x) if g is None and context.materialize_grads else g
+                for g, x in zip(gs, outs, strict=True)
+            ]
             with program_on(*tensors_in((*args, *outs, *given), kwargs)):
                 found = backward(context, *given)
             found = found if isinstance(found, tuple) else (found,)
             if len(found) != len(args):
-                raise TransformError(f"the backward of {op.name()} returned {len(found)} gradients for {len(args)} arguments")
+                raise TransformError(
+                    f"the backward of {op.name()} returned {len(found)} gradients for {len(args)} arguments"
+                )
             return {p: found[p] if isinstance(p, int) else found[p[0]][p[1]] for p in positions}
 
         return pull

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
-from psgrad.engine.transforms.fresh import is_shared
+from psgrad.engine.transforms.fresh_tensors import is_shared
 from psgrad.engine.transforms.interpreter import handed_on, rewritten, tensors_in, top_level
-from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.operators import Op, facts
-from psgrad.engine.transforms.record import Closure, Edge, Node
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
+from psgrad.engine.transforms.tape import Closure, Edge, Kept, Node
 
 
 class GradTracer(DerivativeTracer):
@@ -33,7 +32,11 @@ class GradTracer(DerivativeTracer):
         self.value, self.node, self.output = other.value, other.node, other.output
 
     def rewritten(self, new: Any) -> Any:
-        return traced(rewritten(self.value, new.value), self.level, self.node, self.output) if self.level.owns(new) else new
+        return (
+            traced(rewritten(self.value, new.value), self.level, self.node, self.output)
+            if self.level.owns(new)
+            else new
+        )
 
 
 def traced(value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
@@ -46,7 +49,9 @@ class GradLevel(DerivativeLevel):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
     def __init__(self, kept: Kept | None = None) -> None:
-        """kept: for a record that is used after the function has ended, when its values may have been written to."""
+        """kept: for a record that is used after the function has ended, when its values may have been written
+        to.
+        """
         super().__init__()
         self.kept = kept
         # What the caller does not want to be recorded is not recorded below either.
@@ -72,17 +77,29 @@ class GradLevel(DerivativeLevel):
             self.kept.see(args[:1])
         return super().lower_untraced(op, args, kwargs)
 
-    def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
+    def apply(
+        self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]
+    ) -> Any:
         result = self.lower(op, args, kwargs)
         if self.kept is not None:
             linear = (0,) if facts(op).is_view else rule.linear
-            self._keep(self.kept, linear, {p if isinstance(p, int) else p[0] for p, _ in inputs}, result, args, kwargs)
+            self._keep(
+                self.kept,
+                linear,
+                {p if isinstance(p, int) else p[0] for p, _ in inputs},
+                result,
+                args,
+                kwargs,
+            )
         node = self._record(rule, inputs, result, args, kwargs)
         if isinstance(result, torch.Tensor):
             return self._place(result, node, 0)
         if not isinstance(result, (tuple, list)):
             return result
-        tracers = [self._place(item, node, output) if isinstance(item, torch.Tensor) else item for output, item in enumerate(result)]
+        tracers = [
+            self._place(item, node, output) if isinstance(item, torch.Tensor) else item
+            for output, item in enumerate(result)
+        ]
         return tracers if isinstance(result, list) else tuple(tracers)
 
     def _place(self, result: torch.Tensor, node: Node | None, output: int) -> GradTracer:
@@ -92,7 +109,14 @@ class GradLevel(DerivativeLevel):
                 node = None
         return traced(result, self, node, output if node is not None else 0)
 
-    def _record(self, rule: DerivativeRule, inputs: Sequence[tuple[Position, Any]], result: Any, values: Any, kwargs: Any) -> Node | None:
+    def _record(
+        self,
+        rule: DerivativeRule,
+        inputs: Sequence[tuple[Position, Any]],
+        result: Any,
+        values: Any,
+        kwargs: Any,
+    ) -> Node | None:
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
         grad_mode = torch.is_grad_enabled()
         if grad_mode != self.callers_grad_mode:
@@ -109,28 +133,44 @@ class GradLevel(DerivativeLevel):
                     closure = rule.closure(position, result, values, kwargs)
                     if closure is None:
                         continue  # the derivative with respect to this argument is zero
-                node.edges.append(Edge(tracer.node, tracer.output, position, closure, is_shared(tracer.value)))
+                node.edges.append(
+                    Edge(tracer.node, tracer.output, position, closure, is_shared(tracer.value))
+                )
         finally:
             if grad_mode != self.callers_grad_mode:
                 torch._C._set_grad_enabled(grad_mode)
         return node if node.edges else None
 
-    def _keep(self, kept: Kept, linear: tuple[int, ...], varying: set[int], result: Any, values: Any, kwargs: Any) -> None:
-        """The VJP of a linear operator has no use for its result, nor for the argument in which it is linear."""
+    def _keep(
+        self, kept: Kept, linear: tuple[int, ...], varying: set[int], result: Any, values: Any, kwargs: Any
+    ) -> None:
+        """The VJP of a linear operator has no use for its result, nor for the argument in which it is
+        linear.
+        """
         if not varying <= set(linear):
-            kept.need(tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs))
+            kept.need(
+                tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs)
+            )
         elif len(varying) > 1:
             kept.need(tensors_in(values, kwargs))
         else:
             kept.need(tensors_in([value for i, value in enumerate(values) if i not in varying], kwargs))
             kept.see(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
 
-    def record_call(self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]) -> list[Any]:
-        """The results of a function with a rule of its own: `pull` takes a list of cotangents to those of the inputs, by position."""
+    def record_call(
+        self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]
+    ) -> list[Any]:
+        """The results of a function with a rule of its own: `pull` takes a list of cotangents to those of the
+        inputs, by position.
+        """
         node = Node(len(outs))
         node.joint = lambda arrived, positions: pull(arrived)
         node.edges = [Edge(tracer.node, tracer.output, position, None, False) for position, tracer in inputs]
         return [
-            self._place(x, None if i in constant or not node.edges else node, i) if isinstance(x, torch.Tensor) else x
+            (
+                self._place(x, None if i in constant or not node.edges else node, i)
+                if isinstance(x, torch.Tensor)
+                else x
+            )
             for i, x in enumerate(outs)
         ]

@@ -1,4 +1,6 @@
-"""Arguments and results as trees: PyTorch's pytrees, of which those of plain tuples, lists and dicts are walked in a tenth of the time."""
+"""Arguments and results as trees: PyTorch's pytrees, of which those of plain tuples, lists and dicts are
+walked in a tenth of the time.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def _put_together(leaves: Iterator[Any], structure: Structure) -> Any:
     if kind is None:
         return next(leaves)
     if kind is dict:
-        return {key: _put_together(leaves, part) for key, part in zip(structure.keys, structure.parts, strict=True)}
+        return {
+            key: _put_together(leaves, part)
+            for key, part in zip(structure.keys, structure.parts, strict=True)
+        }
     if kind is tuple or kind is list:
         items = [_put_together(leaves, part) for part in structure.parts]
         return items if kind is list else tuple(items)

@@ -1,4 +1,6 @@
-"""A verdict in the formats of hosts and shells, one file a format. All are made of the records in findings.jsonl and check.json alone."""
+"""A verdict in the formats of hosts and shells, one file a format. All are made of the records in
+findings.jsonl and check.json alone.
+"""
 
 from __future__ import annotations
 

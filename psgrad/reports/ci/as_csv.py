@@ -9,7 +9,20 @@ from psgrad.reports.ci.words import clean
 from psgrad.results import CheckResult
 
 _FORMULA_STARTS = ("=", "+", "-", "@")
-_COLUMNS = ("rule", "level", "state", "id", "index", "path", "line", "fingerprint", "message", "reasons", "group", "ignored_because")
+_COLUMNS = (
+    "rule",
+    "level",
+    "state",
+    "id",
+    "index",
+    "path",
+    "line",
+    "fingerprint",
+    "message",
+    "reasons",
+    "group",
+    "ignored_because",
+)
 
 
 def render(result: CheckResult) -> str:
@@ -19,9 +32,25 @@ def render(result: CheckResult) -> str:
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([*_COLUMNS, *map(cell, numbers)])
     for finding in result.findings:
-        texts = (finding.rule, finding.level, finding.state, finding.id, finding.index, finding.location.path, finding.location.line)
-        rest = (finding.fingerprint, finding.message, "; ".join(finding.reasons), finding.group, finding.ignored_because)
-        writer.writerow([*map(cell, (*texts, *rest)), *(_number(finding.values.get(column)) for column in numbers)])
+        texts = (
+            finding.rule,
+            finding.level,
+            finding.state,
+            finding.id,
+            finding.index,
+            finding.location.path,
+            finding.location.line,
+        )
+        rest = (
+            finding.fingerprint,
+            finding.message,
+            "; ".join(finding.reasons),
+            finding.group,
+            finding.ignored_because,
+        )
+        writer.writerow(
+            [*map(cell, (*texts, *rest)), *(_number(finding.values.get(column)) for column in numbers)]
+        )
     return lines.getvalue()
 
 

@@ -1,11 +1,13 @@
-"""One JSON object: check.json with the findings in it. ASCII alone, so that no text in it can be anything but text."""
+"""One JSON object: check.json with the findings in it. ASCII alone, so that no text in it can be anything but
+text.
+"""
 
 from __future__ import annotations
 
 import json
 
 from psgrad.results import CheckResult
-from psgrad.results.records import check_record, finding_record
+from psgrad.results.analyze import check_record, finding_record
 
 
 def render(result: CheckResult) -> str:

@@ -1,7 +1,7 @@
 """Workflow commands of GitHub Actions, which become annotations, and the step's summary.
 
-Of a step's annotations ten of a kind are kept and fifty of a job, and the rest is lost without a word: so there are at most ten here. A
-summary beyond 1 MiB is refused whole.
+Of a step's annotations ten of a kind are kept and fifty of a job, and the rest is lost without a word: so
+there are at most ten here. A summary beyond 1 MiB is refused whole.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ SUMMARY_BYTES = 1 << 20
 
 
 def render(result: CheckResult) -> str:
-    """The outcomes that are not passed, then the gravest new findings that are errors or warnings; the review list is in the summary."""
+    """The outcomes that are not passed, then the gravest new findings that are errors or warnings; the review
+    list is in the summary.
+    """
     annotations = [
-        _command("error", clean(outcome.message), title=f"psgrad gate: {outcome.rule} {VERDICTS[outcome.outcome]}")
+        _command(
+            "error", clean(outcome.message), title=f"psgrad gate: {outcome.rule} {VERDICTS[outcome.outcome]}"
+        )
         for outcome in result.outcomes
         if outcome.outcome != "passed"
     ]
@@ -27,11 +31,23 @@ def render(result: CheckResult) -> str:
     total = sum(result.count(rule, "new") for rule in {finding.rule for finding in graves})
     shown = graves[: max(0, ANNOTATIONS - len(annotations))]
     for finding in shown:
-        where = {"file": clean(finding.location.path), "line": finding.location.line, "title": f"psgrad: {finding.rule}"}
+        where = {
+            "file": clean(finding.location.path),
+            "line": finding.location.line,
+            "title": f"psgrad: {finding.rule}",
+        }
         annotations.append(_command(finding.level, sentence(finding), **where))
     if total > len(shown):
-        annotations.append(_command("notice", more(total - len(shown), "the step's summary and findings.jsonl"), title="psgrad"))
-    lines = [headline(result), *map(outcome_line, result.outcomes), *(f"warning: {clean(each)}" for each in result.warnings)]
+        annotations.append(
+            _command(
+                "notice", more(total - len(shown), "the step's summary and findings.jsonl"), title="psgrad"
+            )
+        )
+    lines = [
+        headline(result),
+        *map(outcome_line, result.outcomes),
+        *(f"warning: {clean(each)}" for each in result.warnings),
+    ]
     return "\n".join([*(f"psgrad: {line}" for line in lines), *annotations]) + "\n"
 
 
@@ -44,7 +60,9 @@ def write_summary(result: CheckResult, path: Path) -> None:
 
 
 def _command(kind: str, message: str, **properties: str | int | None) -> str:
-    given = ",".join(f"{name}={_property(str(value))}" for name, value in properties.items() if value is not None)
+    given = ",".join(
+        f"{name}={_property(str(value))}" for name, value in properties.items() if value is not None
+    )
     return f"::{kind} {given}::{_data(message)}"
 
 

@@ -1,4 +1,6 @@
-"""GitLab's code quality report: a JSON list, which the merge request compares by fingerprint with that of the target branch."""
+"""GitLab's code quality report: a JSON list, which the merge request compares by fingerprint with that of the
+target branch.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,22 @@ _SEVERITIES = {"error": "critical", "warning": "minor", "note": "info"}
 
 
 def render(result: CheckResult) -> str:
-    """An issue for each finding that is not ignored. What has no line stands in line 1, as an issue must have one."""
+    """An issue for each finding that is not ignored. What has no line stands in line 1, as an issue must have
+    one.
+    """
     listed = [finding for finding in result.findings if finding.state != "ignored"]
     issues = [_issue(finding) for finding in listed[:LIMIT]]
     left = result.count(state="new") + result.count(state="known") - len(issues)
     if left > 0:
         words = more(left)
         issues.append(
-            {**_issue(listed[0]), "description": words, "check_name": "psgrad/more", "severity": "info", "fingerprint": _of(words)}
+            {
+                **_issue(listed[0]),
+                "description": words,
+                "check_name": "psgrad/more",
+                "severity": "info",
+                "fingerprint": _of(words),
+            }
         )
     return json.dumps(issues, indent=1) + "\n"
 

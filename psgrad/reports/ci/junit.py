@@ -11,22 +11,37 @@ SHOWN = 20
 
 
 def render(result: CheckResult) -> str:
-    """A rule that failed is a failure, with the first findings in its body; one that could not be evaluated is an error."""
+    """A rule that failed is a failure, with the first findings in its body; one that could not be evaluated
+    is an error.
+    """
     failed = sum(outcome.outcome == "failed" for outcome in result.outcomes)
     errors = sum(outcome.outcome == "not evaluable" for outcome in result.outcomes)
-    numbers = {"tests": str(len(result.outcomes)), "failures": str(failed), "errors": str(errors), "time": "0"}
+    numbers = {
+        "tests": str(len(result.outcomes)),
+        "failures": str(failed),
+        "errors": str(errors),
+        "time": "0",
+    }
     root = ET.Element("testsuites", {"name": "psgrad", **numbers})
-    suite = ET.SubElement(root, "testsuite", {"name": clean(f"psgrad check {result.run}"), **numbers, "skipped": "0"})
+    suite = ET.SubElement(
+        root, "testsuite", {"name": clean(f"psgrad check {result.run}"), **numbers, "skipped": "0"}
+    )
     findings = {finding.fingerprint: finding for finding in result.findings}
     for outcome in result.outcomes:
-        case = ET.SubElement(suite, "testcase", {"name": outcome.rule, "classname": "psgrad.gate", "time": "0"})
+        case = ET.SubElement(
+            suite, "testcase", {"name": outcome.rule, "classname": "psgrad.gate", "time": "0"}
+        )
         if outcome.outcome != "passed":
             kind = "failure" if outcome.outcome == "failed" else "error"
             inside = ET.SubElement(case, kind, {"message": clean(outcome.message), "type": outcome.outcome})
             inside.text = _body(outcome, findings)
-    ET.SubElement(suite, "system-out").text = "\n".join([headline(result), *(f"warning: {clean(each)}" for each in result.warnings)])
+    ET.SubElement(suite, "system-out").text = "\n".join(
+        [headline(result), *(f"warning: {clean(each)}" for each in result.warnings)]
+    )
     ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=False).join(['<?xml version="1.0" encoding="UTF-8"?>\n', "\n"])
+    return ET.tostring(root, encoding="unicode", xml_declaration=False).join(
+        ['<?xml version="1.0" encoding="UTF-8"?>\n', "\n"]
+    )
 
 
 def _body(outcome: GateOutcome, findings: dict[str, Finding]) -> str:

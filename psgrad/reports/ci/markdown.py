@@ -1,4 +1,6 @@
-"""Markdown for a step's summary or a comment: no text of the data is a link, a mention, a table's end or HTML."""
+"""Markdown for a step's summary or a comment: no text of the data is a link, a mention, a table's end or
+HTML.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,16 @@ _KEPT = frozenset(" ;=")  # beside letters and digits: no sign of Markdown is ma
 def render(result: CheckResult, limit: int = _COMMENT) -> str:
     """The outcomes and the first new findings, as many as there is room for in so many bytes."""
     lines = [f"### psgrad: {plain(headline(result))}", "", "| gate | verdict | |", "| --- | --- | --- |"]
-    lines += [f"| {plain(each.rule)} | {VERDICTS[each.outcome]} | {plain(clean(each.message))} |" for each in result.outcomes]
+    lines += [
+        f"| {plain(each.rule)} | {VERDICTS[each.outcome]} | {plain(clean(each.message))} |"
+        for each in result.outcomes
+    ]
     lines += ["", *(f"- warning: {plain(clean(warning))}" for warning in result.warnings[:SHOWN]), ""]
     new = counting(result.findings)
-    rows = [f"| {each.level} | {plain(each.rule)} | {code(place(each))} | {code(sentence(each))} |" for each in new[:SHOWN]]
+    rows = [
+        f"| {each.level} | {plain(each.rule)} | {code(place(each))} | {code(sentence(each))} |"
+        for each in new[:SHOWN]
+    ]
     table = ["| level | rule | where | finding |", "| --- | --- | --- | --- |"] if rows else []
     left = limit - sum(len(line.encode()) + 1 for line in (*lines, *table)) - 200
     taken = 0
@@ -29,7 +37,9 @@ def render(result: CheckResult, limit: int = _COMMENT) -> str:
 
 
 def plain(text: str) -> str:
-    """The text as text: every sign that Markdown or HTML may take for more than itself is written by its number."""
+    """The text as text: every sign that Markdown or HTML may take for more than itself is written by its
+    number.
+    """
     return "".join(letter if letter.isalnum() or letter in _KEPT else f"&#{ord(letter)};" for letter in text)
 
 

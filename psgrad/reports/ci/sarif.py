@@ -1,4 +1,6 @@
-"""SARIF 2.1.0 (OASIS standard), as GitHub's code scanning takes it: of the results of a run it shows the first 5,000."""
+"""SARIF 2.1.0 (OASIS standard), as GitHub's code scanning takes it: of the results of a run it shows the
+first 5,000.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,35 @@ def render(result: CheckResult) -> str:
     shown = result.findings[:LIMIT]
     left = result.count() - len(shown)
     notes = [("note", headline(result))]
-    notes += [("note" if each.outcome == "passed" else "error", outcome_line(each)) for each in result.outcomes]
+    notes += [
+        ("note" if each.outcome == "passed" else "error", outcome_line(each)) for each in result.outcomes
+    ]
     notes += [("warning", clean(warning)) for warning in result.warnings]
     notes += [("warning", f"{len(shown):,} findings are listed, {more(left)}")] if left > 0 else []
     run = {
-        "tool": {"driver": {"name": "psgrad", "version": __version__, "semanticVersion": __version__, "rules": _rules()}},
+        "tool": {
+            "driver": {
+                "name": "psgrad",
+                "version": __version__,
+                "semanticVersion": __version__,
+                "rules": _rules(),
+            }
+        },
         "columnKind": "unicodeCodePoints",
         "invocations": [
             {
                 "executionSuccessful": True,
                 "exitCode": result.exit_code,
-                "toolExecutionNotifications": [{"level": level, "message": {"text": text}} for level, text in notes],
+                "toolExecutionNotifications": [
+                    {"level": level, "message": {"text": text}} for level, text in notes
+                ],
             }
         ],
         "results": [_result(finding, result.facts.get("baseline") is not None) for finding in shown],
     }
-    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, allow_nan=False) + "\n"
+    return (
+        json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, allow_nan=False) + "\n"
+    )
 
 
 def _rules() -> list[dict[str, Any]]:
@@ -63,7 +78,9 @@ def _result(finding: Finding, with_baseline: bool) -> dict[str, Any]:
         "ruleIndex": _PLACES[finding.rule],
         "level": finding.level,
         "message": {"text": sentence(finding)},
-        "locations": [{"physicalLocation": physical, "logicalLocations": [{"name": who(finding), "kind": "sample"}]}],
+        "locations": [
+            {"physicalLocation": physical, "logicalLocations": [{"name": who(finding), "kind": "sample"}]}
+        ],
         "partialFingerprints": {"psgrad/v1": finding.fingerprint},
         "properties": {"row": finding.index, **finding.values},
     }

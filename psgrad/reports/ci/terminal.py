@@ -21,13 +21,17 @@ _LEFT_OUT = ("p_value", "outlier_score")
 
 
 def render(result: CheckResult) -> str:
-    """The outcomes, the warnings, and the first new findings: a table for each rule, which says once what the rule says."""
+    """The outcomes, the warnings, and the first new findings: a table for each rule, which says once what the
+    rule says.
+    """
     lines = io.StringIO()
     lines.write(f"{headline(result)}\n")
     lines.writelines(f"{outcome_line(outcome)}\n" for outcome in result.outcomes)
     lines.writelines(f"warning: {clean(warning)}\n" for warning in result.warnings)
     new = counting(result.findings)
-    for (level, rule, path), found in groupby(new[:SHOWN], lambda each: (each.level, each.rule, each.location.path)):
+    for (level, rule, path), found in groupby(
+        new[:SHOWN], lambda each: (each.level, each.rule, each.location.path)
+    ):
         lines.write(f"{clean(f'{level} {rule}, in {path}: {RULES.get(rule, rule)}')}\n")
         print_table(_table(list(found)), lines)
     left = result.count(state="new") - min(len(new), SHOWN)
@@ -41,7 +45,9 @@ def _table(found: Sequence[Finding]) -> Table:
     columns: list[tuple[str, bool, Callable[[Finding], str]]] = [("id", False, who)]
     if any(each.location.line is not None for each in found):
         columns.append(("line", True, lambda each: str(each.location.line or "")))
-    for name in dict.fromkeys(name for each in found for name, value in each.values.items() if value is not None):
+    for name in dict.fromkeys(
+        name for each in found for name, value in each.values.items() if value is not None
+    ):
         if name not in _LEFT_OUT:
             columns.append((_HEADINGS.get(name, clean(name)), True, _number_of(name)))
     if any(each.group not in (None, "all") for each in found):

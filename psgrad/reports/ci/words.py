@@ -1,4 +1,6 @@
-"""What the CI formats say of findings and outcomes: one line, bounded, and harmless wherever it is printed."""
+"""What the CI formats say of findings and outcomes: one line, bounded, and harmless wherever it is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def sentence(finding: Finding) -> str:
     """Who and what, with the reasons that the message does not give."""
     reasons = [reason for reason in finding.reasons if reason not in finding.message]
     group = f"; group {finding.group}" if finding.group not in (None, "all") else ""
-    return clean(f"sample {who(finding)}: {finding.message}{''.join(f'; {reason}' for reason in reasons)}{group}")
+    return clean(
+        f"sample {who(finding)}: {finding.message}{''.join(f'; {reason}' for reason in reasons)}{group}"
+    )
 
 
 def place(finding: Finding) -> str:
@@ -43,7 +47,9 @@ def outcome_line(outcome: GateOutcome) -> str:
 
 def headline(result: CheckResult) -> str:
     """The verdict in a sentence."""
-    verdict = {0: "the gate is passed", 1: "the gate is failed", 4: "the gate can't be evaluated"}[result.exit_code]
+    verdict = {0: "the gate is passed", 1: "the gate is failed", 4: "the gate can't be evaluated"}[
+        result.exit_code
+    ]
     partial = "PARTIAL run: " if result.facts.get("partial") else ""
     return f"{partial}{verdict}, {count(result.samples)}; {counts_line(result)}"
 
@@ -54,7 +60,11 @@ def counts_line(result: CheckResult) -> str:
     for rule in result.facts.get("counts", {}):
         total = result.count(rule)
         if total:
-            apart = [f"{result.count(rule, state):,} {state}" for state in ("known", "ignored") if result.count(rule, state)]
+            apart = [
+                f"{result.count(rule, state):,} {state}"
+                for state in ("known", "ignored")
+                if result.count(rule, state)
+            ]
             parts.append(f"{rule} {total:,}" + (f" ({', '.join(apart)})" if apart else ""))
     return ", ".join(parts) or "no findings"
 

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
-from psgrad.engine.objective import Objective
 from tests.oracles import Gradients, Loss, one_sample_gradients
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 
-# The gradient of one parameter may be zero but for rounding, such as that of a bias before a norm: its error is then measured
-# against this share of the whole gradient.
+# The gradient of one parameter may be zero but for rounding, such as that of a bias before a norm: its error
+# is then measured against this share of the whole gradient.
 SMALLEST_SHARE = 0.01
 
 
-def deferred_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor) -> PerSampleGradients:
+def deferred_gradients(
+    model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor
+) -> PerSampleGradients:
     """The engine's gradients of all the samples in one call."""
     objective = Objective(model, loss)
     return per_sample_gradients(objective.loss, objective.params, inputs, target, has_aux=True)
@@ -47,7 +49,9 @@ def answers(grads: PerSampleGradients, weights: Tensor, vector: Gradients) -> An
 
 
 def joined(chunks: list[Answers]) -> Answers:
-    """The answers for all samples from those for consecutive chunks: sums add up, everything else is strung together."""
+    """The answers for all samples from those for consecutive chunks: sums add up, everything else is strung
+    together.
+    """
 
     def strung(parts: list[Gradients]) -> Gradients:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -56,7 +60,10 @@ def joined(chunks: list[Answers]) -> Answers:
         norms=torch.cat([chunk.norms for chunk in chunks]),
         parameter_norms=strung([chunk.parameter_norms for chunk in chunks]),
         dot=torch.cat([chunk.dot for chunk in chunks]),
-        weighted_sum={name: torch.stack([chunk.weighted_sum[name] for chunk in chunks]).sum(0) for name in chunks[0].weighted_sum},
+        weighted_sum={
+            name: torch.stack([chunk.weighted_sum[name] for chunk in chunks]).sum(0)
+            for name in chunks[0].weighted_sum
+        },
         materialised=strung([chunk.materialised for chunk in chunks]),
     )
 
@@ -73,7 +80,9 @@ def flat(gradients: Gradients) -> Tensor:
 
 def assert_close(query: str, actual: Tensor, expected: Tensor, scale: Tensor, tolerance: float) -> None:
     """The error of each entry, relative to its scale, stays within the tolerance."""
-    assert actual.shape == expected.shape, f"{query}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{query}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
     if not expected.numel():
         return
     tiny = torch.finfo(torch.float64).tiny
@@ -81,20 +90,29 @@ def assert_close(query: str, actual: Tensor, expected: Tensor, scale: Tensor, to
     assert worst <= tolerance, f"{query}: relative error {worst:.2e}, at most {tolerance:.0e} expected"
 
 
-def assert_vectors_close(query: str, actual: Gradients, expected: Gradients, whole: Tensor, tolerance: float) -> None:
-    """As `assert_close`, but a parameter's tensor is one vector a row, whose error is measured by its length; whole [rows]."""
+def assert_vectors_close(
+    query: str, actual: Gradients, expected: Gradients, whole: Tensor, tolerance: float
+) -> None:
+    """As `assert_close`, but a parameter's tensor is one vector a row, whose error is measured by its length;
+    whole [rows].
+    """
     assert actual.keys() == expected.keys()
     for name, vectors in expected.items():
-        assert actual[name].shape == vectors.shape, f"{query} of {name}: {tuple(actual[name].shape)}, expected {tuple(vectors.shape)}"
+        assert actual[name].shape == vectors.shape, (
+            f"{query} of {name}: {tuple(actual[name].shape)}, expected {tuple(vectors.shape)}"
+        )
         error = rows(actual[name].double() - vectors).norm(dim=1)
         scale = torch.maximum(rows(vectors).norm(dim=1), SMALLEST_SHARE * whole)
         assert_close(f"{query} of {name}", error, torch.zeros_like(error), scale, tolerance)
 
 
-def assert_answers_agree(actual: Answers, expected: Gradients, weights: Tensor, vector: Gradients, tolerance: float) -> None:
+def assert_answers_agree(
+    actual: Answers, expected: Gradients, weights: Tensor, vector: Gradients, tolerance: float
+) -> None:
     """Hold every answer against the materialised float64 gradients `expected`, name -> [n, *shape].
 
-    An error is relative to the quantity itself; for a dot product to the sum of the absolute products, as its terms cancel.
+    An error is relative to the quantity itself; for a dot product to the sum of the absolute products, as its
+    terms cancel.
     """
     every, direction = flat(expected), flat({name: value.double()[None] for name, value in vector.items()})[0]
     whole = every.norm(dim=1)
@@ -109,7 +127,10 @@ def assert_answers_agree(actual: Answers, expected: Gradients, weights: Tensor, 
     assert_close("dot", actual.dot, every @ direction, every.abs() @ direction.abs(), tolerance)
     assert_vectors_close("materialised", actual.materialised, expected, whole, tolerance)
 
-    sums = {name: torch.einsum("n,n...->...", weights.double(), gradient)[None] for name, gradient in expected.items()}
+    sums = {
+        name: torch.einsum("n,n...->...", weights.double(), gradient)[None]
+        for name, gradient in expected.items()
+    }
     summed = {name: value[None] for name, value in actual.weighted_sum.items()}
     assert_vectors_close("weighted sum", summed, sums, flat(sums).norm(dim=1), tolerance)
 
@@ -122,7 +143,9 @@ def draw_weights_and_vector(expected: Gradients, dtype: torch.dtype) -> tuple[Te
 
 
 def check_layer(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> None:
-    """Every query of a float64 network against the loop; each sample's loss is its scaled mean squared output."""
+    """Every query of a float64 network against the loop; each sample's loss is its scaled mean squared
+    output.
+    """
     model, inputs = model.to(device, torch.float64), tuple(value.to(device) for value in inputs)
     target = torch.linspace(0.5, 2, len(inputs[0]), dtype=torch.float64, device=device)
 

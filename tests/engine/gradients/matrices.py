@@ -1,4 +1,6 @@
-"""The matrices of random projections, written out entry by entry from their definition, in Python's own whole numbers."""
+"""The matrices of random projections, written out entry by entry from their definition, in Python's own whole
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def entry(matrices: str, names: tuple[object, ...], row: int, place: int) -> flo
 
 
 def dense(matrices: str, names: tuple[object, ...], rows: int, places: int) -> Tensor:
-    return torch.tensor([[entry(matrices, names, row, place) for place in range(places)] for row in range(rows)], dtype=torch.float64)
+    return torch.tensor(
+        [[entry(matrices, names, row, place) for place in range(places)] for row in range(rows)],
+        dtype=torch.float64,
+    )
 
 
 def sparse(names: tuple[object, ...], segment: int, nonzeros: int, places: int) -> Tensor:
@@ -79,7 +84,9 @@ def matrix(projection: Projection, name: str, shape: tuple[int, ...]) -> Tensor:
     if isinstance(projection, Rademacher | Gaussian):
         return dense(projection.matrices, names, projection.k, places) / math.sqrt(projection.k)
     if isinstance(projection, Sparse):
-        return sparse(names, projection.k // projection.nonzeros, projection.nonzeros, places) / math.sqrt(projection.nonzeros)
+        return sparse(names, projection.k // projection.nonzeros, projection.nonzeros, places) / math.sqrt(
+            projection.nonzeros
+        )
     assert isinstance(projection, TwoSided)
     scale = math.sqrt(projection.left * projection.right)
     if len(shape) < 2:
@@ -92,9 +99,11 @@ def matrix(projection: Projection, name: str, shape: tuple[int, ...]) -> Tensor:
 def projected(projection: Projection, gradients: dict[str, Tensor]) -> Tensor:
     """What gradients name -> [n, *shape], written out, are projected to."""
     parts = [
-        gradient.double().cpu().flatten(1) @ matrix(projection, name, tuple(gradient.shape[1:])).t()
-        if gradient.dim() > 1
-        else gradient.double().cpu()[:, None] @ matrix(projection, name, ()).t()
+        (
+            gradient.double().cpu().flatten(1) @ matrix(projection, name, tuple(gradient.shape[1:])).t()
+            if gradient.dim() > 1
+            else gradient.double().cpu()[:, None] @ matrix(projection, name, ()).t()
+        )
         for name, gradient in gradients.items()
     ]
     return torch.cat(parts, 1) if projection.per == "parameter" else torch.stack(parts).sum(0)

@@ -1,4 +1,6 @@
-"""The engine's promise: the numbers of a one-sample loop, for every architecture, precision and chunk size."""
+"""The engine's promise: the numbers of a one-sample loop, for every architecture, precision and chunk
+size.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,16 @@ import math
 import pytest
 import torch
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_square_norms, terms
-from psgrad.engine.objective import Objective
-from tests.engine.gradients.agreement import TOLERANCES, answers, assert_answers_agree, deferred_gradients, draw_weights_and_vector, joined
+from tests.engine.gradients.agreement import (
+    TOLERANCES,
+    answers,
+    assert_answers_agree,
+    deferred_gradients,
+    draw_weights_and_vector,
+    joined,
+)
 from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import one_sample_gradients
 
@@ -20,7 +29,9 @@ SAMPLES = 34
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_every_query_agrees_with_the_loop(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+def test_every_query_agrees_with_the_loop(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device
+) -> None:
     model = architecture.build(dtype=dtype).to(device)
     inputs, target = architecture.batch(SAMPLES, dtype=dtype)
     inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
@@ -34,7 +45,9 @@ def test_every_query_agrees_with_the_loop(architecture: Architecture, dtype: tor
         chunks = []
         for start in range(0, SAMPLES, chunk_size):
             rows = slice(start, start + chunk_size)
-            grads = deferred_gradients(model, architecture.loss, tuple(value[rows] for value in inputs), target[rows])
+            grads = deferred_gradients(
+                model, architecture.loss, tuple(value[rows] for value in inputs), target[rows]
+            )
             chunks.append(answers(grads, weights[rows], vector))
         assert_answers_agree(joined(chunks), expected, weights, vector, TOLERANCES[dtype])
 
@@ -43,7 +56,11 @@ def test_every_query_agrees_with_the_loop(architecture: Architecture, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("block_bytes", [1, 30_000])
 def test_intermediates_may_be_made_for_a_few_samples_at_a_time(
-    architecture: Architecture, dtype: torch.dtype, block_bytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    architecture: Architecture,
+    dtype: torch.dtype,
+    block_bytes: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of one sample, and blocks of a few: the test models are too small to need any by themselves."""
     monkeypatch.setitem(terms.BLOCK_BYTES, device.type, block_bytes)
@@ -59,14 +76,18 @@ def test_intermediates_may_be_made_for_a_few_samples_at_a_time(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 def test_norms_alone_are_those_of_the_gradients(architecture: Architecture, device: torch.device) -> None:
-    """per_sample_square_norms contracts each gradient on the way back: each must be complete by then, shared weights too."""
+    """per_sample_square_norms contracts each gradient on the way back: each must be complete by then, shared
+    weights too.
+    """
     model = architecture.build(dtype=torch.float64).to(device)
     inputs, target = architecture.batch(5, dtype=torch.float64)
     inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
     objective = Objective(model, architecture.loss)
     alone = per_sample_square_norms(objective.loss, objective.params, inputs, target, has_aux=True)
     grads = deferred_gradients(model, architecture.loss, inputs, target)
-    torch.testing.assert_close(alone.square_norms("parameter"), grads.square_norms("parameter"), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        alone.square_norms("parameter"), grads.square_norms("parameter"), rtol=1e-12, atol=0
+    )
     torch.testing.assert_close(alone.square_norms("module"), grads.square_norms("module"), rtol=1e-12, atol=0)
     torch.testing.assert_close(alone.square_norms(), grads.square_norms(), rtol=1e-12, atol=0)
     torch.testing.assert_close(alone.losses, grads.losses, rtol=0, atol=0)
@@ -78,7 +99,9 @@ def test_the_model_is_left_as_it_was(architecture: Architecture, device: torch.d
     model = architecture.build().to(device)
     before = copy.deepcopy(model.state_dict())
     inputs, target = architecture.batch(2)
-    deferred_gradients(model, architecture.loss, tuple(value.to(device) for value in inputs), target.to(device)).materialise()
+    deferred_gradients(
+        model, architecture.loss, tuple(value.to(device) for value in inputs), target.to(device)
+    ).materialise()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
@@ -89,7 +112,9 @@ def test_losses_are_those_of_the_samples(architecture: Architecture, device: tor
     inputs, target = architecture.batch(5, dtype=torch.float64)
     inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
     outputs = model(*inputs)
-    expected = torch.stack([architecture.loss(output, wanted) for output, wanted in zip(outputs, target, strict=True)])
+    expected = torch.stack(
+        [architecture.loss(output, wanted) for output, wanted in zip(outputs, target, strict=True)]
+    )
     grads = deferred_gradients(model, architecture.loss, inputs, target)
     torch.testing.assert_close(grads.losses, expected.detach(), rtol=1e-10, atol=0)
 
@@ -100,7 +125,9 @@ def test_nothing_times_infinity_is_no_number(positions: tuple[int, ...]) -> None
     x, k, weight = torch.randn(4, 6, *positions), torch.randn(4, 3, *positions), torch.randn(3, 6)
     x[1], k[1] = 0, math.inf
     x[2] = 0
-    norms = per_sample_square_norms(lambda p, x, k: ((p["weight"] @ x) * k).sum(), {"weight": weight}, x, k).square_norms()
+    norms = per_sample_square_norms(
+        lambda p, x, k: ((p["weight"] @ x) * k).sum(), {"weight": weight}, x, k
+    ).square_norms()
     expected = torch.einsum("no...,ni...->noi", k, x).flatten(1).double().square().sum(1)
     assert norms.isnan().tolist() == expected.isnan().tolist() == [False, True, False, False]
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0, equal_nan=True)

@@ -1,4 +1,6 @@
-"""Prices grow with the work, choices follow prices, and a machine's constants come from where they are said to come from."""
+"""Prices grow with the work, choices follow prices, and a machine's constants come from where they are said
+to come from.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.gradients.planning import machines
-from psgrad.engine.gradients.planning.calibration import measure
-from psgrad.engine.gradients.planning.costs import Cost, Machine, cheapest, machine_of, norm_ways
+from psgrad.engine.execution.calibration import measure
+from psgrad.engine.gradients import machine
+from psgrad.engine.gradients.costs import Cost, Machine, cheapest, machine_of, norm_ways
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.errors import ConfigError
@@ -28,25 +30,35 @@ CPU = torch.device("cpu")
 def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cache folder of the test's own, and no override left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(machines.VARIABLE)
-    machines.use(None)
+    monkeypatch.delenv(machine.VARIABLE)
+    machine.use(None)
     yield
     monkeypatch.undo()
-    machines.use(None)
+    machine.use(None)
 
 
 def as_json(on: Machine, **changes: Any) -> str:
     return json.dumps(on.to_json() | changes)
 
 
-# Prices ---------------------------------------------------------------------------------------------------------------------------
+# Prices
+# ------------------------------------------------------------------------------------------------------------
 
 sizes = st.integers(1, 3000)
 
 
-@given(batch=st.integers(1, 64), rows=sizes, columns=sizes, inner=sizes, axis=st.integers(0, 3), factor=st.integers(2, 9))
-def test_larger_products_cost_no_less(batch: int, rows: int, columns: int, inner: int, axis: int, factor: int) -> None:
-    on, shape = machines.built_in(CPU), [batch, rows, columns, inner]
+@given(
+    batch=st.integers(1, 64),
+    rows=sizes,
+    columns=sizes,
+    inner=sizes,
+    axis=st.integers(0, 3),
+    factor=st.integers(2, 9),
+)
+def test_larger_products_cost_no_less(
+    batch: int, rows: int, columns: int, inner: int, axis: int, factor: int
+) -> None:
+    on, shape = machine.built_in(CPU), [batch, rows, columns, inner]
     smaller = on.matmul_seconds(*shape, torch.float32)
     shape[axis] *= factor
     # a thin axis that grows is worked off at a better rate, which is measured in steps
@@ -54,23 +66,32 @@ def test_larger_products_cost_no_less(batch: int, rows: int, columns: int, inner
 
 
 def test_a_large_product_takes_its_operations_and_its_bytes_at_the_measured_rates() -> None:
-    on = dataclasses.replace(machines.built_in(CPU), product={"float32": 1e11}, stream=((1e9, 1e10),), call_seconds=1e-6)
-    for dtype, rate in ((torch.float32, 1e11), (torch.float64, 5e10), (torch.bfloat16, 1e11)):  # of the last two nothing is known
+    on = dataclasses.replace(
+        machine.built_in(CPU), product={"float32": 1e11}, stream=((1e9, 1e10),), call_seconds=1e-6
+    )
+    for dtype, rate in (
+        (torch.float32, 1e11),
+        (torch.float64, 5e10),
+        (torch.bfloat16, 1e11),
+    ):  # of the last two nothing is known
         expected = 1e-6 + 2 * 4000**3 / rate + 3 * 4000**2 * dtype.itemsize / 1e10
         assert on.matmul_seconds(1, 4000, 4000, 4000, dtype) == pytest.approx(expected, rel=1e-6)
     thin = dataclasses.replace(on, thin_inner=(0.05, 1.0, 1.0, 1.0, 1.0))
-    assert thin.matmul_seconds(1, 4000, 4000, 1, torch.float32) > on.matmul_seconds(1, 4000, 4000, 1, torch.float32)
+    assert thin.matmul_seconds(1, 4000, 4000, 1, torch.float32) > on.matmul_seconds(
+        1, 4000, 4000, 1, torch.float32
+    )
 
 
 def test_a_pass_over_memory_takes_its_bytes_at_the_measured_rate() -> None:
-    on = dataclasses.replace(machines.built_in(CPU), stream=((1e3, 1e9), (1e6, 1e10)), call_seconds=1e-6)
+    on = dataclasses.replace(machine.built_in(CPU), stream=((1e3, 1e9), (1e6, 1e10)), call_seconds=1e-6)
     assert on.stream_seconds(3e6, 1e6) == pytest.approx(1e-6 + 3e6 / 1e10)
     assert on.stream_seconds(3e9, 1e9) == pytest.approx(3e9 / 1e10, rel=1e-3)  # the last rate holds beyond
     assert on.bandwidth(10**4.5) == pytest.approx(10**9.5)  # halfway, in logarithms
     assert on.bandwidth(1) == 1e9
 
 
-# Choices --------------------------------------------------------------------------------------------------------------------------
+# Choices
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_way_that_fits() -> None:
@@ -82,10 +103,12 @@ def test_the_cheapest_way_that_fits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_positions_are_materialised_and_few_are_not(dtype: torch.dtype) -> None:
-    on = machines.built_in(CPU)
+    on = machine.built_in(CPU)
 
     def way(positions: int) -> str:
-        return cheapest(norm_ways(on, 1, positions, 1024, 1024, dtype, BLOCK_BYTES["cpu"]), BLOCK_BYTES["cpu"])
+        return cheapest(
+            norm_ways(on, 1, positions, 1024, 1024, dtype, BLOCK_BYTES["cpu"]), BLOCK_BYTES["cpu"]
+        )
 
     assert (way(1), way(2), way(8), way(64), way(2048), way(8192)) == (
         "outer product",
@@ -99,15 +122,25 @@ def test_many_positions_are_materialised_and_few_are_not(dtype: torch.dtype) -> 
 
 def test_a_choice_does_not_depend_on_the_chunk() -> None:
     for positions in (2, 16, 128):
-        assert len({Product(torch.ones(n, 1, positions, 64), torch.ones(n, 1, positions, 96)).way() for n in (1, 3, 50)}) == 1
+        assert (
+            len(
+                {
+                    Product(torch.ones(n, 1, positions, 64), torch.ones(n, 1, positions, 96)).way()
+                    for n in (1, 3, 50)
+                }
+            )
+            == 1
+        )
 
 
 def test_what_a_machine_is_good_at_decides() -> None:
     term = Product(torch.ones(2, 1, 64, 256), torch.ones(2, 1, 64, 256))
-    on = machines.built_in(CPU)
-    machines.use(dataclasses.replace(on, stream=((1.0, 1e6),)))  # where writing is dear: 2 * 64 * 64 numbers are less than 256 * 256
+    on = machine.built_in(CPU)
+    machine.use(
+        dataclasses.replace(on, stream=((1.0, 1e6),))
+    )  # where writing is dear: 2 * 64 * 64 numbers are less than 256 * 256
     assert term.way() == "gram"
-    machines.use(dataclasses.replace(on, call_seconds=1.0))  # where each call is: there are fewer of them
+    machine.use(dataclasses.replace(on, call_seconds=1.0))  # where each call is: there are fewer of them
     assert term.way() == "materialise"
     assert term.describe() == "materialise"
 
@@ -126,7 +159,8 @@ def test_every_term_tells_the_way_that_it_takes() -> None:
         assert cost.bytes >= 0
 
 
-# Machines -------------------------------------------------------------------------------------------------------------------------
+# Machines
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_is_measured_in_seconds_and_described_whole() -> None:
@@ -141,50 +175,50 @@ def test_a_machine_is_measured_in_seconds_and_described_whole() -> None:
 
 
 def test_what_was_measured_is_kept_and_found(tmp_path: Path) -> None:
-    assert machines.machine(CPU).origin == "built in"
-    assert not machines.is_known(CPU)
-    measured = dataclasses.replace(machines.built_in(CPU), origin="measured", attention=0.123)
-    path = machines.keep(measured, CPU)
+    assert machine.machine(CPU).origin == "built in"
+    assert not machine.is_known(CPU)
+    measured = dataclasses.replace(machine.built_in(CPU), origin="measured", attention=0.123)
+    path = machine.keep(measured, CPU)
     assert path is not None
     assert path.is_relative_to(tmp_path)
-    assert machines.machine(CPU) is measured
-    machines.use(None)  # as in another process
-    assert machines.machine(CPU).attention == 0.123
-    assert machines.machine(CPU).origin == str(path)
-    assert machines.is_known(CPU)
+    assert machine.machine(CPU) is measured
+    machine.use(None)  # as in another process
+    assert machine.machine(CPU).attention == 0.123
+    assert machine.machine(CPU).origin == str(path)
+    assert machine.is_known(CPU)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "x"}', None])
 def test_a_cache_that_cannot_be_read_is_passed_over(text: str | None) -> None:
-    path = machines.cache_file(CPU)
+    path = machine.cache_file(CPU)
     path.parent.mkdir(parents=True)
     if text is None:
         path.mkdir()
     else:
         path.write_text(text)
-    assert machines.machine(CPU).origin == "built in"
+    assert machine.machine(CPU).origin == "built in"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "folder"))
-    measured = dataclasses.replace(machines.built_in(CPU), origin="measured")
-    assert machines.keep(measured, CPU) is None
-    assert machines.machine(CPU) is measured
+    measured = dataclasses.replace(machine.built_in(CPU), origin="measured")
+    assert machine.keep(measured, CPU) is None
+    assert machine.machine(CPU) is measured
 
 
 def test_an_override_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machines.keep(dataclasses.replace(machines.built_in(CPU), attention=0.1), CPU)
+    machine.keep(dataclasses.replace(machine.built_in(CPU), attention=0.1), CPU)
     for name, attention in (("environment", 0.2), ("config", 0.3)):
-        (tmp_path / f"{name}.json").write_text(as_json(machines.built_in(CPU), attention=attention))
-    monkeypatch.setenv(machines.VARIABLE, str(tmp_path / "environment.json"))
-    machines.use(None)
-    assert machines.machine(CPU).attention == 0.2
-    machines.use(tmp_path / "config.json")
-    assert machines.machine(CPU).attention == 0.3
-    machines.use(None)
-    monkeypatch.setenv(machines.VARIABLE, "default")
-    assert machines.machine(CPU).attention == machines.built_in(CPU).attention
+        (tmp_path / f"{name}.json").write_text(as_json(machine.built_in(CPU), attention=attention))
+    monkeypatch.setenv(machine.VARIABLE, str(tmp_path / "environment.json"))
+    machine.use(None)
+    assert machine.machine(CPU).attention == 0.2
+    machine.use(tmp_path / "config.json")
+    assert machine.machine(CPU).attention == 0.3
+    machine.use(None)
+    monkeypatch.setenv(machine.VARIABLE, "default")
+    assert machine.machine(CPU).attention == machine.built_in(CPU).attention
 
 
 @pytest.mark.parametrize(
@@ -198,16 +232,18 @@ def test_an_override_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ({"pooling": None}, "'pooling' holds None"),
     ],
 )
-def test_a_wrong_override_is_told(changes: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "machine.json").write_text(as_json(machines.built_in(CPU), **changes))
-    monkeypatch.setenv(machines.VARIABLE, str(tmp_path / "machine.json"))
+def test_a_wrong_override_is_told(
+    changes: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "machine.json").write_text(as_json(machine.built_in(CPU), **changes))
+    monkeypatch.setenv(machine.VARIABLE, str(tmp_path / "machine.json"))
     with pytest.raises(ConfigError) as error:
-        machines.machine(CPU)
+        machine.machine(CPU)
     for said in (word, "PSGRAD_MACHINE", "next step"):
         assert said in str(error.value)
 
 
 def test_an_override_that_is_not_there_is_told(tmp_path: Path) -> None:
-    machines.use(tmp_path / "nowhere.json")
+    machine.use(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"engine.machine: .*nowhere.json can't be read"):
-        machines.machine(CPU)
+        machine.machine(CPU)

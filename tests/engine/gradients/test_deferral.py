@@ -1,4 +1,6 @@
-"""What stays factored: weights used in every way, the kinds of terms that arrive, and every query beside the one-sample loop."""
+"""What stays factored: weights used in every way, the kinds of terms that arrive, and every query beside the
+one-sample loop.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +35,31 @@ def tokens(*shape: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Program:
-    """A loss of one sample, how its parameters and samples are drawn, and the kinds of terms expected of each parameter."""
+    """A loss of one sample, how its parameters and samples are drawn, and the kinds of terms expected of each
+    parameter.
+    """
 
     loss: Callable[..., Tensor]
     draw: Callable[[], tuple[Params, tuple[Any, ...]]]
     kinds: dict[str, str]
 
 
-def of(forward: Callable[..., Tensor], *inputs: tuple[int, ...], kinds: dict[str, str], **shapes: tuple[int, ...]) -> Program:
+def of(
+    forward: Callable[..., Tensor], *inputs: tuple[int, ...], kinds: dict[str, str], **shapes: tuple[int, ...]
+) -> Program:
     """`forward(x, ..., **parameters)`, with parameters of these shapes and inputs of one sample of those."""
 
     def draw() -> tuple[Params, tuple[Any, ...]]:
-        return {name: randn(*shape) for name, shape in shapes.items()}, tuple(randn(N, *shape) for shape in inputs or ((4,),))
+        return {name: randn(*shape) for name, shape in shapes.items()}, tuple(
+            randn(N, *shape) for shape in inputs or ((4,),)
+        )
 
     return Program(lambda params, *x: scalar(forward(*x, **params)), draw, kinds)
 
 
-def looking_up(forward: Callable[..., Tensor], *shape: int, kinds: dict[str, str], **shapes: tuple[int, ...]) -> Program:
+def looking_up(
+    forward: Callable[..., Tensor], *shape: int, kinds: dict[str, str], **shapes: tuple[int, ...]
+) -> Program:
     """As `of`, with one input of indices below 5."""
 
     def draw() -> tuple[Params, tuple[Any, ...]]:
@@ -143,23 +153,53 @@ PROGRAMS: dict[str, Program] = {
     "columns of rows": of(lambda x, w: F.linear(x, w[1:4, 2:6]), w=(6, 8), kinds={"w": "Product"}),
     "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), w=(4, 6), kinds={"w": "Product"}),
     "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Product"}),
-    "overlapping rows": of(lambda x, w: F.linear(x, w[:4]) + F.linear(x.tanh(), w[2:]), (2, 4), w=(6, 4), kinds={"w": "Product + Product"}),
+    "overlapping rows": of(
+        lambda x, w: F.linear(x, w[:4]) + F.linear(x.tanh(), w[2:]),
+        (2, 4),
+        w=(6, 4),
+        kinds={"w": "Product + Product"},
+    ),
     "a part and the whole": of(
-        lambda x, w: F.linear(x, w[2:]).sum(-1) + F.linear(x.tanh(), w).sum(-1), (2, 4), w=(6, 4), kinds={"w": "Product + Product"}
+        lambda x, w: F.linear(x, w[2:]).sum(-1) + F.linear(x.tanh(), w).sum(-1),
+        (2, 4),
+        w=(6, 4),
+        kinds={"w": "Product + Product"},
     ),
     "chunks": of(qkv, (3, 4), w=(12, 4), kinds={"w": "Product + Product + Product"}),
     "split": of(
-        lambda x, w: torch.stack([F.linear(x, p) for p in w.split(3, 1)]).prod(0), (2, 3), w=(5, 6), kinds={"w": "Product + Product"}
+        lambda x, w: torch.stack([F.linear(x, p) for p in w.split(3, 1)]).prod(0),
+        (2, 3),
+        w=(5, 6),
+        kinds={"w": "Product + Product"},
     ),
     "one part of a split": of(lambda x, w: F.linear(x, w.split([2, 4])[1]), w=(6, 4), kinds={"w": "Product"}),
-    "unbind": of(lambda x, w: torch.stack([F.linear(x, p) for p in w.unbind()]).prod(0), w=(2, 5, 4), kinds={"w": "Product + Product"}),
-    "heads of a projection": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Product"}),
+    "unbind": of(
+        lambda x, w: torch.stack([F.linear(x, p) for p in w.unbind()]).prod(0),
+        w=(2, 5, 4),
+        kinds={"w": "Product + Product"},
+    ),
+    "heads of a projection": of(
+        lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Product"}
+    ),
     "narrow": of(lambda x, w: F.linear(x, w.narrow(0, 1, 2)), w=(6, 4), kinds={"w": "Product"}),
     # -- joined weights
-    "concatenated": of(lambda x, v, w: F.linear(x, torch.cat([v, w])), v=(2, 4), w=(3, 4), kinds={"v": "Product", "w": "Product"}),
-    "concatenated columns": of(lambda x, v, w: F.linear(x, torch.cat([v, w], 1)), v=(5, 1), w=(5, 3), kinds={"v": "Dense", "w": "Product"}),
+    "concatenated": of(
+        lambda x, v, w: F.linear(x, torch.cat([v, w])),
+        v=(2, 4),
+        w=(3, 4),
+        kinds={"v": "Product", "w": "Product"},
+    ),
+    "concatenated columns": of(
+        lambda x, v, w: F.linear(x, torch.cat([v, w], 1)),
+        v=(5, 1),
+        w=(5, 3),
+        kinds={"v": "Dense", "w": "Product"},
+    ),
     "stacked": of(
-        lambda x, v, w: torch.einsum("i,hoi->ho", x, torch.stack([v, w])), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}
+        lambda x, v, w: torch.einsum("i,hoi->ho", x, torch.stack([v, w])),
+        v=(5, 4),
+        w=(5, 4),
+        kinds={"v": "Product", "w": "Product"},
     ),
     "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), w=(3, 3), kinds={"w": "Product"}),
     # -- relabelled
@@ -167,36 +207,75 @@ PROGRAMS: dict[str, Program] = {
     "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), w=(20,), kinds={"w": "Product"}),
     "expanded": of(lambda x, w: F.linear(x, w.expand(5, 4)), w=(1, 4), kinds={"w": "Dense"}),
     "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
-    "repeated by view": of(lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
+    "repeated by view": of(
+        lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Product"}
+    ),
     "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Product"}),
     "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), 3, w=(5, 4), kinds={"w": "Rows"}),
     "flipped mask": of(lambda x, w: F.linear(x, (w * MASK).flip(1)), w=(5, 4), kinds={"w": "Hadamard"}),
     # -- sums and products with what is shared
-    "sum of two": of(lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}),
+    "sum of two": of(
+        lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}
+    ),
     "sum with its transpose": of(lambda x, w: F.linear(x, w + w.t()), w=(4, 4), kinds={"w": "Product"}),
-    "sum with a row": of(lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(4,), kinds={"v": "Product", "w": "Dense"}),
-    "alpha": of(lambda x, v, w: F.linear(x, torch.sub(v, w, alpha=2)), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}),
+    "sum with a row": of(
+        lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(4,), kinds={"v": "Product", "w": "Dense"}
+    ),
+    "alpha": of(
+        lambda x, v, w: F.linear(x, torch.sub(v, w, alpha=2)),
+        v=(5, 4),
+        w=(5, 4),
+        kinds={"v": "Product", "w": "Product"},
+    ),
     "times a number": of(lambda x, w: F.linear(x, w * 0.5), w=(5, 4), kinds={"w": "Product"}),
     "times a column": of(lambda x, w: F.linear(x, w * COLUMN[:, None]), w=(5, 4), kinds={"w": "Product"}),
-    "over a column": of(lambda x, w: F.linear(x, w / (3 + COLUMN[:, None])), w=(5, 4), kinds={"w": "Product"}),
-    "times a column of parameters": of(lambda x, w, s: F.linear(x, s * w), w=(5, 4), s=(5, 1), kinds={"w": "Product", "s": "Dense"}),
-    "times a row of parameters": of(lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(4,), kinds={"w": "Product", "s": "Dense"}),
-    "times a scalar parameter": of(lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}),
+    "over a column": of(
+        lambda x, w: F.linear(x, w / (3 + COLUMN[:, None])), w=(5, 4), kinds={"w": "Product"}
+    ),
+    "times a column of parameters": of(
+        lambda x, w, s: F.linear(x, s * w), w=(5, 4), s=(5, 1), kinds={"w": "Product", "s": "Dense"}
+    ),
+    "times a row of parameters": of(
+        lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(4,), kinds={"w": "Product", "s": "Dense"}
+    ),
+    "times a scalar parameter": of(
+        lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}
+    ),
     "times a mask": of(lambda x, w: F.linear(x, w * MASK), w=(5, 4), kinds={"w": "Hadamard"}),
-    "times a mask at positions": of(lambda x, w: F.linear(x, w * MASK), (9, 4), w=(5, 4), kinds={"w": "Hadamard"}),
-    "times a mask, and whole": of(lambda x, w: F.linear(x, w * MASK) * F.linear(x, w), (2, 4), w=(5, 4), kinds={"w": "Hadamard + Product"}),
-    "masked fill": of(lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Hadamard"}),
-    "where": of(lambda x, w: F.linear(x, torch.where(MASK.bool(), w, 1.0)), w=(5, 4), kinds={"w": "Hadamard"}),
+    "times a mask at positions": of(
+        lambda x, w: F.linear(x, w * MASK), (9, 4), w=(5, 4), kinds={"w": "Hadamard"}
+    ),
+    "times a mask, and whole": of(
+        lambda x, w: F.linear(x, w * MASK) * F.linear(x, w),
+        (2, 4),
+        w=(5, 4),
+        kinds={"w": "Hadamard + Product"},
+    ),
+    "masked fill": of(
+        lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Hadamard"}
+    ),
+    "where": of(
+        lambda x, w: F.linear(x, torch.where(MASK.bool(), w, 1.0)), w=(5, 4), kinds={"w": "Hadamard"}
+    ),
     "lower triangle": of(lambda x, w: F.linear(x, w.tril()), w=(4, 4), kinds={"w": "Hadamard"}),
-    "Hadamard product of two": of(lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Hadamard", "w": "Hadamard"}),
+    "Hadamard product of two": of(
+        lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Hadamard", "w": "Hadamard"}
+    ),
     "through tanh": of(lambda x, w: F.linear(x, w.tanh()), (3, 4), w=(5, 4), kinds={"w": "Hadamard"}),
     "times a matrix": of(lambda x, w: F.linear(x, SHARED @ w), w=(5, 4), kinds={"w": "Product"}),
     "times a batch of matrices": of(
-        lambda x, w: torch.einsum("hi,hoi->ho", x, w @ SHARED.view(2, 2, 5)), (2, 5), w=(2, 3, 2), kinds={"w": "Product"}
+        lambda x, w: torch.einsum("hi,hoi->ho", x, w @ SHARED.view(2, 2, 5)),
+        (2, 5),
+        w=(2, 3, 2),
+        kinds={"w": "Product"},
     ),
     "times a vector": of(lambda x, w: x * (w @ SHARED[0]), (3, 4), w=(4, 5), kinds={"w": "Product"}),
     "low-rank adapter": of(
-        lambda x, a, b: F.linear(x, SHARED.t() + b @ a), (3, 4), a=(2, 4), b=(5, 2), kinds={"a": "Product", "b": "Product"}
+        lambda x, a, b: F.linear(x, SHARED.t() + b @ a),
+        (3, 4),
+        a=(2, 4),
+        b=(5, 2),
+        kinds={"a": "Product", "b": "Product"},
     ),
     "weight norm": of(
         lambda x, v, g: F.linear(x, g * v / v.norm(dim=1, keepdim=True)),
@@ -205,20 +284,39 @@ PROGRAMS: dict[str, Program] = {
         g=(5, 1),
         kinds={"v": "Multiples + Product", "g": "Dense"},
     ),
-    "centred rows": of(lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)), (3, 4), w=(5, 4), kinds={"w": "Multiples + Product"}),
-    "softmax of a weight": of(lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Hadamard + Multiples"}),
-    "penalty": of(lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Multiples + Product"}),
-    "sum of the weight": of(lambda x, w: F.linear(x, w).sum() + w.sum(), w=(5, 4), kinds={"w": "Multiples + Product"}),
+    "centred rows": of(
+        lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)),
+        (3, 4),
+        w=(5, 4),
+        kinds={"w": "Multiples + Product"},
+    ),
+    "softmax of a weight": of(
+        lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Hadamard + Multiples"}
+    ),
+    "penalty": of(
+        lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Multiples + Product"}
+    ),
+    "sum of the weight": of(
+        lambda x, w: F.linear(x, w).sum() + w.sum(), w=(5, 4), kinds={"w": "Multiples + Product"}
+    ),
     "nothing but the weight": of(lambda x, w: w.square(), w=(5, 4), kinds={"w": "Multiples"}),
     "by broadcasting": of(lambda x, w: (w * x).sum(-1), (4,), w=(5, 4), kinds={"w": "Product"}),
-    "by broadcasting at positions": of(lambda x, w: (w * x.unsqueeze(1)).sum(-1), (3, 4), w=(5, 4), kinds={"w": "Product"}),
+    "by broadcasting at positions": of(
+        lambda x, w: (w * x.unsqueeze(1)).sum(-1), (3, 4), w=(5, 4), kinds={"w": "Product"}
+    ),
     "the weight alone": of(lambda x, w: w.square().sum() * x.sum(), w=(5, 4), kinds={"w": "Multiples"}),
     # -- other contractions
     "experts": of(lambda x, w: torch.bmm(x, w), (2, 3, 4), w=(2, 4, 5), kinds={"w": "Product"}),
-    "one for all experts": of(lambda x, w: torch.bmm(x, w.expand(2, 4, 5)), (2, 3, 4), w=(4, 5), kinds={"w": "Product"}),
-    "batched matrices by einsum": of(lambda x, w: torch.einsum("i,hio->ho", x, w), w=(2, 4, 3), kinds={"w": "Product"}),
+    "one for all experts": of(
+        lambda x, w: torch.bmm(x, w.expand(2, 4, 5)), (2, 3, 4), w=(4, 5), kinds={"w": "Product"}
+    ),
+    "batched matrices by einsum": of(
+        lambda x, w: torch.einsum("i,hio->ho", x, w), w=(2, 4, 3), kinds={"w": "Product"}
+    ),
     "bilinear form": of(lambda x, w: torch.einsum("i,ij,j->", x, w, x), w=(4, 4), kinds={"w": "Product"}),
-    "bilinear by einsum": of(lambda x, y, w: torch.einsum("i,ijk,k->j", x, w, y), (4,), (3,), w=(4, 5, 3), kinds={"w": "Product"}),
+    "bilinear by einsum": of(
+        lambda x, y, w: torch.einsum("i,ijk,k->j", x, w, y), (4,), (3,), w=(4, 5, 3), kinds={"w": "Product"}
+    ),
     "bilinear": of(lambda x, y, w: F.bilinear(x, y, w), (4,), (3,), w=(5, 4, 3), kinds={"w": "Product"}),
     "matrix and kernel": of(
         lambda x, w: F.conv2d(x, w.view(5, 4, 1, 1)).flatten(1).sum(1) + F.linear(x.mean((1, 2)), w),
@@ -232,19 +330,36 @@ PROGRAMS: dict[str, Program] = {
         w=(3, 2, 3),
         kinds={"w": "Convolution + Convolution"},
     ),
-    "channels of a kernel": of(lambda x, w: F.conv1d(x, w[:3, 1:]), (2, 6), w=(5, 3, 3), kinds={"w": "Convolution"}),
-    "kernel times a mask": of(lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Hadamard"}),
-    "kernel times a column": of(lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}),
+    "channels of a kernel": of(
+        lambda x, w: F.conv1d(x, w[:3, 1:]), (2, 6), w=(5, 3, 3), kinds={"w": "Convolution"}
+    ),
+    "kernel times a mask": of(
+        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Hadamard"}
+    ),
+    "kernel times a column": of(
+        lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}
+    ),
     "kernel times a mask, grouped": of(
-        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3], groups=2), (2, 6), w=(4, 1, 3), kinds={"w": "Hadamard"}
+        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3], groups=2),
+        (2, 6),
+        w=(4, 1, 3),
+        kinds={"w": "Hadamard"},
     ),
     "kernel times a column, grouped": of(
-        lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2), (2, 6), w=(4, 1, 3), kinds={"w": "Convolution"}
+        lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2),
+        (2, 6),
+        w=(4, 1, 3),
+        kinds={"w": "Convolution"},
     ),
     "transposed kernel times a row": of(
-        lambda x, w: F.conv_transpose1d(x, w * COLUMN[:3, None]), (2, 6), w=(2, 3, 3), kinds={"w": "Convolution"}
+        lambda x, w: F.conv_transpose1d(x, w * COLUMN[:3, None]),
+        (2, 6),
+        w=(2, 3, 3),
+        kinds={"w": "Convolution"},
     ),
-    "transposed kernel, some channels": of(lambda x, w: F.conv_transpose1d(x, w[1:, :2]), (2, 6), w=(3, 3, 3), kinds={"w": "Convolution"}),
+    "transposed kernel, some channels": of(
+        lambda x, w: F.conv_transpose1d(x, w[1:, :2]), (2, 6), w=(3, 3, 3), kinds={"w": "Convolution"}
+    ),
     "kernel's low-rank adapter": of(
         lambda x, w, a, b: F.conv2d(x, w + (b @ a).view(5, 2, 3, 3), padding=1),
         (2, 4, 4),
@@ -254,7 +369,10 @@ PROGRAMS: dict[str, Program] = {
         kinds={"w": "Convolution", "a": "Convolution", "b": "Product"},
     ),
     "kernel's mean taken off": of(
-        lambda x, w: F.conv1d(x, w - w.mean((1, 2), keepdim=True)), (2, 6), w=(4, 2, 3), kinds={"w": "Convolution + Multiples"}
+        lambda x, w: F.conv1d(x, w - w.mean((1, 2), keepdim=True)),
+        (2, 6),
+        w=(4, 2, 3),
+        kinds={"w": "Convolution + Multiples"},
     ),
     "kernel's norm": of(
         lambda x, v, g: F.conv1d(x, g * v / v.norm(dim=(1, 2), keepdim=True)),
@@ -269,52 +387,109 @@ PROGRAMS: dict[str, Program] = {
         w=(4, 2, 3),
         kinds={"w": "Convolution + Multiples + Multiples"},
     ),
-    "convolution's bias": of(lambda x, w, b: F.conv1d(x, w, b), (2, 6), w=(3, 2, 3), b=(3,), kinds={"w": "Convolution", "b": "Dense"}),
+    "convolution's bias": of(
+        lambda x, w, b: F.conv1d(x, w, b),
+        (2, 6),
+        w=(3, 2, 3),
+        b=(3,),
+        kinds={"w": "Convolution", "b": "Dense"},
+    ),
     # -- tables
-    "rows by a shared index": of(lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Product"}),
-    "index_select": of(lambda x, w: F.linear(x, w.index_select(0, torch.tensor([2, 0, 5]))), w=(6, 4), kinds={"w": "Product"}),
-    "columns by a shared index": of(lambda x, w: F.linear(x, w[:, torch.tensor([2, 0, 0, 5])]), w=(5, 6), kinds={"w": "Product"}),
+    "rows by a shared index": of(
+        lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Product"}
+    ),
+    "index_select": of(
+        lambda x, w: F.linear(x, w.index_select(0, torch.tensor([2, 0, 5]))), w=(6, 4), kinds={"w": "Product"}
+    ),
+    "columns by a shared index": of(
+        lambda x, w: F.linear(x, w[:, torch.tensor([2, 0, 0, 5])]), w=(5, 6), kinds={"w": "Product"}
+    ),
     "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Rows"}),
-    "padded table": looking_up(lambda i, w: F.embedding(i, w, padding_idx=1), 3, w=(5, 4), kinds={"w": "Rows"}),
+    "padded table": looking_up(
+        lambda i, w: F.embedding(i, w, padding_idx=1), 3, w=(5, 4), kinds={"w": "Rows"}
+    ),
     "table by indexing": looking_up(lambda i, w: w[i], 3, w=(5, 4), kinds={"w": "Rows"}),
     "table by index_select": looking_up(lambda i, w: w.index_select(0, i), 3, w=(5, 4), kinds={"w": "Rows"}),
     "columns by the sample's index": looking_up(lambda i, w: w[:, i], 3, w=(4, 5), kinds={"w": "Rows"}),
     "elements by indices": looking_up(lambda i, w: w[i, i.flip(0)], 3, w=(5, 6), kinds={"w": "Rows"}),
-    "table behind a matrix": looking_up(lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Rows", "v": "Product"}),
-    "scaled table": looking_up(lambda i, w, s: F.embedding(i, 2 * w * s), 3, w=(5, 4), s=(), kinds={"w": "Rows", "s": "Dense"}),
+    "table behind a matrix": looking_up(
+        lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Rows", "v": "Product"}
+    ),
+    "scaled table": looking_up(
+        lambda i, w, s: F.embedding(i, 2 * w * s), 3, w=(5, 4), s=(), kinds={"w": "Rows", "s": "Dense"}
+    ),
     "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), 3, w=(5, 4), kinds={"w": "Rows"}),
     "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), 3, w=(7, 4), kinds={"w": "Rows"}),
-    "table of positions": looking_up(lambda i, w, p: F.embedding(i, w) + p[:3], 3, w=(5, 4), p=(9, 4), kinds={"w": "Rows", "p": "Dense"}),
-    "tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
-    "partly tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
+    "table of positions": looking_up(
+        lambda i, w, p: F.embedding(i, w) + p[:3], 3, w=(5, 4), p=(9, 4), kinds={"w": "Rows", "p": "Dense"}
+    ),
+    "tied": looking_up(
+        lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+    ),
+    "partly tied": looking_up(
+        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+    ),
     "tied by every other row": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:][::2]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:][::2]),
+        3,
+        w=(5, 4),
+        kinds={"w": "Product + Rows"},
     ),
     "rows of different steps": of(
-        lambda x, w: F.linear(x, w[::2]).sum() * F.linear(x.tanh(), w[::3]).sum(), (2, 4), w=(9, 4), kinds={"w": "Product + Product"}
+        lambda x, w: F.linear(x, w[::2]).sum() * F.linear(x.tanh(), w[::3]).sum(),
+        (2, 4),
+        w=(9, 4),
+        kinds={"w": "Product + Product"},
     ),
     "tied by columns": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+        lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]),
+        3,
+        w=(5, 4),
+        kinds={"w": "Product + Rows"},
     ),
-    "tied transpose": looking_up(lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
+    "tied transpose": looking_up(
+        lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+    ),
     "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
-    "bags, mean": looking_up(lambda i, w: F.embedding_bag(i, w, mode="mean", padding_idx=2), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
-    "bags, max": looking_up(lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
+    "bags, mean": looking_up(
+        lambda i, w: F.embedding_bag(i, w, mode="mean", padding_idx=2), 2, 3, w=(5, 4), kinds={"w": "Rows"}
+    ),
+    "bags, max": looking_up(
+        lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Rows"}
+    ),
     "bags by offsets": looking_up(
-        lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1, 1]), mode="mean"), 5, w=(5, 4), kinds={"w": "Rows"}
+        lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1, 1]), mode="mean"),
+        5,
+        w=(5, 4),
+        kinds={"w": "Rows"},
     ),
     "weighted bags": looking_up(
-        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s), 2, 3, w=(5, 4), s=(2, 3), kinds={"w": "Rows", "s": "Dense"}
+        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+        2,
+        3,
+        w=(5, 4),
+        s=(2, 3),
+        kinds={"w": "Rows", "s": "Dense"},
     ),
     # -- precision
     "tied, the head in float32": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh().float(), w.float()).double(), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+        lambda i, w: F.linear(F.embedding(i, w).tanh().float(), w.float()).double(),
+        3,
+        w=(5, 4),
+        kinds={"w": "Product + Rows"},
     ),
     "two precisions": of(
-        lambda x, w: F.linear(x, w).sum() * F.linear(x.float(), w.float()).double().sum(), (3, 4), w=(5, 4), kinds={"w": "Product"}
+        lambda x, w: F.linear(x, w).sum() * F.linear(x.float(), w.float()).double().sum(),
+        (3, 4),
+        w=(5, 4),
+        kinds={"w": "Product"},
     ),
     "scaled in float32": of(
-        lambda x, w, s: F.linear(x.float(), w.float() * s.float()).double(), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}
+        lambda x, w, s: F.linear(x.float(), w.float() * s.float()).double(),
+        (3, 4),
+        w=(5, 4),
+        s=(),
+        kinds={"w": "Product", "s": "Dense"},
     ),
     "masked in float32": of(
         lambda x, w: F.linear(x.float(), w.float() * MASK.float()).double() + F.linear(x, w),
@@ -325,16 +500,22 @@ PROGRAMS: dict[str, Program] = {
     "cast down": of(lambda x, w: F.linear(x.float(), w.float()), (3, 4), w=(5, 4), kinds={"w": "Product"}),
     # -- modules
     "attention, packed": module(
-        SelfAttention, (3, 4), kinds={"attention.in_proj_weight": "Product", "attention.out_proj.weight": "Product"}
+        SelfAttention,
+        (3, 4),
+        kinds={"attention.in_proj_weight": "Product", "attention.out_proj.weight": "Product"},
     ),
-    "attention across": module(Attention, (3, 4), (2, 4), kinds={"attention.in_proj_weight": "Product + Product"}),
+    "attention across": module(
+        Attention, (3, 4), (2, 4), kinds={"attention.in_proj_weight": "Product + Product"}
+    ),
     "attention, own widths": module(
         lambda: Attention(kdim=3, vdim=3),
         (2, 4),
         (5, 3),
         kinds={f"attention.{name}_proj_weight": "Product" for name in "qkv"},
     ),
-    "attention with learned keys": module(lambda: Attention(add_bias_kv=True), (3, 4), (2, 4), kinds={"attention.bias_k": "Dense"}),
+    "attention with learned keys": module(
+        lambda: Attention(add_bias_kv=True), (3, 4), (2, 4), kinds={"attention.bias_k": "Dense"}
+    ),
     "encoder layer": module(
         lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
         (3, 4),
@@ -343,8 +524,12 @@ PROGRAMS: dict[str, Program] = {
     "LSTM": module(lambda: nn.LSTM(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
     "GRU": module(lambda: nn.GRU(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
     "RNN": module(lambda: nn.RNN(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
-    "LSTM cells": module(lambda: Cells(nn.LSTMCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}),
-    "GRU cells": module(lambda: Cells(nn.GRUCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}),
+    "LSTM cells": module(
+        lambda: Cells(nn.LSTMCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}
+    ),
+    "GRU cells": module(
+        lambda: Cells(nn.GRUCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}
+    ),
     "torch's weight norm": module(
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
         (2, 4),
@@ -359,7 +544,9 @@ PROGRAMS: dict[str, Program] = {
         (2, 4),
         kinds={"weight_g": "Dense", "weight_v": "Multiples + Product"},
     ),
-    "spectral norm": module(spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Multiples + Product"}),
+    "spectral norm": module(
+        spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Multiples + Product"}
+    ),
     "tied model": module(TiedModel, (5,), kinds={"embedding.weight": "Product + Rows"}),
     "layer norm": module(lambda: nn.LayerNorm(4), (3, 4), kinds={"weight": "Dense", "bias": "Dense"}),
     "group norm": module(lambda: nn.GroupNorm(2, 4), (4, 3), kinds={"weight": "Dense", "bias": "Dense"}),
@@ -373,19 +560,28 @@ def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> Pe
     return PerSampleGradients({name: found[name] for name in params}, losses)
 
 
-IN_FLOAT32 = ["cast down", *(name for name in PROGRAMS if "float32" in name), "two precisions"]  # whose products are float32's
+IN_FLOAT32 = [
+    "cast down",
+    *(name for name in PROGRAMS if "float32" in name),
+    "two precisions",
+]  # whose products are float32's
 
 
 def kinds_of(grads: PerSampleGradients) -> dict[str, str]:
     """name -> the kinds of its terms, in alphabetical order."""
-    return {name: " + ".join(sorted(type(p.term).__name__ for p in gradient.terms)) for name, gradient in grads.gradients.items()}
+    return {
+        name: " + ".join(sorted(type(p.term).__name__ for p in gradient.terms))
+        for name, gradient in grads.gradients.items()
+    }
 
 
 def one_by_one(program: Program, params: Params, batch: tuple[Any, ...]) -> Params:
     """name -> [n, *shape], by one backward pass a sample."""
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     rows = [
-        torch.autograd.grad(program.loss(leaves, *(x[sample] for x in batch)), list(leaves.values()), materialize_grads=True)
+        torch.autograd.grad(
+            program.loss(leaves, *(x[sample] for x in batch)), list(leaves.values()), materialize_grads=True
+        )
         for sample in range(N)
     ]
     return {name: torch.stack(column) for name, column in zip(leaves, zip(*rows, strict=True), strict=True)}
@@ -403,12 +599,19 @@ def test_what_stays_factored(name: str) -> None:
 def test_queries_of_a_weight_used_in_any_way(name: str) -> None:
     program = PROGRAMS[name]
     params, batch = program.draw()
-    assert_queries_agree(program, params, batch, gradients_of(program, params, batch), single=name in IN_FLOAT32)
+    assert_queries_agree(
+        program, params, batch, gradients_of(program, params, batch), single=name in IN_FLOAT32
+    )
 
 
-def assert_queries_agree(program: Program, params: Params, batch: tuple[Any, ...], grads: PerSampleGradients, single: bool = False) -> None:
+def assert_queries_agree(
+    program: Program, params: Params, batch: tuple[Any, ...], grads: PerSampleGradients, single: bool = False
+) -> None:
     expected = one_by_one(program, params, batch)
-    weights, vector = torch.rand(N, dtype=torch.float64), {key: torch.randn_like(value) for key, value in params.items()}
+    weights, vector = (
+        torch.rand(N, dtype=torch.float64),
+        {key: torch.randn_like(value) for key, value in params.items()},
+    )
     every = torch.cat([value.reshape(N, -1) for value in expected.values()], 1)
     close(grads.gram(), every @ every.T, single)
     close(grads.inner(grads), every @ every.T, single)
@@ -431,8 +634,12 @@ LOST: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", LOST)
 def test_what_can_not_be_factored_is_told(name: str) -> None:
-    """Where an operator needs the value, it is made for each sample, and the run can say so; a bias, which has no factors, is left out."""
-    program = of(lambda x, w, v, b: LOST[name](x, w) * F.linear(x, v, b), (2, 4), w=(4, 4), v=(4, 4), b=(4,), kinds={})
+    """Where an operator needs the value, it is made for each sample, and the run can say so; a bias, which
+    has no factors, is left out.
+    """
+    program = of(
+        lambda x, w, v, b: LOST[name](x, w) * F.linear(x, v, b), (2, 4), w=(4, 4), v=(4, 4), b=(4,), kinds={}
+    )
     params, batch = program.draw()
     grads = gradients_of(program, params, batch)
     assert grads.unfactored == ["w"]
@@ -454,28 +661,42 @@ def close(actual: Tensor, expected: Tensor, single: bool = False) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize(("option", "said"), [({"max_norm": 1.0}, "max_norm=1"), ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True")])
-def test_tables_whose_gradient_is_none_of_the_loss_are_refused(kind: type, option: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [({"max_norm": 1.0}, "max_norm=1"), ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True")],
+)
+def test_tables_whose_gradient_is_none_of_the_loss_are_refused(
+    kind: type, option: dict[str, Any], said: str
+) -> None:
     model = kind(5, 4, **option)
     params = {name: value.detach() for name, value in model.named_parameters()}
     before = params["weight"].clone()
     with pytest.raises(TransformError, match=said) as error:
-        per_sample_gradients(lambda params, i: functional_call(model, params, (i,)).square().sum(), params, tokens(N, 2, 3, count=5))
+        per_sample_gradients(
+            lambda params, i: functional_call(model, params, (i,)).square().sum(),
+            params,
+            tokens(N, 2, 3, count=5),
+        )
     assert "next step: build the embedding" in str(error.value)
     assert torch.equal(params["weight"], before)
 
 
-# Memory ---------------------------------------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a tensor held which an operator returned; what was given to the program is not counted."""
+    """The most elements that a tensor held which an operator returned; what was given to the program is not
+    counted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -488,7 +709,10 @@ COUNT = 3000  # rows of a table
 WIDE_MASK = torch.rand(TALL, WIDE, generator=torch.Generator().manual_seed(0)).round().double()
 
 NEVER_WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
-    "chunks": (lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(4)]).prod(0), {"w": (4 * TALL, WIDE)}),
+    "chunks": (
+        lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(4)]).prod(0),
+        {"w": (4 * TALL, WIDE)},
+    ),
     "one matrix of a stack": (lambda x, w: F.linear(x, w[3]), {"w": (5, TALL, WIDE)}),
     "concatenated": (lambda x, v, w: F.linear(x, torch.cat([v, w])), {"v": (TALL, WIDE), "w": (TALL, WIDE)}),
     "rows by a shared index": (lambda x, w: F.linear(x, w[torch.arange(0, TALL, 3)]), {"w": (TALL, WIDE)}),
@@ -504,14 +728,20 @@ NEVER_WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, .
     "softmax of a weight": (lambda x, w: F.linear(x, w.softmax(1)), {"w": (TALL, WIDE)}),
     "penalty": (lambda x, w: F.linear(x, w).sum() + w.square().sum(), {"w": (TALL, WIDE)}),
     "penalty of the weight alone": (lambda x, w: F.linear(x, w).sum() + w.sum(), {"w": (TALL, WIDE)}),
-    "spectral norm": (lambda x, w: F.linear(x, w / (WIDE_MASK[:, 0] @ (w @ WIDE_MASK[0]))), {"w": (TALL, WIDE)}),
+    "spectral norm": (
+        lambda x, w: F.linear(x, w / (WIDE_MASK[:, 0] @ (w @ WIDE_MASK[0]))),
+        {"w": (TALL, WIDE)},
+    ),
     "table": (lambda x, w: F.embedding(places(x), w), {"w": (COUNT, WIDE)}),
     "table by indexing": (lambda x, w: w[places(x)], {"w": (COUNT, WIDE)}),
     "table of numbers": (lambda x, w: w[places(x)] * x, {"w": (COUNT * WIDE,)}),
     "columns by indexing": (lambda x, w: w[:, places(x)], {"w": (WIDE, COUNT)}),
     "bags": (lambda x, w: F.embedding_bag(places(x).view(4, -1), w, mode="mean"), {"w": (COUNT, WIDE)}),
     "bags, max": (lambda x, w: F.embedding_bag(places(x).view(4, -1), w, mode="max"), {"w": (COUNT, WIDE)}),
-    "bags by offsets": (lambda x, w: F.embedding_bag(places(x), w, torch.tensor([0, 7]), mode="sum"), {"w": (COUNT, WIDE)}),
+    "bags by offsets": (
+        lambda x, w: F.embedding_bag(places(x), w, torch.tensor([0, 7]), mode="sum"),
+        {"w": (COUNT, WIDE)},
+    ),
     "weighted bags": (
         lambda x, w: F.embedding_bag(places(x).view(4, -1), w, mode="sum", per_sample_weights=x.view(4, -1)),
         {"w": (COUNT, WIDE)},
@@ -550,12 +780,20 @@ def test_a_part_of_a_weight_with_nothing_in_it_adds_nothing() -> None:
         return (x @ params["w"][4:].t()).sum() + (x @ params["w"].t()).square().sum()
 
     found = per_sample_gradients(loss, weight, rows).materialise()["w"]
-    torch.testing.assert_close(found, torch.einsum("nta,ntb->nab", 2 * rows @ weight["w"].t(), rows), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        found, torch.einsum("nta,ntb->nab", 2 * rows @ weight["w"].t(), rows), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_gradient_of_one_number_spread_over_axes_times_number() -> None:
-    """A column's cotangents arrive summed over both axes; then they are multiplied by a tensor without axes."""
+    """A column's cotangents arrive summed over both axes; then they are multiplied by a tensor
+    without axes.
+    """
     scale, x = torch.tensor(0.7, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
-    loss = lambda params, x: torch.addcdiv(torch.ones(3, 1, dtype=torch.float64), x, params["scale"].square() + 1).sum()
+    loss = lambda params, x: torch.addcdiv(
+        torch.ones(3, 1, dtype=torch.float64), x, params["scale"].square() + 1
+    ).sum()
     expected = -3 * x * 2 * scale / (scale.square() + 1).square()
-    torch.testing.assert_close(per_sample_gradients(loss, {"scale": scale}, x).materialise()["scale"], expected)
+    torch.testing.assert_close(
+        per_sample_gradients(loss, {"scale": scale}, x).materialise()["scale"], expected
+    )

@@ -1,4 +1,6 @@
-"""Inner products between samples: each way of computing them, at the limits of floating point, in bounded memory, and what it saves."""
+"""Inner products between samples: each way of computing them, at the limits of floating point, in bounded
+memory, and what it saves.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients import terms as term_kinds
+from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.inner import prices, products, tiles
-from psgrad.engine.gradients.inner.prices import GRAM, MATCHES, WRITTEN
+from psgrad.engine.gradients.inner import products
+from psgrad.engine.gradients.inner import products as prices
+from psgrad.engine.gradients.inner import regions as tiles
+from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
+from psgrad.engine.gradients.inner.products import GRAM, MATCHES, WRITTEN
 from psgrad.engine.gradients.inner.regions import regions
-from psgrad.engine.gradients.inner.written import LONGEST_SUM
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.planning.costs import Machine
-from psgrad.engine.gradients.planning.machines import built_in
+from psgrad.engine.gradients.machine import built_in
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of
@@ -33,7 +37,9 @@ Gradient = tuple[Term, ...]
 
 
 def gradient_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> DeferredGradient:
-    """The sum of some terms, each with the parameter's elements in its own shape; with `order` all of them with its axes permuted."""
+    """The sum of some terms, each with the parameter's elements in its own shape; with `order` all of them
+    with its axes permuted.
+    """
     placed = []
     for term in gradient:
         layout = Layout.identity(term.shape).reshape(shape)
@@ -42,7 +48,9 @@ def gradient_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int]
         assert turned is not None
         placed.append(Placed(term, turned))
     first = gradient[0]
-    return DeferredGradient(tuple(placed), torch.Size([shape[i] for i in order] if order else shape), first.dtype, first.device)
+    return DeferredGradient(
+        tuple(placed), torch.Size([shape[i] for i in order] if order else shape), first.dtype, first.device
+    )
 
 
 def gradients_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> PerSampleGradients:
@@ -62,7 +70,11 @@ def error(found: Tensor, one: Gradient, other: Gradient) -> float:
     scale = x.norm(dim=1)[:, None] * y.norm(dim=1)
     assert found.shape == scale.shape
     assert torch.isfinite(found).all()
-    return float(((found - x @ y.t()).abs() / scale.clamp(min=torch.finfo(torch.float64).tiny)).max()) if found.numel() else 0.0
+    return (
+        float(((found - x @ y.t()).abs() / scale.clamp(min=torch.finfo(torch.float64).tiny)).max())
+        if found.numel()
+        else 0.0
+    )
 
 
 @contextmanager
@@ -76,7 +88,8 @@ def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> 
         yield
 
 
-# Every way gives the same numbers -----------------------------------------------------------------------------------------------------
+# Every way gives the same numbers
+# -----------------------------------------------------------------------------------------------------
 
 
 def randn(*shape: int) -> Tensor:
@@ -112,14 +125,24 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     sides: list[Gradient] = []
     for kinds in (draw(st.sampled_from(["r", "p", "rp", "pr"])), "rp"):
         n, t = draw(st.integers(1, 9)), draw(st.integers(1, 5))
-        table, matrix = Rows(torch.randint(count, (n, t)), randn(n, t, b), count), Product(randn(n, 1, t, count), randn(n, 1, t, b))
+        table, matrix = (
+            Rows(torch.randint(count, (n, t)), randn(n, t, b), count),
+            Product(randn(n, 1, t, count), randn(n, 1, t, b)),
+        )
         sides.append(tuple({"r": table, "p": matrix}[kind] for kind in kinds))
     return sides, (count, b)
 
 
 @pytest.mark.parametrize(
     ("way", "block", "side"),
-    [(GRAM, 1, 1), (GRAM, 2000, 500), (MATCHES, 300, 1), (MATCHES, 300, 64 << 20), (WRITTEN, 1, 1), (WRITTEN, 400, 900)],
+    [
+        (GRAM, 1, 1),
+        (GRAM, 2000, 500),
+        (MATCHES, 300, 1),
+        (MATCHES, 300, 64 << 20),
+        (WRITTEN, 1, 1),
+        (WRITTEN, 400, 900),
+    ],
 )
 @given(drawn=st.one_of(product_pairs(), table_pairs(), tied_pairs()), permuted=st.booleans())
 def test_every_way_gives_the_products_of_the_written_out_values(
@@ -149,10 +172,19 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
         "groups": lambda n: Product(randn(n, count, 2, 20), randn(n, count, 2, 15)),
         "table": lambda n: Rows(index[:n], randn(n, 4, columns), count),
         "dense": lambda n: Dense(randn(n, count, columns)),
-        "convolution": lambda n: Convolution(randn(n, 1, count, 4), randn(n, 1, 100, 4), torch.Size([count, 100, 3]), geometry),
-        "transposed": lambda n: Convolution(randn(n, 1, 100, 4), randn(n, 1, count, 4), torch.Size([count, 100, 3]), turned),
+        "convolution": lambda n: Convolution(
+            randn(n, 1, count, 4), randn(n, 1, 100, 4), torch.Size([count, 100, 3]), geometry
+        ),
+        "transposed": lambda n: Convolution(
+            randn(n, 1, 100, 4), randn(n, 1, count, 4), torch.Size([count, 100, 3]), turned
+        ),
     }
-    pairs = [(name, name) for name in kinds] + [("product", "table"), ("dense", "product"), ("groups", "dense"), ("convolution", "product")]
+    pairs = [(name, name) for name in kinds] + [
+        ("product", "table"),
+        ("dense", "product"),
+        ("groups", "dense"),
+        ("convolution", "product"),
+    ]
     for left, right in pairs:
         one, other = (kinds[left](5),), (kinds[right](4),)
         x, y = gradients_of(one, (count, columns)), gradients_of(other, (count, columns))
@@ -162,14 +194,18 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
 
 
 def test_windows_that_are_apart_do_not_meet() -> None:
-    """Rows 0, 1 of one gradient, and rows 2, 3 of the other; rows 1, 2 of a third have one in common with each."""
+    """Rows 0, 1 of one gradient, and rows 2, 3 of the other; rows 1, 2 of a third have one in common with
+    each.
+    """
 
     def rows_of_parameter(start: int) -> DeferredGradient:
         inside = DeferredGradient.of(Product(randn(3, 1, 2, 2), randn(3, 1, 2, 5)), (2, 5))
         layout = inside.terms[0].layout.embed(0, start, 1, 4)
         return inside.with_terms([Placed(inside.terms[0].term, layout)], (4, 5))
 
-    top, bottom, middle = (PerSampleGradients({"p": rows_of_parameter(start)}, torch.zeros(3)) for start in (0, 2, 1))
+    top, bottom, middle = (
+        PerSampleGradients({"p": rows_of_parameter(start)}, torch.zeros(3)) for start in (0, 2, 1)
+    )
     assert regions(top.gradients["p"], bottom.gradients["p"]) == []
     assert not top.inner(bottom).any()
     values = [each.materialise()["p"].flatten(1) for each in (top, middle, bottom)]
@@ -178,7 +214,8 @@ def test_windows_that_are_apart_do_not_meet() -> None:
     torch.testing.assert_close(top.gram(), values[0] @ values[0].t(), rtol=1e-10, atol=1e-10)
 
 
-# The limits of floating point -----------------------------------------------------------------------------------------------------------
+# The limits of floating point
+# -----------------------------------------------------------------------------------------------------------
 
 
 def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
@@ -186,7 +223,9 @@ def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
     g, x = scale * torch.randn(n, 2, 5, 4), torch.randn(n, 2, 5, 6)
     geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
     index = torch.randint(4, (n, 5))
-    convolution = Convolution(g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry)
+    convolution = Convolution(
+        g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry
+    )
     return {
         "dense": ((Dense(g),), (2, 5, 4)),
         "outer product": ((Product(g[:, :1, :1], x[:, :1, :1]),), (4, 6)),
@@ -209,7 +248,10 @@ def ways_of(gradient: Gradient) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", kinds(1.0, 1))
-@pytest.mark.parametrize(("scale", "other_scale"), [(1e-38, 1.0), (1e-38, 1e-38), (1e-25, 1e-21), (1e-16, 1e25), (1e35, 1e35), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("scale", "other_scale"),
+    [(1e-38, 1.0), (1e-38, 1e-38), (1e-25, 1e-21), (1e-16, 1e25), (1e35, 1e35), (1.0, 1.0)],
+)
 def test_products_beyond_the_range_of_float32(kind: str, scale: float, other_scale: float) -> None:
     (one, shape), (other, _) = kinds(scale, 4)[kind], kinds(other_scale, 5)[kind]
     for way in ways_of(one):
@@ -220,10 +262,15 @@ def test_products_beyond_the_range_of_float32(kind: str, scale: float, other_sca
 
 @pytest.mark.parametrize("way", [GRAM, WRITTEN])
 def test_samples_of_all_sizes_among_each_other(way: str) -> None:
-    """Zeros, and numbers from the smallest to the largest of float32, in one batch, at one position and at several."""
+    """Zeros, and numbers from the smallest to the largest of float32, in one batch, at one position and at
+    several.
+    """
     sizes = torch.tensor([0.0, 1e-40, 1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30])
     for positions in (1, 3):
-        left, right = torch.randn(9, 1, positions, 4) * sizes.reshape(-1, 1, 1, 1), torch.randn(9, 1, positions, 5)
+        left, right = (
+            torch.randn(9, 1, positions, 4) * sizes.reshape(-1, 1, 1, 1),
+            torch.randn(9, 1, positions, 5),
+        )
         one, other = (Product(left, right),), (Product(right, left.flip(0)),)
         other = (Product(left.flip(0), right),)
         with in_way(way):
@@ -249,7 +296,9 @@ def test_positions_of_unlike_sizes(way: str, size: float) -> None:
 @pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
 @pytest.mark.parametrize("positions", [2, 40])
 def test_positions_that_nearly_cancel(way: str, rest: float, most: float, positions: int) -> None:
-    """On one side, on the other and on both; the rounding of what is written out shows as it does in norms (test_terms.py)."""
+    """On one side, on the other and on both; the rounding of what is written out shows as it does in norms
+    (test_terms.py).
+    """
     one = (Product(*cancelling(positions, rest)),)
     other = (Product(torch.randn(3, 1, positions, 30), torch.randn(3, 1, positions, 40)),)
     shape = (30, 40)
@@ -285,7 +334,10 @@ def test_what_is_not_finite_stays_so_and_leaves_the_others_alone(kind: str) -> N
         factor[1, *[0] * ones], factor[3, *[-1] * ones] = math.nan, math.inf
     for way in ways_of(gradient):
         with in_way(way):
-            found, sound = gradients_of(broken, shape).inner(gradients_of(gradient, shape)), gradients_of(gradient, shape).gram()
+            found, sound = (
+                gradients_of(broken, shape).inner(gradients_of(gradient, shape)),
+                gradients_of(gradient, shape).gram(),
+            )
             gram = gradients_of(broken, shape).gram()
         whole = [0, 2, 4]
         assert not torch.isfinite(found[[1, 3]]).any()
@@ -305,7 +357,9 @@ def test_halves_are_multiplied_in_float32(kind: str) -> None:
 
 
 def test_long_sums_keep_their_digits() -> None:
-    """Numbers of one sign, of which a float32 product of matrices loses most: a million elements, and many positions."""
+    """Numbers of one sign, of which a float32 product of matrices loses most: a million elements, and many
+    positions.
+    """
     value = (Dense(torch.rand(2, 1_000_000)),)
     assert error(gradients_of(value, (1_000_000,)).gram(), value, value) <= 1e-6
     positions = (Product(torch.rand(2, 1, 3000, 2), torch.rand(2, 1, 3000, 3)),)
@@ -314,7 +368,8 @@ def test_long_sums_keep_their_digits() -> None:
             assert error(gradients_of(positions, (2, 3)).gram(), positions, positions) <= 1e-6
 
 
-# Bounded memory, and less work ----------------------------------------------------------------------------------------------------------
+# Bounded memory, and less work
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,10 +382,15 @@ def test_long_sums_keep_their_digits() -> None:
     ],
     ids=["vectors", "some positions", "many positions", "table"],
 )
-def test_no_gradient_is_written_out_for_all_samples(make: Callable[[int], Term], shape: tuple[int, ...]) -> None:
+def test_no_gradient_is_written_out_for_all_samples(
+    make: Callable[[int], Term], shape: tuple[int, ...]
+) -> None:
     n, m = 60, 80
     x, y = gradients_of((make(n),), shape), gradients_of((make(m),), shape)
-    kept = max(factor.numel() for factor in (*x.gradients["p"].terms[0].term.factors, *y.gradients["p"].terms[0].term.factors))
+    kept = max(
+        factor.numel()
+        for factor in (*x.gradients["p"].terms[0].term.factors, *y.gradients["p"].terms[0].term.factors)
+    )
     allowed = max(kept, (4 << 20) // 2, m * (LONGEST_SUM + shape[1]))
     assert allowed < n * math.prod(shape) / 2
     for query in (lambda: x.inner(y), x.gram):
@@ -345,7 +405,9 @@ def operations(query: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("positions", [1, 30])
 def test_a_gram_matrix_is_half_the_work(positions: int) -> None:
-    grads = gradients_of((Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)),), (30, 40))
+    grads = gradients_of(
+        (Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)),), (30, 40)
+    )
     for way in (GRAM, WRITTEN):
         with in_way(way):
             # written out: both sides' gradients once, too, against one side's
@@ -354,11 +416,14 @@ def test_a_gram_matrix_is_half_the_work(positions: int) -> None:
 
 def test_the_work_of_outer_products_is_that_of_their_factors() -> None:
     n, m, a, b = 100, 120, 50, 300
-    x, y = (gradients_of((Product(torch.randn(k, 1, 1, a), torch.randn(k, 1, 1, b)),), (a, b)) for k in (n, m))
+    x, y = (
+        gradients_of((Product(torch.randn(k, 1, 1, a), torch.randn(k, 1, 1, b)),), (a, b)) for k in (n, m)
+    )
     assert operations(lambda: x.inner(y)) == 2 * n * m * (a + b)
 
 
-# The choice -------------------------------------------------------------------------------------------------------------------------------
+# The choice
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

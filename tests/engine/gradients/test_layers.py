@@ -57,7 +57,9 @@ def convolutions(draw: st.DrawFn) -> tuple[int, bool, dict[str, Any], list[int]]
     }
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     if transposed:
-        arguments["output_padding"] = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+        arguments["output_padding"] = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+        )
         # The output, (size - 1) * stride - 2 * padding + reach + 1, must not be empty.
         smallest = [max(1, -(-(2 * p - r) // s) + 1) for p, r, s in zip(padding, reach, stride, strict=True)]
     else:
@@ -67,7 +69,9 @@ def convolutions(draw: st.DrawFn) -> tuple[int, bool, dict[str, Any], list[int]]
 
 
 @given(n=samples, convolution=convolutions())
-def test_convolution(n: int, convolution: tuple[int, bool, dict[str, Any], list[int]], device: torch.device) -> None:
+def test_convolution(
+    n: int, convolution: tuple[int, bool, dict[str, Any], list[int]], device: torch.device
+) -> None:
     dimensions, transposed, arguments, shape = convolution
     check_layer(CONVOLUTIONS[dimensions, transposed](**arguments), (randn(n, *shape),), device)
 
@@ -106,12 +110,24 @@ def perturbed(layer: nn.Module) -> nn.Module:
     return layer.eval()
 
 
-@given(n=samples, positions=st.lists(small, max_size=2), normalised=st.lists(st.integers(2, 4), min_size=1, max_size=2), bias=st.booleans())
-def test_layer_norm(n: int, positions: list[int], normalised: list[int], bias: bool, device: torch.device) -> None:
+@given(
+    n=samples,
+    positions=st.lists(small, max_size=2),
+    normalised=st.lists(st.integers(2, 4), min_size=1, max_size=2),
+    bias=st.booleans(),
+)
+def test_layer_norm(
+    n: int, positions: list[int], normalised: list[int], bias: bool, device: torch.device
+) -> None:
     check_layer(perturbed(nn.LayerNorm(normalised, bias=bias)), (randn(n, *positions, *normalised),), device)
 
 
-@given(n=samples, groups=st.integers(1, 3), each=st.integers(1, 2), sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3))
+@given(
+    n=samples,
+    groups=st.integers(1, 3),
+    each=st.integers(1, 2),
+    sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3),
+)
 def test_group_norm(n: int, groups: int, each: int, sizes: list[int], device: torch.device) -> None:
     check_layer(perturbed(nn.GroupNorm(groups, groups * each)), (randn(n, groups * each, *sizes),), device)
 
@@ -222,7 +238,9 @@ def test_bare_parameters_in_arithmetic(device: torch.device) -> None:
 
 
 class LowRank(nn.Module):
-    """A frozen weight with a trained product of two thin matrices added, in either order of the multiplications."""
+    """A frozen weight with a trained product of two thin matrices added, in either order of the
+    multiplications.
+    """
 
     def __init__(self, inputs: int, outputs: int, rank: int, merged: bool) -> None:
         super().__init__()
@@ -239,7 +257,9 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize("merged", [False, True], ids=["beside", "merged"])
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6)], ids=["vectors", "positions"])
-def test_low_rank_update_of_a_frozen_weight(merged: bool, shape: tuple[int, ...], device: torch.device) -> None:
+def test_low_rank_update_of_a_frozen_weight(
+    merged: bool, shape: tuple[int, ...], device: torch.device
+) -> None:
     check_layer(LowRank(6, 5, 2, merged), (randn(*shape),), device)
 
 
@@ -247,7 +267,9 @@ def test_frozen_parameters_have_no_gradient(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
     model[0].requires_grad_(False)
     inputs = (torch.randn(5, 3, device=device),)
-    grads = deferred_gradients(model, F.cross_entropy, inputs, torch.zeros(5, dtype=torch.int64, device=device))
+    grads = deferred_gradients(
+        model, F.cross_entropy, inputs, torch.zeros(5, dtype=torch.int64, device=device)
+    )
     assert set(grads.materialise()) == {"2.weight", "2.bias"}
     assert set(grads.square_norms(per="parameter")) == {"2.weight", "2.bias"}
 

@@ -56,14 +56,19 @@ def test_one_reshape_is_refused_only_where_the_axes_overlap(shape: list[int], da
     value = numbered(shape)
     wanted = data.draw(other_shapes(value.numel()))
     found = Layout.identity(shape).reshape(wanted)
-    # Both shapes cut the elements into runs; a common refinement exists where each run is a multiple of the next.
+    # Both shapes cut the elements into runs; a common refinement exists where each run is a multiple of the
+    # next.
     cuts = sorted({math.prod(s[k:]) for s in (shape, wanted) for k in range(len(s) + 1)}, reverse=True)
     assert (found is not None) == all(a % b == 0 for a, b in pairwise(cuts))
     if found is not None:
         assert torch.equal(found.apply(value), value.reshape(wanted))
 
 
-@given(shape=st.lists(st.integers(1, 3), min_size=2, max_size=3), lead=st.lists(st.integers(0, 3), max_size=2), data=st.data())
+@given(
+    shape=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    lead=st.lists(st.integers(0, 3), max_size=2),
+    data=st.data(),
+)
 def test_axes_in_front_are_left_alone(shape: list[int], lead: list[int], data: st.DataObject) -> None:
     dims = data.draw(st.permutations(range(len(shape))))
     layout = Layout.identity(shape).permute(dims)
@@ -90,7 +95,8 @@ def test_the_identity_is_known_as_such() -> None:
     assert back.is_identity
 
 
-# Windows ------------------------------------------------------------------------------------------------------------------------------
+# Windows
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_is_no_identity() -> None:
@@ -112,7 +118,11 @@ def test_a_chain_with_windows_does_what_torch_does(shape: list[int], data: st.Da
             found, plain = layout.permute(dims), plain.permute(dims)
         elif kind == "embed" and plain.numel() < 200:
             dim = data.draw(st.integers(0, plain.dim() - 1))
-            step, start, more = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+            step, start, more = (
+                data.draw(st.integers(1, 2)),
+                data.draw(st.integers(0, 2)),
+                data.draw(st.integers(0, 2)),
+            )
             stop = start + (plain.shape[dim] - 1) * step + 1
             wider = [stop + more if d == dim else size for d, size in enumerate(plain.shape)]
             found = layout.embed(dim, start, step, stop + more)
@@ -133,7 +143,9 @@ def test_a_chain_with_windows_does_what_torch_does(shape: list[int], data: st.Da
 
 @given(data=st.data())
 def test_a_window_over_whole_axes_is_one_after_a_reshape(data: st.DataObject) -> None:
-    """Rows of a matrix stay a run of rows where the rows are put together, taken apart in equal parts, or their axis made one."""
+    """Rows of a matrix stay a run of rows where the rows are put together, taken apart in equal parts, or
+    their axis made one.
+    """
     rows, columns, start, more = (data.draw(st.integers(low, 3)) for low in (1, 1, 0, 0))
     part = Layout.identity((rows, columns)).embed(0, start, 1, start + rows + more)
     whole = (start + rows + more) * columns
@@ -160,7 +172,9 @@ def test_the_places_of_a_run_in_another(start: int, step: int, length: int, data
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
-def test_a_run_along_axes_put_together_is_runs_along_each_or_none(sizes: list[int], data: st.DataObject) -> None:
+def test_a_run_along_axes_put_together_is_runs_along_each_or_none(
+    sizes: list[int], data: st.DataObject
+) -> None:
     whole = math.prod(sizes)
     start, step = data.draw(st.integers(0, whole - 1)), data.draw(st.integers(1, 4))
     length = data.draw(st.integers(1, (whole - 1 - start) // step + 1))

@@ -1,4 +1,6 @@
-"""Reading ahead: the same rows in the same order, from one reader at a time, beside the computation; and no thread left behind."""
+"""Reading ahead: the same rows in the same order, from one reader at a time, beside the computation; and no
+thread left behind.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients.loading import Chunk, Loader
-from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.execution.loading import Chunk, Loader
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
 from psgrad.errors import DataError, ModelError
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 
 ROWS = 40
 CPU = torch.device("cpu")
@@ -64,7 +66,8 @@ def losses(stream: Stream, count: int = ROWS) -> Tensor:
     return torch.cat([chunk.values["loss"] for chunk in stream.run(count, [GradientNorms()])])
 
 
-# Order and threads ----------------------------------------------------------------------------------------------------------------
+# Order and threads
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 100])
@@ -75,7 +78,9 @@ def test_every_row_is_read_once_and_in_order(size: int) -> None:
         asked.append((start, stop))
         return block(start, stop)
 
-    assert [row for chunk in chunks(Loader(read, CPU, torch.float32), size) for row in rows_of(chunk)] == list(range(ROWS))
+    assert [
+        row for chunk in chunks(Loader(read, CPU, torch.float32), size) for row in rows_of(chunk)
+    ] == list(range(ROWS))
     assert asked == [(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
 
 
@@ -150,10 +155,13 @@ def test_reading_costs_no_time_beside_a_computation_that_takes_as_long() -> None
     losses(stream_of(block), 5)  # what comes first is slow
     begin = time.perf_counter()
     assert len(list(stream_of(read).run(5 * count, [Slow()]))) == count
-    assert time.perf_counter() - begin < 0.9 * sum(spent.values())  # all but the first read, if the passes themselves took no time
+    assert time.perf_counter() - begin < 0.9 * sum(
+        spent.values()
+    )  # all but the first read, if the passes themselves took no time
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------------------
+# What goes wrong
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", [0, 5, 17, 39])
@@ -187,8 +195,13 @@ def test_a_reader_that_is_bound_to_its_thread_is_called_from_there() -> None:
 
     said: list[str] = []
     stream = stream_of(read, say=said.append)
-    torch.testing.assert_close(losses(stream), losses(Stream(stream.loss, stream.params, block, chunk_size=5)))
-    assert said == ["rows are read between chunks, not beside them: beside the computation the reader raised ProgrammingError"]
+    torch.testing.assert_close(
+        losses(stream), losses(Stream(stream.loss, stream.params, block, chunk_size=5))
+    )
+    assert said == [
+        "rows are read between chunks, not beside them: beside the computation the reader raised"
+        " ProgrammingError"
+    ]
     table.close()
 
 
@@ -218,11 +231,14 @@ def test_no_thread_to_be_had_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> N
     expected = losses(stream := stream_of(block))
     monkeypatch.setattr(threading.Thread, "start", none)
     said: list[str] = []
-    torch.testing.assert_close(losses(Stream(stream.loss, stream.params, block, chunk_size=5, say=said.append)), expected)
+    torch.testing.assert_close(
+        losses(Stream(stream.loss, stream.params, block, chunk_size=5, say=said.append)), expected
+    )
     assert said == ["rows are read between chunks, not beside them: can't start new thread"]
 
 
-# Random numbers -------------------------------------------------------------------------------------------------------------------
+# Random numbers
+# ------------------------------------------------------------------------------------------------------------
 
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,
@@ -233,7 +249,9 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_a_reader_that_draws_gets_the_numbers_that_it_would_get_alone(kind: str) -> None:
-    """The model's draws and the reader's come from one generator, in the order in which they would without a thread."""
+    """The model's draws and the reader's come from one generator, in the order in which they would without a
+    thread.
+    """
     draw = DRAWS[kind]
 
     def seeded(read_ahead: bool) -> tuple[list[float], Tensor]:
@@ -296,11 +314,13 @@ def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
     losses(stream_of(read, say=said.append))
     assert [name == "psgrad-reader" for name in threads] == [False, True, True, *[False] * 5]
     assert said == [
-        "rows are read between chunks, not beside them: reading them draws random numbers, which would fall in with the model's"
+        "rows are read between chunks, not beside them: reading them draws random numbers, which would fall"
+        " in with the model's"
     ]
 
 
-# On a GPU -------------------------------------------------------------------------------------------------------------------------
+# On a GPU
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies ahead are made to a GPU")

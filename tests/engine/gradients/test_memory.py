@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from psgrad.engine.gradients import memory
-from psgrad.engine.gradients.memory import chunk_budget, free_host_memory, free_memory, is_out_of_memory
+from psgrad.engine.execution import memory
+from psgrad.engine.execution.memory import chunk_budget, free_host_memory, free_memory, is_out_of_memory
 
 ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
 
 
-# What counts as want of memory ----------------------------------------------------------------------------------------------------
+# What counts as want of memory
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -28,10 +29,19 @@ GIB = 1 << 30
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
         MemoryError("Unable to allocate 1.00 TiB"),
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried to allocate 1"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"
+            " allocate 1"
+        ),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried to"
+            " allocate 1"
+        ),
         RuntimeError("std::bad_alloc"),
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+        RuntimeError(
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API"
+            " call"
+        ),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
@@ -44,7 +54,11 @@ def test_want_of_memory_in_many_words(error: Exception) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("shape mismatch"), ValueError("can't allocate memory"), OSError(errno.ENOSPC, "No space left on device")],
+    [
+        RuntimeError("shape mismatch"),
+        ValueError("can't allocate memory"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
     ids=str,
 )
 def test_other_errors_are_not_want_of_memory(error: Exception) -> None:
@@ -57,15 +71,21 @@ def test_what_the_allocator_says_when_asked_for_too_much() -> None:
     assert is_out_of_memory(caught.value)
 
 
-# What is free ---------------------------------------------------------------------------------------------------------------------
+# What is free
+# ------------------------------------------------------------------------------------------------------------
 
 
 def machine(root: Path, groups: str, available: int = 8 * GIB, **files: str) -> Path:
-    """A file system as the kernel shows it: free memory, this process's control groups, and files of those, `__` for `/`."""
+    """A file system as the kernel shows it: free memory, this process's control groups, and files of those,
+    `__` for `/`.
+    """
     content = {
         "proc/meminfo": f"MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n",
         "proc/self/cgroup": groups,
-        **{f"sys/fs/cgroup/{name.replace('__', '/').replace('memory_', 'memory.')}": text for name, text in files.items()},
+        **{
+            f"sys/fs/cgroup/{name.replace('__', '/').replace('memory_', 'memory.')}": text
+            for name, text in files.items()
+        },
     }
     for name, text in content.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +133,10 @@ def test_control_groups_of_version_1_count(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    assert free_host_memory(machine(tmp_path, "0::/\n", memory_max=f"{GIB}\n", memory_current=f"{2 * GIB}\n")) == 0
+    assert (
+        free_host_memory(machine(tmp_path, "0::/\n", memory_max=f"{GIB}\n", memory_current=f"{2 * GIB}\n"))
+        == 0
+    )
 
 
 def test_a_machine_that_tells_nothing_has_some_memory(tmp_path: Path) -> None:
@@ -124,7 +147,9 @@ def test_there_is_free_memory(device: torch.device) -> None:
     assert free_memory(device) > 1 << 20
 
 
-def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(memory, "free_memory", lambda device: 40 << 20)
     assert chunk_budget(cpu) == chunk_budget(gpu) == 10 << 20
@@ -134,7 +159,8 @@ def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays
     assert chunk_budget(cpu) == chunk_budget(cpu, 8 << 30) < 1 << 30
 
 
-# Processes of their own -----------------------------------------------------------------------------------------------------------
+# Processes of their own
+# -----------------------------------------------------------------------------------------------------------
 
 SETUP = """\
 import resource
@@ -175,7 +201,9 @@ def in_a_process(script: str) -> list[int]:
     """The numbers that a script prints, after the lines above."""
     command = [sys.executable, "-c", SETUP + textwrap.dedent(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 
@@ -216,4 +244,8 @@ def test_peak_memory_is_that_of_one_chunk_and_does_not_grow_with_the_dataset() -
     factors = chunk * width * layers * 4  # of one chunk: what goes into each layer
     # All chunks' are ten times that, or a hundred times.
     assert factors / 2 < small - few < 5 * factors, (few, small, large)
-    assert large - small < 10 * count * width * 4 / 4, (few, small, large)  # a quarter of what the large dataset's rows take
+    assert large - small < 10 * count * width * 4 / 4, (
+        few,
+        small,
+        large,
+    )  # a quarter of what the large dataset's rows take

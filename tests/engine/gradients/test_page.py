@@ -1,4 +1,6 @@
-"""The code of the page on deferred gradients runs from top to bottom as one program, and what it names is there."""
+"""The code of the page on deferred gradients runs from top to bottom as one program, and what it names is
+there.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,21 @@ def test_the_code_of_the_page() -> None:
 def test_the_page_names_every_kind_of_term_and_every_query() -> None:
     text = PAGE.read_text(encoding="utf-8")
     kinds = [
-        name for name, kind in vars(terms).items() if isinstance(kind, type) and issubclass(kind, terms.Term) and kind is not terms.Term
+        name
+        for name, kind in vars(terms).items()
+        if isinstance(kind, type) and issubclass(kind, terms.Term) and kind is not terms.Term
     ]
-    queries = ("square_norms", "inner", "gram", "dot", "weighted_sum", "mean", "second_moment", "project", "materialise", "reduce")
+    queries = (
+        "square_norms",
+        "inner",
+        "gram",
+        "dot",
+        "weighted_sum",
+        "mean",
+        "second_moment",
+        "project",
+        "materialise",
+        "reduce",
+    )
     assert [name for name in kinds if f"`{name}`" not in text] == []
     assert [name for name in queries if f"`{name}" not in text] == []

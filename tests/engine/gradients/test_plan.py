@@ -1,4 +1,6 @@
-"""The planner against what happens: memory beside the allocator's own count, chunks beside budgets, and nothing is run on the way."""
+"""The planner against what happens: memory beside the allocator's own count, chunks beside budgets, and
+nothing is run on the way.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import GPT, cnn, mlp, resnet
+from psgrad.engine.execution.chunk_plan import Prediction, chunk_for, correction, predict
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.pass_costs import Like, NotCapturable, followed, traced
+from psgrad.engine.execution.run_plan import forecast
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.planning.forecast import forecast
-from psgrad.engine.gradients.planning.ledger import Like, NotCapturable, followed, traced
-from psgrad.engine.gradients.planning.plan import Prediction, chunk_for, correction, predict
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
 from tests.models import ARCHITECTURES, Architecture
 
 # How far a predicted peak may be off, as a share of the measured one.
@@ -28,7 +30,9 @@ MEMORY_BAR = 0.25
 
 
 def allocated(way: Callable[[], Any], device: torch.device) -> int:
-    """Bytes of tensors that a call has at its highest beyond what was there before, by PyTorch's allocator."""
+    """Bytes of tensors that a call has at its highest beyond what was there before, by PyTorch's
+    allocator.
+    """
     way()  # what is made once is no part of it
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -67,13 +71,17 @@ def hold_peak_against_the_allocator(
     assert predicted.seconds > 0
 
 
-PASSES = pytest.mark.parametrize("how", [per_sample_square_norms, per_sample_gradients], ids=["norms", "kept"])
+PASSES = pytest.mark.parametrize(
+    "how", [per_sample_square_norms, per_sample_gradients], ids=["norms", "kept"]
+)
 
 
 @PASSES
 @pytest.mark.parametrize("n", [1, 6])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
-def test_predicted_memory_of_small_networks(architecture: Architecture, n: int, how: Any, device: torch.device) -> None:
+def test_predicted_memory_of_small_networks(
+    architecture: Architecture, n: int, how: Any, device: torch.device
+) -> None:
     inputs, target = architecture.batch(n)
     model = architecture.build().to(device)
     placed = tuple(x.to(device) for x in inputs), target.to(device)
@@ -89,19 +97,34 @@ def test_predicted_memory_of_small_networks(architecture: Architecture, n: int, 
         (mlp, lambda n: (torch.randn(n, 784), torch.randint(10, (n,))), 128),
         (resnet, lambda n: (torch.randn(n, 3, 32, 32), torch.randint(10, (n,))), 1),
         (resnet, lambda n: (torch.randn(n, 3, 32, 32), torch.randint(10, (n,))), 8),
-        (lambda: GPT(vocabulary=1024, positions=64), lambda n: (torch.randint(1024, (n, 64)), torch.randint(1024, (n, 64))), 4),
+        (
+            lambda: GPT(vocabulary=1024, positions=64),
+            lambda n: (torch.randint(1024, (n, 64)), torch.randint(1024, (n, 64))),
+            4,
+        ),
     ],
     ids=["cnn-1", "cnn-32", "mlp-128", "resnet-1", "resnet-8", "gpt-4"],
 )
-def test_predicted_memory_of_benchmark_networks(build: Any, draw: Any, n: int, how: Any, device: torch.device) -> None:
+def test_predicted_memory_of_benchmark_networks(
+    build: Any, draw: Any, n: int, how: Any, device: torch.device
+) -> None:
     inputs, target = (x.to(device) for x in draw(n))
     hold_peak_against_the_allocator(build().to(device), (inputs,), target, how, F.cross_entropy, "error")
 
 
 def test_memory_with_random_operators_and_in_float64(device: torch.device) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 5)).double().to(device)
-    inputs, target = torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device), torch.randint(5, (4,), device=device)
-    hold_peak_against_the_allocator(model, (inputs,), target, per_sample_square_norms, F.cross_entropy, "different")
+    model = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 5))
+        .double()
+        .to(device)
+    )
+    inputs, target = (
+        torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device),
+        torch.randint(5, (4,), device=device),
+    )
+    hold_peak_against_the_allocator(
+        model, (inputs,), target, per_sample_square_norms, F.cross_entropy, "different"
+    )
 
 
 def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device) -> None:
@@ -118,7 +141,14 @@ def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device)
     assert 12000 <= course.peak_bytes <= 12000 + 3 * 512
     assert course.argument_bytes == 4000
     assert course.result_bytes == 8
-    assert [kernel.name for kernel in course.kernels if not kernel.is_view] == ["add", "mul", "_to_copy", "sum", "sum", "add"]
+    assert [kernel.name for kernel in course.kernels if not kernel.is_view] == [
+        "add",
+        "mul",
+        "_to_copy",
+        "sum",
+        "sum",
+        "add",
+    ]
     assert course.peak_bytes == pytest.approx(followed(function, x).peak_bytes, abs=64)
 
 
@@ -151,7 +181,8 @@ def test_a_tensor_that_need_not_exist() -> None:
     assert course.peak_bytes == course.argument_bytes == 7 * 5 * 8
 
 
-# The chunk ------------------------------------------------------------------------------------------------------------------------
+# The chunk
+# ------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -194,13 +225,16 @@ def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> 
 
 
 @given(python=st.floats(0, 1), share=st.floats(0.5, 3.5), small=st.floats(1e-3, 1), more=st.floats(1.5, 10))
-def test_two_chunks_tell_the_python_and_the_share(python: float, share: float, small: float, more: float) -> None:
+def test_two_chunks_tell_the_python_and_the_share(
+    python: float, share: float, small: float, more: float
+) -> None:
     found = correction((small, python + share * small), (small * more, python + share * small * more))
     assert found.python == pytest.approx(python, abs=1e-6)
     assert found.share == pytest.approx(share, rel=1e-6)
 
 
-# A run ----------------------------------------------------------------------------------------------------------------------------
+# A run
+# ------------------------------------------------------------------------------------------------------------
 
 
 def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) -> Stream:
@@ -214,7 +248,9 @@ def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) 
 
 
 def test_a_forecast_reads_the_first_rows_alone(device: torch.device) -> None:
-    stream = stream_of(mlp((20, 16, 7)).to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=100)
+    stream = stream_of(
+        mlp((20, 16, 7)).to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=100
+    )
     found = forecast(stream, 10**6)
     assert (found.rows, found.chunk_size, found.obstacle) == (10**6, 100, None)
     assert found.replayed

@@ -1,4 +1,6 @@
-"""Random projections beside their matrices, written out; what they estimate, what they don't depend on, and how little they hold."""
+"""Random projections beside their matrices, written out; what they estimate, what they don't depend on, and
+how little they hold.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided, projection_from
+from psgrad.engine.gradients import (
+    Gaussian,
+    PerSampleGradients,
+    Projection,
+    Rademacher,
+    Sparse,
+    TwoSided,
+    projection_from,
+)
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.entries import Entries
-from psgrad.engine.gradients.projections.sparse import Orders
+from psgrad.engine.gradients.projections.base import Entries
+from psgrad.engine.gradients.projections.entrywise import Orders
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows, Term
-from psgrad.engine.gradients.terms.hadamard import Hadamard
-from psgrad.engine.gradients.terms.multiples import Multiples
-from psgrad.engine.transforms.rules.windows import Geometry
+from psgrad.engine.gradients.terms.elementwise import Hadamard, Multiples
+from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients
 from tests.engine.gradients.matrices import matrix, projected
@@ -50,7 +59,9 @@ def names_of(projection: Projection) -> str:
 
 def gradients_of(terms: list[Placed], losses: int, name: str = "p") -> PerSampleGradients:
     first = terms[0]
-    gradient = DeferredGradient(tuple(terms), torch.Size(first.layout.shape), first.term.dtype, first.term.device)
+    gradient = DeferredGradient(
+        tuple(terms), torch.Size(first.layout.shape), first.term.dtype, first.term.device
+    )
     return PerSampleGradients({name: gradient}, torch.zeros(losses, device=first.term.device))
 
 
@@ -58,7 +69,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> 
     """The error of each row, relative to the longest."""
     assert actual.shape == expected.shape
     if expected.numel():
-        error = (actual.double().cpu() - expected).norm(dim=1).max() / expected.norm(dim=1).max().clamp(min=1e-30)
+        error = (actual.double().cpu() - expected).norm(dim=1).max() / expected.norm(dim=1).max().clamp(
+            min=1e-30
+        )
         assert error.item() <= tolerance
 
 
@@ -68,12 +81,14 @@ def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# Against the matrices ---------------------------------------------------------------------------------------------------------------
+# Against the matrices
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
-    """Each way a weight may be used: tied, looked up, in groups, transposed, in slices, behind a mask, as a batch of matrices, and not at
-    all. With so few positions that factors are smaller than weights."""
+    """Each way a weight may be used: tied, looked up, in groups, transposed, in slices, behind a mask, as a
+    batch of matrices, and not at all. With so few positions that factors are smaller than weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +113,9 @@ class Everything(nn.Module):
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
 @pytest.mark.usefixtures("_blocks")
-def test_a_network_is_projected_by_the_written_out_matrix(projection: Projection, device: torch.device) -> None:
+def test_a_network_is_projected_by_the_written_out_matrix(
+    projection: Projection, device: torch.device
+) -> None:
     model, tokens = Everything().to(device, torch.float64), torch.randint(11, (4, 3), device=device)
     loss = lambda output, target: (target * output).square().sum()
     target = torch.rand(4, dtype=torch.float64, device=device)
@@ -111,7 +128,9 @@ def test_a_network_is_projected_by_the_written_out_matrix(projection: Projection
     assert_close(found, expected)
     for name, columns in projection.columns(exact).items():  # each parameter by itself, the small ones too
         alone = found if projection.per == "total" else found[:, columns]
-        assert_close(alone, expected if projection.per == "total" else projected(projection, {name: exact[name]}))
+        assert_close(
+            alone, expected if projection.per == "total" else projected(projection, {name: exact[name]})
+        )
 
 
 def test_two_sides_act_on_the_factors_of_whatever_has_some() -> None:
@@ -125,9 +144,14 @@ def test_two_sides_act_on_the_factors_of_whatever_has_some() -> None:
     one = Product(product.left[:, :1], product.right[:, :1])
     table = Rows(torch.randint(5, (4, 2)), torch.randn(4, 2, 3), 5)
     kernels = Convolution(
-        torch.randn(4, 1, 4, 5), torch.randn(4, 1, 6, 5), torch.Size([4, 3, 3]), Geometry((1,), (1,), (1,), False, (0,), 2)
+        torch.randn(4, 1, 4, 5),
+        torch.randn(4, 1, 6, 5),
+        torch.Size([4, 3, 3]),
+        Geometry((1,), (1,), (1,), False, (0,), 2),
     )
-    with patch("psgrad.engine.gradients.projections.two_sided._add_slices", side_effect=AssertionError("slices")):
+    with patch(
+        "psgrad.engine.gradients.projections.two_sided._add_slices", side_effect=AssertionError("slices")
+    ):
         for placed in (
             Placed(product, groups),
             Placed(one, turned),
@@ -151,7 +175,10 @@ def masked(draw: st.DrawFn) -> tuple[Term, Tensor]:
 def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
     shape = draw(st.lists(st.integers(1, 4), max_size=3))
     kept = [size if draw(st.booleans()) else 1 for size in shape]
-    coefficients, shared = torch.randn(draw(st.integers(0, 4)), *kept, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    coefficients, shared = (
+        torch.randn(draw(st.integers(0, 4)), *kept, dtype=torch.float64),
+        torch.randn(shape, dtype=torch.float64),
+    )
     return Multiples(coefficients, shared), coefficients * shared
 
 
@@ -161,13 +188,19 @@ TERMS = st.one_of(dense(), product(), rows(), convolution(), masked(), multiples
 @pytest.mark.usefixtures("_blocks")
 @settings(max_examples=100)
 @given(pair=TERMS, projection=st.sampled_from(PROJECTIONS), data=st.data())
-def test_every_kind_of_term_in_every_layout(pair: tuple[Term, Tensor], projection: Projection, data: st.DataObject) -> None:
+def test_every_kind_of_term_in_every_layout(
+    pair: tuple[Term, Tensor], projection: Projection, data: st.DataObject
+) -> None:
     term, value = pair
     order = data.draw(st.permutations(range(len(term.shape))))
     layout = Layout.identity(term.shape).permute(order)
     assert layout is not None
     if data.draw(st.booleans()):  # the last axis is that of a longer parameter
-        layout = layout if not layout.inner else window(layout, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
+        layout = (
+            layout
+            if not layout.inner
+            else window(layout, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
+        )
     expected = projected(projection, {"p": layout.apply(value, lead=1)})
     assert_close(gradients_of([Placed(term, layout)], len(value)).project(projection), expected)
 
@@ -187,18 +220,25 @@ def test_terms_of_one_parameter_add_up_in_its_own_order() -> None:
     value = torch.einsum("ngta,ngtb->nab", left, right)
     for projection in PROJECTIONS:
         once = gradients_of([Placed(Product(left, right), upright)], 3).project(projection)
-        twice = gradients_of([Placed(Product(left, right), upright), Placed(Product(right, left), turned)], 3).project(projection)
+        twice = gradients_of(
+            [Placed(Product(left, right), upright), Placed(Product(right, left), turned)], 3
+        ).project(projection)
         assert_close(once, projected(projection, {"p": value}))
         assert_close(twice, 2 * once)
 
 
 def test_no_samples_no_positions_no_entries_and_no_parameters() -> None:
     for projection in PROJECTIONS:
-        for term in (Product(torch.zeros(0, 1, 2, 3), torch.zeros(0, 1, 2, 4)), Product(torch.zeros(2, 1, 0, 3), torch.zeros(2, 1, 0, 4))):
+        for term in (
+            Product(torch.zeros(0, 1, 2, 3), torch.zeros(0, 1, 2, 4)),
+            Product(torch.zeros(2, 1, 0, 3), torch.zeros(2, 1, 0, 4)),
+        ):
             found = gradients_of([Placed.plain(term)], term.samples).project(projection)
             assert torch.equal(found, torch.zeros(term.samples, projection.width))
         empty = Rows(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, 3), 5)
-        assert torch.equal(gradients_of([Placed.plain(empty)], 2).project(projection), torch.zeros(2, projection.width))
+        assert torch.equal(
+            gradients_of([Placed.plain(empty)], 2).project(projection), torch.zeros(2, projection.width)
+        )
         none = gradients_of([Placed.plain(Dense(torch.zeros(2, 3, 0)))], 2).project(projection)
         assert torch.equal(none, torch.zeros(2, projection.width))
         assert len(gradients_of([Placed.plain(empty)], 2).select([]).project(projection)) == 2
@@ -219,7 +259,8 @@ def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
             factor.copy_(value)
 
 
-# What the numbers don't depend on ---------------------------------------------------------------------------------------------------
+# What the numbers don't depend on
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
@@ -231,7 +272,9 @@ def test_rows_are_the_same_in_chunks_of_any_size(projection: Projection, device:
     def rows_by(chunk: int) -> Tensor:
         parts = zip(tokens.split(chunk), target.split(chunk), strict=True)
         loss = lambda output, target: (target * output).square().sum()
-        return torch.cat([deferred_gradients(model, loss, (some,), goal).project(projection) for some, goal in parts])
+        return torch.cat(
+            [deferred_gradients(model, loss, (some,), goal).project(projection) for some, goal in parts]
+        )
 
     whole = rows_by(7)
     assert whole.dtype == torch.float32
@@ -247,11 +290,18 @@ def test_the_first_rows_of_a_dense_matrix_do_not_depend_on_how_many_there_are() 
 
 def matrix_of(projection: Projection, name: str = "p") -> Tensor:
     """[k, 40]: what it does to the unit vectors."""
-    return gradients_of([Placed.plain(Dense(torch.eye(40, dtype=torch.float64)))], 40, name).project(projection).t()
+    return (
+        gradients_of([Placed.plain(Dense(torch.eye(40, dtype=torch.float64)))], 40, name)
+        .project(projection)
+        .t()
+    )
 
 
 def test_seeds_names_and_kinds_have_matrices_of_their_own() -> None:
-    found = [matrix_of(projection) for projection in (Rademacher(40), Rademacher(40, seed=1), Gaussian(40), Sparse(40), TwoSided(4, 10))]
+    found = [
+        matrix_of(projection)
+        for projection in (Rademacher(40), Rademacher(40, seed=1), Gaussian(40), Sparse(40), TwoSided(4, 10))
+    ]
     found += [matrix_of(Rademacher(40), "q"), matrix_of(Rademacher(40, seed=10**30))]
     for place, one in enumerate(found):
         for other in found[:place]:
@@ -269,16 +319,22 @@ def test_halves_are_projected_in_float32(dtype: torch.dtype) -> None:
         assert_close(found, projected(projection, {"p": exact}), 1e-5)
 
 
-# What they estimate -----------------------------------------------------------------------------------------------------------------
+# What they estimate
+# ------------------------------------------------------------------------------------------------------------
 
 SEEDS = 1000
 NOISE = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 X, Y = NOISE[0], NOISE[0] + 0.7 * NOISE[1]
-LEFTS, RIGHTS = torch.stack([X[:12], Y[:12]]), torch.stack([NOISE[2, :10], NOISE[2, :10] + 0.5 * NOISE[3, :10]])
+LEFTS, RIGHTS = (
+    torch.stack([X[:12], Y[:12]]),
+    torch.stack([NOISE[2, :10], NOISE[2, :10] + 0.5 * NOISE[3, :10]]),
+)
 
 
 def estimates(projection: Projection) -> tuple[Tensor, Tensor]:
-    """For many seeds (<Px, Py>, exact inner product): x and y are spread over a vector and a matrix of one position."""
+    """For many seeds (<Px, Py>, exact inner product): x and y are spread over a vector and a matrix of one
+    position.
+    """
     two = torch.stack([X, Y])
     gradients = PerSampleGradients(
         {
@@ -287,7 +343,9 @@ def estimates(projection: Projection) -> tuple[Tensor, Tensor]:
         },
         torch.zeros(2),
     )
-    found = torch.stack([torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)])
+    found = torch.stack(
+        [torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)]
+    )
     return found, torch.dot(X, Y) + torch.dot(*LEFTS.unbind()) * torch.dot(*RIGHTS.unbind())
 
 
@@ -303,7 +361,9 @@ def errors_in_variance(found: Tensor, variance: Tensor) -> float:
 
 def of_signs(x: Tensor, y: Tensor) -> Tensor:
     """k Var <Px, Py> of random signs."""
-    return x.square().sum() * y.square().sum() + torch.dot(x, y).square() - 2 * (x.square() * y.square()).sum()
+    return (
+        x.square().sum() * y.square().sum() + torch.dot(x, y).square() - 2 * (x.square() * y.square()).sum()
+    )
 
 
 def of_normals(x: Tensor, y: Tensor) -> Tensor:
@@ -319,7 +379,9 @@ def whole() -> tuple[Tensor, Tensor]:
 def of_segments(x: Tensor, y: Tensor, size: int) -> Tensor:
     """k Var <Px, Py> of an order for each segment: nothing meets within one."""
     parts = ((x[:50], y[:50]), (x[50:], y[50:]))
-    inside = sum((of_normals(a, b) for part in parts for a, b in zip(*(z.split(size) for z in part), strict=True)))
+    inside = sum(
+        of_normals(a, b) for part in parts for a, b in zip(*(z.split(size) for z in part), strict=True)
+    )
     return of_normals(x, y) - inside
 
 
@@ -342,8 +404,14 @@ VARIANCES = [
 ]
 
 
-@pytest.mark.parametrize(("projection", "variance"), VARIANCES, ids=lambda x: names_of(x) + x.per if isinstance(x, Projection) else "")
-def test_inner_products_are_estimated_without_bias_and_with_the_variance_that_is_claimed(projection: Projection, variance: object) -> None:
+@pytest.mark.parametrize(
+    ("projection", "variance"),
+    VARIANCES,
+    ids=lambda x: names_of(x) + x.per if isinstance(x, Projection) else "",
+)
+def test_inner_products_are_estimated_without_bias_and_with_the_variance_that_is_claimed(
+    projection: Projection, variance: object
+) -> None:
     found, exact = estimates(projection)
     assert errors_in_mean(found, exact) < 4
     assert errors_in_mean(1.2 * found, exact) > 4  # a wrong scale is seen
@@ -379,13 +447,17 @@ def test_a_segment_fills_its_columns_and_both_ways_to_it_agree() -> None:
         assert torch.equal(back, there)
 
 
-# How little they hold ---------------------------------------------------------------------------------------------------------------
+# How little they hold
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("projection", "positions"), [(Rademacher(64), 1), (Sparse(4096), 1), (Sparse(4096), 3), (TwoSided(64, 64), 1), (TwoSided(64, 64), 3)]
+    ("projection", "positions"),
+    [(Rademacher(64), 1), (Sparse(4096), 1), (Sparse(4096), 3), (TwoSided(64, 64), 1), (TwoSided(64, 64), 3)],
 )
-def test_twenty_million_parameters_without_one_samples_gradient(projection: Projection, positions: int) -> None:
+def test_twenty_million_parameters_without_one_samples_gradient(
+    projection: Projection, positions: int
+) -> None:
     rows, columns, n = 4096, 5000, 4
     term = Product(torch.randn(n, 1, positions, rows), torch.randn(n, 1, positions, columns))
     gradients = PerSampleGradients({"p": DeferredGradient.of(term, (rows, columns))}, torch.zeros(n))
@@ -403,12 +475,15 @@ def test_twenty_million_parameters_without_one_samples_gradient(projection: Proj
 
 
 def test_rows_that_no_sample_looked_up_are_not_drawn() -> None:
-    gradients = gradients_of([Placed.plain(Rows(torch.tensor([[3, 10**9]]), torch.randn(1, 2, 4), 2 * 10**9))], 1)
+    gradients = gradients_of(
+        [Placed.plain(Rows(torch.tensor([[3, 10**9]]), torch.randn(1, 2, 4), 2 * 10**9))], 1
+    )
     for projection in (Rademacher(8), Sparse(8), TwoSided(2, 4)):
         assert gradients.project(projection).shape == (1, 8)
 
 
-# What they say of themselves --------------------------------------------------------------------------------------------------------
+# What they say of themselves
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_description_is_plain_and_makes_the_same_projection() -> None:
@@ -416,7 +491,10 @@ def test_a_description_is_plain_and_makes_the_same_projection() -> None:
         again = projection_from(json.loads(json.dumps(projection.describe())))
         assert again == projection
         assert again.fingerprint == projection.fingerprint
-    assert len({projection.fingerprint for projection in [*PROJECTIONS, Rademacher(70, seed=1), Rademacher(71)]}) == len(PROJECTIONS) + 2
+    assert (
+        len({projection.fingerprint for projection in [*PROJECTIONS, Rademacher(70, seed=1), Rademacher(71)]})
+        == len(PROJECTIONS) + 2
+    )
 
 
 def test_a_vector_no_longer_than_a_two_sided_projection_loses_nothing() -> None:
@@ -439,10 +517,22 @@ def test_columns_say_what_is_whose() -> None:
         (lambda: Rademacher(4, per="module"), "Rademacher: per='module'\n  expected: 'total' or 'parameter'"),  # type: ignore[arg-type]
         (lambda: Sparse(10, nonzeros=3), "Sparse: k=10 with nonzeros=3\n  expected: a multiple of nonzeros"),
         (lambda: TwoSided(4, True), "TwoSided: right=True\n"),
-        (lambda: TwoSided(4, 4, matrices="signs"), "TwoSided: matrices='signs'\n  expected: 'rademacher' or 'gaussian'"),  # type: ignore[arg-type]
-        (lambda: projection_from({"kind": "hadamard"}), "a projection of kind 'hadamard'\n  expected: one of rademacher, gaussian, sparse"),
-        (lambda: projection_from({**Sparse(4).describe(), "version": 0}), "a projection of version 0\n  expected: version 1"),
-        (lambda: projection_from({**Sparse(4).describe(), "rows": 0}), "a description of a sparse projection with"),
+        (
+            lambda: TwoSided(4, 4, matrices="signs"),
+            "TwoSided: matrices='signs'\n  expected: 'rademacher' or 'gaussian'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: projection_from({"kind": "hadamard"}),
+            "a projection of kind 'hadamard'\n  expected: one of rademacher, gaussian, sparse",
+        ),
+        (
+            lambda: projection_from({**Sparse(4).describe(), "version": 0}),
+            "a projection of version 0\n  expected: version 1",
+        ),
+        (
+            lambda: projection_from({**Sparse(4).describe(), "rows": 0}),
+            "a description of a sparse projection with",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused_by_name(make: object, words: str) -> None:

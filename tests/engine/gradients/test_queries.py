@@ -1,7 +1,9 @@
-"""Exactness: every query of the gradients of random programs beside materialised gradients, in float64 and in float32.
+"""Exactness: every query of the gradients of random programs beside materialised gradients, in float64 and in
+float32.
 
-In float64 the materialised gradients are those of a loop of one-sample torch.autograd.grad. In float32 the same factors, rounded, are
-asked, and the materialised gradients are made of the rounded factors in float64: all of the error is the query's own.
+In float64 the materialised gradients are those of a loop of one-sample torch.autograd.grad. In float32 the
+same factors, rounded, are asked, and the materialised gradients are made of the rounded factors in float64:
+all of the error is the query's own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from torch import Tensor, nn
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.errors import TransformError
-from tests.engine.gradients.agreement import SMALLEST_SHARE, TOLERANCES, assert_close, assert_vectors_close, deferred_gradients, flat, rows
+from tests.engine.gradients.agreement import (
+    SMALLEST_SHARE,
+    TOLERANCES,
+    assert_close,
+    assert_vectors_close,
+    deferred_gradients,
+    flat,
+    rows,
+)
 from tests.engine.gradients.test_layers import CONVOLUTIONS, convolutions
 from tests.oracles import Gradients, one_sample_gradients
 
@@ -53,13 +63,16 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-# Programs: for each kind of term, and for each way in which terms meet -----------------------------------------------------------------
+# Programs: for each kind of term, and for each way in which terms meet
+# -----------------------------------------------------------------
 
 
 @st.composite
 def linear(draw: st.DrawFn) -> Drawn:
     positions, i, o = draw(st.lists(st.integers(0, 3), max_size=2)), draw(few), draw(few)
-    return Drawn(nn.Sequential(nn.Linear(i, o, bias=draw(st.booleans())), nn.Tanh()), lambda n: randn(n, *positions, i))
+    return Drawn(
+        nn.Sequential(nn.Linear(i, o, bias=draw(st.booleans())), nn.Tanh()), lambda n: randn(n, *positions, i)
+    )
 
 
 @st.composite
@@ -76,16 +89,24 @@ def convolution(draw: st.DrawFn) -> Drawn:
 
 @st.composite
 def embedding(draw: st.DrawFn) -> Drawn:
-    positions, vocabulary = draw(st.integers(0, 6)), draw(st.integers(1, 5))  # more positions than words: some come twice
+    positions, vocabulary = (
+        draw(st.integers(0, 6)),
+        draw(st.integers(1, 5)),
+    )  # more positions than words: some come twice
     padding = draw(st.none() | st.integers(0, vocabulary - 1))
-    return Drawn(nn.Embedding(vocabulary, draw(few), padding_idx=padding), lambda n: torch.randint(vocabulary, (n, positions)))
+    return Drawn(
+        nn.Embedding(vocabulary, draw(few), padding_idx=padding),
+        lambda n: torch.randint(vocabulary, (n, positions)),
+    )
 
 
 @st.composite
 def bag(draw: st.DrawFn) -> Drawn:
     positions, vocabulary = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     mode = draw(st.sampled_from(["sum", "mean"]))
-    return Drawn(nn.EmbeddingBag(vocabulary, draw(few), mode=mode), lambda n: torch.randint(vocabulary, (n, positions)))
+    return Drawn(
+        nn.EmbeddingBag(vocabulary, draw(few), mode=mode), lambda n: torch.randint(vocabulary, (n, positions))
+    )
 
 
 @st.composite
@@ -124,7 +145,9 @@ def parts_of_one(draw: st.DrawFn) -> Drawn:
         lambda x, w: F.linear(x, w[:, ::step].sum(1, keepdim=True).expand(-1, size)),
         lambda x, w: F.linear(torch.tanh(F.linear(x, w)), w[cut - 1 :]),
         lambda x, w: F.linear(torch.tanh(F.linear(x, w)), w.t()),
-        lambda x, w: F.linear(torch.tanh(F.linear(x, w)), w.t().reshape(size, size)) + F.embedding(x.argmax(-1), w),
+        lambda x, w: (
+            F.linear(torch.tanh(F.linear(x, w)), w.t().reshape(size, size)) + F.embedding(x.argmax(-1), w)
+        ),
     ]
     positions = draw(st.lists(st.integers(1, 3), max_size=1))
     return Drawn(Program(draw(st.sampled_from(kinds)), (size, size)), lambda n: randn(n, *positions, size))
@@ -145,7 +168,9 @@ def shared_factors(draw: st.DrawFn) -> Drawn:
 def stacked(draw: st.DrawFn) -> Drawn:
     """Several layers: parameters of several modules."""
     width = draw(few)
-    model = nn.Sequential(nn.Embedding(5, width), nn.Linear(width, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3))
+    model = nn.Sequential(
+        nn.Embedding(5, width), nn.Linear(width, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)
+    )
     return Drawn(model, lambda n: torch.randint(5, (n, 3)))
 
 
@@ -164,7 +189,8 @@ KINDS: dict[str, Callable[[], st.SearchStrategy[Drawn]]] = {
 }
 
 
-# The two sides of each comparison -------------------------------------------------------------------------------------------------------
+# The two sides of each comparison
+# -------------------------------------------------------------------------------------------------------
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -178,7 +204,9 @@ def taken(drawn: Drawn, n: int, device: torch.device) -> tuple[PerSampleGradient
     grads = deferred_gradients(model, loss, inputs, target)
     if n:
         return grads, one_sample_gradients(model, loss, inputs, target)
-    return grads, {name: parameter.new_zeros(0, *parameter.shape) for name, parameter in model.named_parameters()}
+    return grads, {
+        name: parameter.new_zeros(0, *parameter.shape) for name, parameter in model.named_parameters()
+    }
 
 
 def rounded(grads: PerSampleGradients) -> tuple[PerSampleGradients, Gradients]:
@@ -200,7 +228,11 @@ def rounded(grads: PerSampleGradients) -> tuple[PerSampleGradients, Gradients]:
 
 
 def grouped_by(per: str, names: list[str]) -> dict[str, list[str]]:
-    labels = {"total": lambda name: "", "parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
+    labels = {
+        "total": lambda name: "",
+        "parameter": lambda name: name,
+        "module": lambda name: name.rpartition(".")[0],
+    }
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(labels[per](name), []).append(name)
@@ -244,7 +276,9 @@ def assert_sums(grads: PerSampleGradients, exact: Gradients, tolerance: float) -
     weights = torch.linspace(-1, 1, n, dtype=torch.float64).to(next(iter(exact.values())).device)
 
     def assert_sum(query: str, found: Gradients, expected: Gradients, each: Gradients) -> None:
-        """Sums of vectors that point anywhere: the error is measured by the lengths of those that were added."""
+        """Sums of vectors that point anywhere: the error is measured by the lengths of those that
+        were added.
+        """
         for name, value in expected.items():
             assert found[name].shape == value.shape
             error = (found[name].double() - value).norm()[None]
@@ -255,11 +289,20 @@ def assert_sums(grads: PerSampleGradients, exact: Gradients, tolerance: float) -
     assert_sum("weighted sum", grads.weighted_sum(weights.to(grads.losses.dtype)), sums, exact)
     assert_sum("mean", grads.mean(), {name: value.sum(0) / max(n, 1) for name, value in exact.items()}, exact)
     squares = {name: value.square() for name, value in exact.items()}
-    assert_sum("second moment", grads.second_moment(), {name: value.sum(0) / max(n, 1) for name, value in squares.items()}, squares)
+    assert_sum(
+        "second moment",
+        grads.second_moment(),
+        {name: value.sum(0) / max(n, 1) for name, value in squares.items()},
+        squares,
+    )
 
 
 def assert_every_query(
-    grads: PerSampleGradients, exact: Gradients, others: PerSampleGradients, exact_others: Gradients, tolerance: float
+    grads: PerSampleGradients,
+    exact: Gradients,
+    others: PerSampleGradients,
+    exact_others: Gradients,
+    tolerance: float,
 ) -> None:
     assert len(grads) == len(next(iter(exact.values())))
     whole = lengths(exact)
@@ -277,15 +320,25 @@ def assert_every_query(
     kind = grads.losses.dtype
     exact_vector = flat({name: value.to(kind).double()[None] for name, value in vector.items()})[0]
     scale = flat(exact).abs() @ direction.abs()
-    assert_close("dot", grads.dot({name: value.to(kind) for name, value in vector.items()}), flat(exact) @ exact_vector, scale, tolerance)
+    assert_close(
+        "dot",
+        grads.dot({name: value.to(kind) for name, value in vector.items()}),
+        flat(exact) @ exact_vector,
+        scale,
+        tolerance,
+    )
 
     assert_vectors_close("materialise", grads.materialise(), exact, whole, tolerance)
     some = list(exact)[::2]
-    assert_vectors_close("select", grads.select(some).materialise(), {name: exact[name] for name in some}, whole, tolerance)
+    assert_vectors_close(
+        "select", grads.select(some).materialise(), {name: exact[name] for name in some}, whole, tolerance
+    )
 
     def largest(state: Tensor, name: str, samples: slice, block: Tensor) -> Tensor:
         assert block.shape == exact[name][samples].shape
-        state[samples] = torch.maximum(state[samples], rows(block).abs().amax(1)) if block.numel() else state[samples]
+        state[samples] = (
+            torch.maximum(state[samples], rows(block).abs().amax(1)) if block.numel() else state[samples]
+        )
         return state
 
     found = grads.reduce(largest, torch.zeros_like(grads.losses))
@@ -295,7 +348,9 @@ def assert_every_query(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(data=st.data(), n=counts, m=counts)
-def test_every_query_is_that_of_the_materialised_gradients(kind: str, data: st.DataObject, n: int, m: int, device: torch.device) -> None:
+def test_every_query_is_that_of_the_materialised_gradients(
+    kind: str, data: st.DataObject, n: int, m: int, device: torch.device
+) -> None:
     drawn = data.draw(KINDS[kind]())
     (grads, exact), (others, exact_others) = taken(drawn, n, device), taken(drawn, m, device)
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float64])
@@ -303,7 +358,8 @@ def test_every_query_is_that_of_the_materialised_gradients(kind: str, data: st.D
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float32])
 
 
-# What the queries say to what they can't answer ------------------------------------------------------------------------------------------
+# What the queries say to what they can't answer
+# ------------------------------------------------------------------------------------------
 
 
 def small_gradients(n: int = 3, width: int = 4) -> PerSampleGradients:
@@ -331,7 +387,9 @@ def test_sets_of_different_parameters_have_no_inner_products() -> None:
     grads = small_gradients()
     with pytest.raises(TransformError, match=r"only one of the two sets has gradients of \['2.bias'\]"):
         grads.inner(grads.select(["0.*", "2.weight"]))
-    with pytest.raises(TransformError, match=r"0.weight has shape \(2, 4\) in one set and \(2, 5\) in the other"):
+    with pytest.raises(
+        TransformError, match=r"0.weight has shape \(2, 4\) in one set and \(2, 5\) in the other"
+    ):
         grads.inner(small_gradients(width=5))
 
 
@@ -352,7 +410,9 @@ def test_a_reduction_sees_bounded_blocks(monkeypatch: pytest.MonkeyPatch, device
 
     monkeypatch.setitem(terms.BLOCK_BYTES, device.type, 400)
     model = nn.Linear(10, 3).to(device)
-    grads = deferred_gradients(model, loss, (torch.randn(9, 10, device=device),), torch.ones(9, device=device))
+    grads = deferred_gradients(
+        model, loss, (torch.randn(9, 10, device=device),), torch.ones(9, device=device)
+    )
     seen: dict[str, list[int]] = {"weight": [], "bias": []}
 
     def step(state: int, name: str, samples: slice, block: Tensor) -> int:

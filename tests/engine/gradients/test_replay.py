@@ -1,4 +1,6 @@
-"""Chunks replayed from a record: the same numbers as each chunk by itself gives, whatever happens on the way."""
+"""Chunks replayed from a record: the same numbers as each chunk by itself gives, whatever happens on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import per_sample_square_norms, replay
-from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.execution import replay
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 
 ROWS = 50
 
@@ -41,7 +44,14 @@ def perceptron(dropout: float = 0.0) -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).eval()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ).eval()
 
 
 def vectors() -> Block:
@@ -67,14 +77,24 @@ class Factors(GradientNorms):
 class Run:
     """A dataset's columns, with the stream that made them and what it said."""
 
-    def __init__(self, model: nn.Module, rows: Block, measure: Any = None, *, loss: Any = F.cross_entropy, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Block,
+        measure: Any = None,
+        *,
+        loss: Any = F.cross_entropy,
+        **options: Any,
+    ) -> None:
         self.said: list[str] = []
         objective = Objective(model, loss)
         reader = lambda start, stop: Block(tuple(x[start:stop] for x in rows.inputs), rows.target[start:stop])  # type: ignore[index]
         self.stream = Stream(objective.loss, objective.params, reader, say=self.said.append, **options)
         torch.manual_seed(7)
         chunks = list(self.stream.run(ROWS, [measure or GradientNorms()]))
-        self.columns = {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in chunks[0].values}
+        self.columns = {
+            name: torch.cat([chunk.values[name] for chunk in chunks]) for name in chunks[0].values
+        }
 
     @property
     def replayed(self) -> int:
@@ -103,7 +123,9 @@ def test_replayed_chunks_have_the_same_numbers(build: Any, rows: Any, chunk_size
 
 @pytest.mark.parametrize("measure", [GradientNorms, Factors])
 def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
-    run, plain = both(perceptron(dropout=0.5).train(), vectors(), measure, chunk_size=4, randomness="different")
+    run, plain = both(
+        perceptron(dropout=0.5).train(), vectors(), measure, chunk_size=4, randomness="different"
+    )
     assert run.replayed == ROWS // 4 - 2
     assert torch.equal(run.columns["loss"], plain.columns["loss"])
 
@@ -115,7 +137,7 @@ def test_few_chunks_are_not_worth_a_record(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_automatic_chunk_size_replays_what_it_settles_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.gradients.memory.free_memory", lambda device: 8_000)
+    monkeypatch.setattr("psgrad.engine.execution.memory.free_memory", lambda device: 8_000)
     run, _ = both(perceptron(), vectors(), chunk_size="auto")
     assert run.replayed > 2
 
@@ -167,7 +189,9 @@ def test_a_model_that_looks_at_data_is_not_replayed_and_that_is_said() -> None:
     run, _ = both(Branching(), vectors(), chunk_size=4)
     assert run.replayed == 0
     assert len(run.said) == 1
-    assert run.said[0].startswith("chunks are not replayed: its course depends on data, by aten.item.default (in the model (Branching)")
+    assert run.said[0].startswith(
+        "chunks are not replayed: its course depends on data, by aten.item.default (in the model (Branching)"
+    )
 
 
 class Scheduled(nn.Module):
@@ -193,7 +217,9 @@ def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
 
 
 def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0))  # one that draws as it likes, too
+    monkeypatch.setattr(
+        replay, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0)
+    )  # one that draws as it likes, too
     run, _ = both(perceptron(dropout=0.3).train(), vectors(), chunk_size=4, randomness="different")
     assert run.replayed == 0
     assert len(run.said) == 1
@@ -228,7 +254,7 @@ def test_want_of_memory_in_a_replay_halves_the_chunk(monkeypatch: pytest.MonkeyP
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().__call__(*args)
 
-    monkeypatch.setattr("psgrad.engine.gradients.streaming.Replay", Short)
+    monkeypatch.setattr("psgrad.engine.execution.streaming.Replay", Short)
     run, _ = both(perceptron(), vectors(), chunk_size=6)
     assert run.said == ["out of memory on rows 24 to 29; trying them in halves"]
     assert run.replayed == 2 + (ROWS - 30) // 6 - 2  # a record holds memory: it is made anew
@@ -249,7 +275,8 @@ def test_a_loss_that_looks_at_trainable_weights_is_replayed() -> None:
 def test_a_compiled_record_has_the_same_numbers() -> None:
     rows, model = vectors(), perceptron(dropout=0.5).train()
     run, plain = (
-        Run(model, rows, chunk_size=5, randomness="different", **options) for options in ({"compile": "inductor"}, {"capture": "off"})
+        Run(model, rows, chunk_size=5, randomness="different", **options)
+        for options in ({"compile": "inductor"}, {"capture": "off"})
     )
     torch.testing.assert_close(run.columns, plain.columns, rtol=1e-4, atol=1e-6)
     assert run.replayed == ROWS // 5 - 2

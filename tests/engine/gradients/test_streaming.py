@@ -1,4 +1,6 @@
-"""Datasets chunk by chunk: the same numbers for every chunk size, through want of memory, rows that fail, and more rows than fit."""
+"""Datasets chunk by chunk: the same numbers for every chunk size, through want of memory, rows that fail, and
+more rows than fit.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psgrad.engine.execution.chunk_plan import predict
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
-from psgrad.engine.gradients.planning.plan import predict
-from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
 from psgrad.errors import DataError, ModelError
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 from tests.oracles import one_sample_gradients
 
 ROWS = 37
@@ -41,9 +43,14 @@ class Table:
 
 OUT_OF_MEMORY = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
-    "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+    "cpu": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"
+        " allocate 1"
+    ),
     "numpy": lambda: MemoryError("Unable to allocate 1.00 TiB"),
-    "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cublas": lambda: RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
 }
 
 
@@ -52,7 +59,9 @@ def model(device: torch.device) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
 
 
-def limited(read: Callable[[int, int], Block], room: int, error: Callable[[], Exception]) -> Callable[[int, int], Block]:
+def limited(
+    read: Callable[[int, int], Block], room: int, error: Callable[[], Exception]
+) -> Callable[[int, int], Block]:
     """The reader on a machine with memory for `room` rows at a time."""
 
     def checked(start: int, stop: int) -> Block:
@@ -101,14 +110,16 @@ def test_each_chunk_is_read_once_and_no_larger_than_asked(model: nn.Module, chun
     assert table.asked == [(start, min(start + chunk_size, ROWS)) for start in range(0, ROWS, chunk_size)]
 
 
-def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = Table()
     stream = stream_of(model, table.read)
     columns_of(stream)
     assert table.asked == [(0, 8), (8, ROWS)]
     assert stream.chunk_size > ROWS
 
-    monkeypatch.setattr("psgrad.engine.gradients.memory.free_memory", lambda device: 20_000)
+    monkeypatch.setattr("psgrad.engine.execution.memory.free_memory", lambda device: 20_000)
     scarce = Table()
     columns_of(stream_of(model, scarce.read))
     sizes = [stop - start for start, stop in scarce.asked]
@@ -118,11 +129,15 @@ def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(model: nn.Module
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 @pytest.mark.parametrize("chunk_size", [20, "auto"])
-def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(model: nn.Module, kind: str, chunk_size: Any) -> None:
+def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(
+    model: nn.Module, kind: str, chunk_size: Any
+) -> None:
     table, said = Table(), list[str]()
     expected = columns_of(stream_of(model, table.read, chunk_size=ROWS))
     table.asked.clear()
-    stream = stream_of(model, limited(table.read, 6, OUT_OF_MEMORY[kind]), chunk_size=chunk_size, say=said.append)
+    stream = stream_of(
+        model, limited(table.read, 6, OUT_OF_MEMORY[kind]), chunk_size=chunk_size, say=said.append
+    )
     torch.testing.assert_close(columns_of(stream), expected, rtol=1e-10, atol=0)
     assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
     assert len(said) == stream.retries
@@ -155,17 +170,23 @@ def test_an_automatic_chunk_is_the_largest_whose_predicted_memory_fits(model: nn
     assert 8 < stream.chunk_size < 1000
     assert takes(stream.chunk_size) <= budget < takes(stream.chunk_size + stream.chunk_size // 10 + 1)
     assert table.asked[:2] == [(0, 8), (8, 8 + stream.chunk_size)]
-    torch.testing.assert_close(found, columns_of(stream_of(model, table.read, chunk_size=1000), 1000), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        found, columns_of(stream_of(model, table.read, chunk_size=1000), 1000), rtol=1e-10, atol=0
+    )
 
 
 def test_a_prediction_below_the_first_chunk_splits_it(model: nn.Module) -> None:
     table = Table()
     stream = stream_of(model, table.read, memory=1)
-    torch.testing.assert_close(columns_of(stream), columns_of(stream_of(model, table.read, chunk_size=ROWS)), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        columns_of(stream), columns_of(stream_of(model, table.read, chunk_size=ROWS)), rtol=1e-10, atol=0
+    )
     assert (stream.chunk_size, stream.retries) == (1, 0)
 
 
-def test_a_pass_that_cannot_be_followed_without_running_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_cannot_be_followed_without_running_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def branching(output: Tensor, target: Tensor) -> Tensor:
         return output.sum() if output[0] > 0 else output.square().sum()
 
@@ -173,7 +194,7 @@ def test_a_pass_that_cannot_be_followed_without_running_it_is_measured(monkeypat
     objective = Objective(model, branching)
     chosen = []
     for memory in (20_000, None):  # the second is not predicted, as the rows are few
-        monkeypatch.setattr("psgrad.engine.gradients.memory.free_memory", lambda device: 80_000)
+        monkeypatch.setattr("psgrad.engine.execution.memory.free_memory", lambda device: 80_000)
         stream = Stream(objective.loss, objective.params, table.read, memory=memory)
         columns_of(stream)
         chosen.append(stream.chunk_size)
@@ -181,9 +202,13 @@ def test_a_pass_that_cannot_be_followed_without_running_it_is_measured(monkeypat
 
 
 class Room:
-    """A loss on a machine with memory for `room(first row)` samples at a time, if the first input says which row it is."""
+    """A loss on a machine with memory for `room(first row)` samples at a time, if the first input says which
+    row it is.
+    """
 
-    def __init__(self, table: Table, room: Callable[[int], int], error: Callable[[], Exception] = OUT_OF_MEMORY["cpu"]) -> None:
+    def __init__(
+        self, table: Table, room: Callable[[int], int], error: Callable[[], Exception] = OUT_OF_MEMORY["cpu"]
+    ) -> None:
         table.inputs[:, 0] = torch.arange(len(table.inputs))
         self.room, self.error = room, error
         self.tried: list[tuple[int, int]] = []
@@ -201,7 +226,9 @@ class Room:
         pass
 
 
-def in_a_room(model: nn.Module, table: Table, room: Room, chunk_size: int, count: int = ROWS) -> tuple[Stream, dict[str, Tensor]]:
+def in_a_room(
+    model: nn.Module, table: Table, room: Room, chunk_size: int, count: int = ROWS
+) -> tuple[Stream, dict[str, Tensor]]:
     """A run whose chunks fail where the room says so."""
 
     class Looks(nn.Module):
@@ -212,7 +239,11 @@ def in_a_room(model: nn.Module, table: Table, room: Room, chunk_size: int, count
         def forward(self, x: Tensor) -> Any:
             return self.model(x), x[:, 0]
 
-    objective = Objective(Looks(), lambda output, target: F.cross_entropy(output[0], target), lambda output, target: {"row": output[1]})
+    objective = Objective(
+        Looks(),
+        lambda output, target: F.cross_entropy(output[0], target),
+        lambda output, target: {"row": output[1]},
+    )
     stream = Stream(objective.loss, objective.params, table.read, chunk_size=chunk_size)
     return stream, columns_of(stream, count, [room])
 
@@ -225,7 +256,9 @@ class Counted(Stream):
 
 
 @given(data=st.data(), count=st.integers(1, 60), chunk_size=st.integers(1, 70))
-def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(data: st.DataObject, count: int, chunk_size: int) -> None:
+def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(
+    data: st.DataObject, count: int, chunk_size: int
+) -> None:
     """Some rows have room for few beside them, and some failures come and go."""
     room = data.draw(st.lists(st.integers(1, 12), min_size=count, max_size=count))
     passing = data.draw(st.sets(st.integers(0, 10)))
@@ -253,7 +286,9 @@ def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(data: st.D
     asked: list[tuple[int, int]] = []
     stream = Counted(lambda *_: None, {"w": torch.zeros(1)}, read, chunk_size=chunk_size, capture="off")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("psgrad.engine.gradients.streaming.gc.collect", lambda: 0)  # slow, and nothing to be found
+        patched.setattr(
+            "psgrad.engine.execution.streaming.gc.collect", lambda: 0
+        )  # slow, and nothing to be found
         found = columns_of(stream, count, [Rows()])
     assert found["row"].tolist() == list(range(count))
     assert [row for start, stop in asked for row in range(start, stop)] == list(range(count))
@@ -306,7 +341,9 @@ def test_a_row_that_fails_alone_has_one_more_try(model: nn.Module) -> None:
 
 
 class Failing:
-    """A measure that finds no memory on its first `times` chunks, after the measures before it are through."""
+    """A measure that finds no memory on its first `times` chunks, after the measures before it are
+    through.
+    """
 
     needs_factors = False
 
@@ -332,7 +369,9 @@ def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Modu
     assert {distribution.count for distribution in norms.parameters.values()} == {ROWS}
     assert failing.kept == 4  # 0 to 4, 5 to 9, 10 to 19, 20 to 36
     expected = GradientNorms()
-    torch.testing.assert_close(found, columns_of(stream_of(model, table.read), measures=[expected]), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        found, columns_of(stream_of(model, table.read), measures=[expected]), rtol=1e-10, atol=0
+    )
     for name, distribution in norms.parameters.items():
         assert distribution.mean == pytest.approx(expected.parameters[name].mean, rel=1e-12)
 
@@ -346,7 +385,17 @@ def test_finished_chunks_stay_finished_when_memory_gets_scarce_later(model: nn.M
         return table.read(start, stop)
 
     columns_of(stream_of(model, read, chunk_size=10))
-    assert table.asked == [(0, 10), (10, 20), (20, 23), (23, 25), (25, 28), (28, 30), (30, 33), (33, 36), (36, 37)]
+    assert table.asked == [
+        (0, 10),
+        (10, 20),
+        (20, 23),
+        (23, 25),
+        (25, 28),
+        (28, 30),
+        (30, 33),
+        (33, 36),
+        (36, 37),
+    ]
 
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
@@ -398,7 +447,9 @@ def test_a_model_that_fails_on_batches_alone_is_told_so() -> None:
         return F.cross_entropy(output, target)
 
     objective = Objective(nn.Linear(6, 3), loss)
-    with pytest.raises(ModelError, match="rows 0 to 7 together, though on none of them alone: not the first time"):
+    with pytest.raises(
+        ModelError, match="rows 0 to 7 together, though on none of them alone: not the first time"
+    ):
         columns_of(Stream(objective.loss, objective.params, Table().read, chunk_size=8))
 
 
@@ -415,7 +466,9 @@ def test_rows_from_anywhere_at_once(model: nn.Module) -> None:
     grads = stream_of(model, table.read).gradients_at([5, 0, 36])
     assert isinstance(grads, PerSampleGradients)
     every = columns_of(stream_of(model, table.read))
-    torch.testing.assert_close(grads.square_norms().sqrt().cpu(), every["grad_norm"][[5, 0, 36]], rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        grads.square_norms().sqrt().cpu(), every["grad_norm"][[5, 0, 36]], rtol=1e-10, atol=0
+    )
 
 
 def test_inputs_take_the_parameters_dtype_and_whole_numbers_stay_whole() -> None:
@@ -438,7 +491,8 @@ def test_inputs_take_the_parameters_dtype_and_whole_numbers_stay_whole() -> None
     assert set(seen) == {(torch.bfloat16, torch.int64)}
 
 
-# More rows than fit ---------------------------------------------------------------------------------------------------------------
+# More rows than fit
+# ------------------------------------------------------------------------------------------------------------
 
 WIDTH = 2048
 

@@ -1,4 +1,6 @@
-"""Terms of deferred gradients: every query beside the written-out value, at the limits of floating point, and in bounded memory."""
+"""Terms of deferred gradients: every query beside the written-out value, at the limits of floating point, and
+in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from psgrad.engine.execution.replay import Replay as Replay  # which makes terms pytrees
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.replay import Replay as Replay  # which makes terms pytrees
-from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows, Term, blocks, sum_of_products
-from psgrad.engine.transforms.rules.windows import Geometry
+from psgrad.engine.gradients.terms import (
+    Convolution,
+    Dense,
+    Hadamard,
+    Multiples,
+    Product,
+    Rows,
+    Term,
+    blocks,
+    sum_of_products,
+)
+from psgrad.engine.transforms.rules.convolution import Geometry
 from tests.engine.gradients.agreement import check_layer
 
 samples = st.integers(0, 4)
 few = st.integers(1, 4)
 
 
-# The terms, and their values by definition ----------------------------------------------------------------------------------------
+# The terms, and their values by definition
+# ----------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -53,14 +66,24 @@ def rows(draw: st.DrawFn) -> tuple[Term, Tensor]:
 
 @st.composite
 def convolution(draw: st.DrawFn) -> tuple[Term, Tensor]:
-    n, inner, groups, axes = draw(samples), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    n, inner, groups, axes = (
+        draw(samples),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+    )
     transposed, stride, padding = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.integers(0, 1))
     narrow, wide, kernel, size = 2 * groups, draw(few), draw(st.integers(1, 3)), draw(st.integers(3, 5))
     geometry = Geometry((stride,) * axes, (padding,) * axes, (1,) * axes, transposed, (0,) * axes, groups)
     weight_shape = torch.Size([narrow, wide, *[kernel] * axes])
-    inputs = torch.randn(n, inner, narrow if transposed else wide * groups, *[size] * axes, dtype=torch.float64)
+    inputs = torch.randn(
+        n, inner, narrow if transposed else wide * groups, *[size] * axes, dtype=torch.float64
+    )
     forward = lambda x, weight: torch.ops.aten.convolution(x, weight, None, *geometry)
-    out = forward(torch.zeros(inner, *inputs.shape[2:], dtype=torch.float64), torch.zeros(weight_shape, dtype=torch.float64)).shape
+    out = forward(
+        torch.zeros(inner, *inputs.shape[2:], dtype=torch.float64),
+        torch.zeros(weight_shape, dtype=torch.float64),
+    ).shape
     cotangents = torch.randn(n, *out, dtype=torch.float64)
     values = torch.zeros(n, *weight_shape, dtype=torch.float64)
     for sample in range(n):
@@ -99,7 +122,10 @@ def test_samples_among_others(pair: tuple[Term, Tensor], data: st.DataObject) ->
     term, value = pair
     places = torch.tensor(data.draw(st.permutations(range(len(value) + 2)))[: len(value)], dtype=torch.int64)
     spread = term.among(places, len(value) + 2)
-    assert_close(spread.materialise(), torch.zeros(len(value) + 2, *value.shape[1:], dtype=value.dtype).index_copy(0, places, value))
+    assert_close(
+        spread.materialise(),
+        torch.zeros(len(value) + 2, *value.shape[1:], dtype=value.dtype).index_copy(0, places, value),
+    )
     assert_close(term.plus([term]).materialise(), 2 * value)
     leaves, structure = tree_flatten(Placed.plain(term))  # as a recorded program's results are
     assert all(isinstance(leaf, Tensor) for leaf in leaves)
@@ -126,14 +152,23 @@ def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor],
     assert term.describe()
 
 
-@pytest.mark.parametrize(("positions", "way"), [(1, "outer product"), (2, "gram"), (2, "materialise"), (40, "gram"), (40, "materialise")])
-def test_both_orders_of_contraction_give_the_same_norms(positions: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("positions", "way"),
+    [(1, "outer product"), (2, "gram"), (2, "materialise"), (40, "gram"), (40, "materialise")],
+)
+def test_both_orders_of_contraction_give_the_same_norms(
+    positions: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Product, "way", lambda term: way)
-    term = Product(torch.randn(3, 2, positions, 6, dtype=torch.float64), torch.randn(3, 2, positions, 7, dtype=torch.float64))
+    term = Product(
+        torch.randn(3, 2, positions, 6, dtype=torch.float64),
+        torch.randn(3, 2, positions, 7, dtype=torch.float64),
+    )
     assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
 
 
-# The limits of floating point -----------------------------------------------------------------------------------------------------
+# The limits of floating point
+# -----------------------------------------------------------------------------------------------------
 
 
 def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampleGradients:
@@ -146,14 +181,17 @@ def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampl
         placed.append(Placed(term, layout))
     first = terms[0]
     return PerSampleGradients(
-        {"p": DeferredGradient(tuple(placed), torch.Size(wanted), first.dtype, first.device)}, torch.zeros(first.samples)
+        {"p": DeferredGradient(tuple(placed), torch.Size(wanted), first.dtype, first.device)},
+        torch.zeros(first.samples),
     )
 
 
 def exact_norms(*terms: Term, shape: tuple[int, ...] | None = None) -> Tensor:
     """In float64, from values that are written out."""
     wanted = shape or terms[0].shape
-    total = sum(term.at(slice(None), torch.float64).materialise().reshape(term.samples, *wanted) for term in terms)
+    total = sum(
+        term.at(slice(None), torch.float64).materialise().reshape(term.samples, *wanted) for term in terms
+    )
     assert isinstance(total, Tensor)
     return total.flatten(1).norm(dim=1)
 
@@ -171,7 +209,8 @@ def cancelling(positions: int, rest: float) -> tuple[Tensor, Tensor]:
     return torch.cat([left, -left], 2), torch.cat([right, right + rest * torch.randn_like(right)], 2)
 
 
-# What is left of numbers that cancel to a ten-thousandth has the rounding of the numbers in it, in any order of contraction.
+# What is left of numbers that cancel to a ten-thousandth has the rounding of the numbers in it, in any order
+# of contraction.
 RESTS = [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)]
 
 
@@ -184,7 +223,9 @@ def test_positions_that_nearly_cancel(positions: int, rest: float, error: float)
 @pytest.mark.parametrize(("rest", "error"), RESTS)
 def test_lookups_that_nearly_cancel(rest: float, error: float) -> None:
     index, found = torch.randint(4, (5, 6)), torch.randn(5, 6, 3)
-    assert_norms(Rows(torch.cat([index, index], 1), torch.cat([found, -(1 + rest) * found], 1), 4), error=error)
+    assert_norms(
+        Rows(torch.cat([index, index], 1), torch.cat([found, -(1 + rest) * found], 1), 4), error=error
+    )
 
 
 @pytest.mark.parametrize(("rest", "error"), RESTS)
@@ -223,7 +264,11 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "materialise": (Product(g, x),),
         "rows": (Rows(index, g[:, 0], 4),),
         "row": (Rows(index[:, :1], g[:, 0, :1], 4),),
-        "convolution": (Convolution(g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry),),
+        "convolution": (
+            Convolution(
+                g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry
+            ),
+        ),
         "multiples": (Multiples(g[:, :1, :1], torch.randn(2, 5, 4)),),
         "behind a mask": (Hadamard(Product(g[:, :, :1], x[:, :, :1]), torch.randn(2, 4, 6)),),
         "behind a mask, positions": (Hadamard(Product(g, x), torch.randn(2, 4, 6)),),
@@ -267,7 +312,11 @@ def test_halves_are_summed_in_float32(kind: str) -> None:
 def test_long_sums_of_halves_do_not_stall() -> None:
     # In bfloat16 a sum of ones ends at 256.
     ones = torch.ones(2, 1, 5000, 1, dtype=torch.bfloat16)
-    for term in (Dense(ones), Product(ones, ones), Rows(torch.zeros(2, 5000, dtype=torch.int64), ones[:, 0], 3)):
+    for term in (
+        Dense(ones),
+        Product(ones, ones),
+        Rows(torch.zeros(2, 5000, dtype=torch.int64), ones[:, 0], 3),
+    ):
         expected = exact_norms(term)
         torch.testing.assert_close(gradients_of(term).square_norms().sqrt(), expected, rtol=1e-5, atol=0)
         weights = torch.ones(2)
@@ -281,17 +330,22 @@ def test_millions_of_products_keep_their_digits() -> None:
     assert abs(sum_of_products(value, value).item() - exact.item()) / exact.item() < 1e-6
 
 
-# Bounded memory -------------------------------------------------------------------------------------------------------------------
+# Bounded memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operator returned: a view counts only what it holds."""
+    """The number of elements of the largest tensor that an operator returned: a view counts only what it
+    holds.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -328,7 +382,14 @@ N = 2000
             Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
         ),
     ],
-    ids=["vectors", "few positions", "many positions", "table", "convolution of few positions", "convolution of many positions"],
+    ids=[
+        "vectors",
+        "few positions",
+        "many positions",
+        "table",
+        "convolution of few positions",
+        "convolution of many positions",
+    ],
 )
 def test_a_norm_never_writes_all_values_out(term: Callable[[], Term]) -> None:
     made = term()
@@ -344,7 +405,8 @@ def test_blocks_cover_every_sample_once() -> None:
         assert covered == list(range(n))
 
 
-# Deferral is invisible to semantics -----------------------------------------------------------------------------------------------
+# Deferral is invisible to semantics
+# -----------------------------------------------------------------------------------------------
 
 
 def randn(*shape: int) -> Tensor:
@@ -373,7 +435,10 @@ def resized(x: Tensor, w: Tensor) -> Tensor:
 FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "slice of rows": (lambda x, w: F.linear(x, w[1:4]), ((6, 4),)),
     "slice of columns": (lambda x, w: F.linear(x, w[:, ::2]), ((5, 8),)),
-    "pieces of one matrix": (lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(3)]).prod(0), ((6, 4),)),
+    "pieces of one matrix": (
+        lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(3)]).prod(0),
+        ((6, 4),),
+    ),
     "rows in another order": (lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0])]), ((3, 4),)),
     "transpose": (lambda x, w: x @ w.t().contiguous().t() @ w.t(), ((4, 4),)),
     "sum of two": (lambda x, v, w: F.linear(x, v + w), ((5, 4), (5, 4))),
@@ -398,8 +463,14 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
     "convolution as matrix": (lambda x, w: F.linear(x, w.flatten(1)), ((5, 1, 2, 2),)),
     "matrix as convolution": (lambda x, w: F.conv1d(x.unsqueeze(2), w.unsqueeze(2)), ((5, 4),)),
     "penalty on the weight": (lambda x, w: F.linear(x, w) + w.square().sum(), ((5, 4),)),
-    "matrix and table": (lambda x, w: F.linear(x, w) * F.embedding(x.argmax(1), w).sum(1, keepdim=True), ((4, 4),)),
-    "table twice": (lambda x, w: F.embedding(x.argsort(1), w).prod(1) + F.embedding(x.argmax(1), w), ((4, 3),)),
+    "matrix and table": (
+        lambda x, w: F.linear(x, w) * F.embedding(x.argmax(1), w).sum(1, keepdim=True),
+        ((4, 4),),
+    ),
+    "table twice": (
+        lambda x, w: F.embedding(x.argsort(1), w).prod(1) + F.embedding(x.argmax(1), w),
+        ((4, 3),),
+    ),
     "scaled table": (lambda x, w, s: F.embedding(x.argsort(1), 2 * w * s).prod(1), ((4, 3), ())),
     "table behind a matrix": (lambda x, w, v: F.embedding(x.argsort(1), w @ v).prod(1), ((4, 2), (2, 3))),
     "table of a transpose": (lambda x, w: F.embedding(x.argsort(1), w.t()).prod(1), ((3, 4),)),
@@ -416,7 +487,10 @@ def test_a_weight_may_be_made_of_parameters(name: str, device: torch.device) -> 
     check_layer(Made(forward, *shapes), (randn(4, 4),), device)
 
 
-@pytest.mark.parametrize("name", [name for name in FORWARDS if "table" not in name and "convolution" not in name and "like" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FORWARDS if "table" not in name and "convolution" not in name and "like" not in name],
+)
 def test_a_weight_may_be_made_of_parameters_at_every_position(name: str) -> None:
     forward, shapes = FORWARDS[name]
     if name == "batched matrices":

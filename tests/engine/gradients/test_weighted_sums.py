@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from benchmarks import models
-from psgrad.engine.gradients import SquareNorms, WeightedSum, per_sample_gradients, per_sample_weighted_sum
-from psgrad.engine.gradients import weighted_sums as module
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.gradients import (
+    SquareNorms,
+    WeightedSum,
+    per_sample_gradients,
+    per_sample_weighted_sum,
+    weighted_sums,
+)
 from psgrad.errors import TransformError
 from tests.oracles import one_sample_gradients
 
@@ -45,7 +50,11 @@ def objective_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[Objecti
     torch.manual_seed(0)
     build, draw = networks()[name]
     model, (inputs, target) = build().to(dtype), draw()
-    return Objective(model, F.cross_entropy), inputs.to(dtype) if inputs.is_floating_point() else inputs, target
+    return (
+        Objective(model, F.cross_entropy),
+        inputs.to(dtype) if inputs.is_floating_point() else inputs,
+        target,
+    )
 
 
 def clipped(objective: Objective, inputs: Tensor, target: Tensor, **options: object) -> WeightedSum:
@@ -67,7 +76,9 @@ def test_clipped_sums_are_those_of_a_loop_over_samples(name: str, memory: float 
     torch.testing.assert_close(found.weights, weights, rtol=1e-10, atol=0)
     for key, value in gradients.items():
         expected = torch.einsum("n,n...->...", weights, value)
-        torch.testing.assert_close(found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+        torch.testing.assert_close(
+            found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
@@ -76,14 +87,19 @@ def test_parameters_may_have_weights_of_their_own(name: str, memory: float | Non
     objective, inputs, target = objective_of(name)
 
     def each(norms: SquareNorms) -> dict[str, Tensor]:
-        return {key: (BOUND / value.sqrt()).clamp(max=1) for key, value in norms.square_norms(per="parameter").items()}
+        return {
+            key: (BOUND / value.sqrt()).clamp(max=1)
+            for key, value in norms.square_norms(per="parameter").items()
+        }
 
     found = clipped(objective, inputs, target, weights=each, memory=memory)
     assert found.recomputed == (memory is not None)
     for key, value in one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target).items():
         weights = (BOUND / value.flatten(1).norm(dim=1)).clamp(max=1)
         expected = torch.einsum("n,n...->...", weights, value)
-        torch.testing.assert_close(found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+        torch.testing.assert_close(
+            found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
+        )
         torch.testing.assert_close(found.weights[key], weights, rtol=1e-10, atol=0)
 
 
@@ -108,7 +124,9 @@ def test_a_sample_of_weight_zero_adds_nothing_whatever_its_gradient(memory: floa
 @pytest.mark.parametrize("memory", [None, 0])
 def test_where_all_are_spoilt_the_sum_is_zero(memory: float | None) -> None:
     objective, inputs, target = objective_of("mlp")
-    found = clipped(objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)), memory=memory)
+    found = clipped(
+        objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)), memory=memory
+    )
     assert all(not value.any() for value in found.sums.values())
 
 
@@ -163,7 +181,10 @@ def test_a_branch_keeps_weights_with_their_samples_and_bad_samples_out(memory: f
     expected = {"w": torch.zeros(3, dtype=torch.float64), "v": torch.zeros((), dtype=torch.float64)}
     for sample in [0, 1, 2, 3, 5, 6, 7, 8]:
         gradient = grad(loss)(params, rows[sample])
-        expected = {"w": expected["w"] + (sample + 1) * gradient["w"], "v": expected["v"] + 10 * (sample + 1) * gradient["v"]}
+        expected = {
+            "w": expected["w"] + (sample + 1) * gradient["w"],
+            "v": expected["v"] + 10 * (sample + 1) * gradient["v"],
+        }
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -171,12 +192,12 @@ def test_factors_that_do_not_fit_are_dropped_before_the_pass_ends(monkeypatch: p
     objective, inputs, target = objective_of("gpt")
     most = []
 
-    class Counting(module._Kept):
+    class Counting(weighted_sums._Kept):
         def add(self, name: str, gradient: object) -> None:
             super().add(name, gradient)  # type: ignore[arg-type]
             most.append(len(self.gradients))
 
-    monkeypatch.setattr(module, "_Kept", Counting)
+    monkeypatch.setattr(weighted_sums, "_Kept", Counting)
     clipped(objective, inputs, target, memory=10_000)
     assert max(most) < len(objective.params)
     assert most[-1] == 0
@@ -192,17 +213,30 @@ def test_weights_of_another_shape_are_an_error_that_says_so() -> None:
 def test_weights_of_other_parameters_are_an_error_that_names_them() -> None:
     objective, inputs, target = objective_of("mlp")
     name = next(iter(objective.params))
-    with pytest.raises(TransformError, match=r"only one of the parameters and weights\(norms\) has .*'stranger'"):
-        clipped(objective, inputs, target, weights=lambda norms: {name: torch.ones(5), "stranger": torch.ones(5)})
+    with pytest.raises(
+        TransformError, match=r"only one of the parameters and weights\(norms\) has .*'stranger'"
+    ):
+        clipped(
+            objective, inputs, target, weights=lambda norms: {name: torch.ones(5), "stranger": torch.ones(5)}
+        )
     with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(4,\) for 5 samples"):
-        clipped(objective, inputs, target, weights=lambda norms: dict.fromkeys(objective.params, torch.ones(4)))
+        clipped(
+            objective, inputs, target, weights=lambda norms: dict.fromkeys(objective.params, torch.ones(4))
+        )
 
 
 def test_gradients_smaller_than_their_factors_are_written_out_and_their_factors_dropped() -> None:
-    """A convolution on large images, a layer over many positions; not a wide layer, nor a masked weight, whose mask is nobody's own."""
+    """A convolution on large images, a layer over many positions; not a wide layer, nor a masked weight,
+    whose mask is nobody's own.
+    """
     torch.manual_seed(0)
     mask = (torch.rand(40, 30, dtype=torch.float64) > 0.5).double()
-    params = {"conv": torch.randn(4, 3, 3, 3), "narrow": torch.randn(2, 3), "wide": torch.randn(64, 48), "masked": torch.randn(40, 30)}
+    params = {
+        "conv": torch.randn(4, 3, 3, 3),
+        "narrow": torch.randn(2, 3),
+        "wide": torch.randn(64, 48),
+        "masked": torch.randn(40, 30),
+    }
     params = {name: value.double() for name, value in params.items()}
     batch = (torch.randn(3, 3, 16, 16), torch.randn(3, 50, 3), torch.randn(3, 4, 48), torch.randn(3, 2, 30))
 
@@ -216,7 +250,10 @@ def test_gradients_smaller_than_their_factors_are_written_out_and_their_factors_
         return sum((part.sin().sum() for part in parts), start=torch.zeros((), dtype=torch.float64))
 
     grads = per_sample_gradients(loss, params, *(value.double() for value in batch))
-    kinds = {name: [type(placed.term).__name__ for placed in gradient.terms] for name, gradient in grads.gradients.items()}
+    kinds = {
+        name: [type(placed.term).__name__ for placed in gradient.terms]
+        for name, gradient in grads.gradients.items()
+    }
     assert kinds == {"conv": ["Dense"], "narrow": ["Dense"], "wide": ["Product"], "masked": ["Hadamard"]}
     assert grads.describe()["conv"] == grads.describe()["narrow"] == "materialise"
     assert not grads.unfactored

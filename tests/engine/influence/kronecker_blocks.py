@@ -1,4 +1,6 @@
-"""EK-FAC written out: hooks of torch.autograd on the layers, one sample at a time, Kronecker products as matrices, in numpy, float64."""
+"""EK-FAC written out: hooks of torch.autograd on the layers, one sample at a time, Kronecker products as
+matrices, in numpy, float64.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.flat import Flat
-from psgrad.engine.influence.curvature.kronecker import Block
+from psgrad.engine.gradients.flat import Flat
+from psgrad.engine.influence.curvature.kronecker_fitting import Block
 from tests.engine.influence.problems import gradient_rows
 
 
 @dataclass
 class Dense:
-    """A block: whose it is (groups of a convolution are blocks of one layer), which of the p columns it is about, an orthogonal basis of
-    them, and the mean squares of the gradients in it."""
+    """A block: whose it is (groups of a convolution are blocks of one layer), which of the p columns it is
+    about, an orthogonal basis of them, and the mean squares of the gradients in it.
+    """
 
     owner: str
     columns: np.ndarray
@@ -31,11 +34,15 @@ class Dense:
 
 
 def blocks_of(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor) -> list[Dense]:
-    """Of the empirical Fisher: a block for each linear, convolutional and embedding layer with its bias, an exact one for every other
-    parameter. Layers are found by their types."""
+    """Of the empirical Fisher: a block for each linear, convolutional and embedding layer with its bias, an
+    exact one for every other parameter. Layers are found by their types.
+    """
     rows = gradient_rows(model, criterion, inputs, target)
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    handles = [module.register_forward_hook(_keeper(seen.setdefault(name, []), module)) for name, module in _layers(model).items()]
+    handles = [
+        module.register_forward_hook(_keeper(seen.setdefault(name, []), module))
+        for name, module in _layers(model).items()
+    ]
     for x, y in zip(inputs, target, strict=True):
         criterion(model(x[None])[0], y).backward()
     for handle in handles:
@@ -52,7 +59,9 @@ def blocks_of(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: to
         for group in range(groups):
             columns = weight[group]
             if bias is not None:
-                columns = np.concatenate([columns, places[f"{name}.bias"].reshape(groups, -1)[group][:, None]], 1)
+                columns = np.concatenate(
+                    [columns, places[f"{name}.bias"].reshape(groups, -1)[group][:, None]], 1
+                )
             left, right = _factors(seen[name], module, group, groups)
             found.append(_block(name, rows, columns, left, right))
     for name, columns in places.items():
@@ -63,8 +72,12 @@ def blocks_of(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: to
     return found
 
 
-def scores(blocks: list[Dense], training: np.ndarray, queries: np.ndarray, relative: float = 0.1) -> np.ndarray:
-    """[n, m] from gradients [n, p] and [m, p]: block by block a dense solve, damped by `relative` times the owner's mean eigenvalue."""
+def scores(
+    blocks: list[Dense], training: np.ndarray, queries: np.ndarray, relative: float = 0.1
+) -> np.ndarray:
+    """[n, m] from gradients [n, p] and [m, p]: block by block a dense solve, damped by `relative` times the
+    owner's mean eigenvalue.
+    """
     total = np.zeros((len(training), len(queries)))
     for block in blocks:
         mean = np.concatenate([other.values for other in blocks if other.owner == block.owner]).mean()
@@ -81,7 +94,11 @@ def _block(owner: str, rows: np.ndarray, columns: np.ndarray, left: np.ndarray, 
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding)
+    }
 
 
 def _keeper(seen: list[tuple[torch.Tensor, torch.Tensor]], module: nn.Module) -> Any:
@@ -99,8 +116,12 @@ def _places(model: nn.Module) -> dict[str, np.ndarray]:
     return places
 
 
-def _factors(seen: list[tuple[torch.Tensor, torch.Tensor]], module: Any, group: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Second moments over samples and positions: of cotangents, or of what stands at a table's rows; and of the other factor."""
+def _factors(
+    seen: list[tuple[torch.Tensor, torch.Tensor]], module: Any, group: int, groups: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Second moments over samples and positions: of cotangents, or of what stands at a table's rows; and of
+    the other factor.
+    """
     left, right = [], []
     for x, cotangent in seen:
         if isinstance(module, nn.Embedding):
@@ -108,7 +129,9 @@ def _factors(seen: list[tuple[torch.Tensor, torch.Tensor]], module: Any, group: 
             right.append(cotangent.reshape(-1, cotangent.shape[-1]))
             continue
         if isinstance(module, nn.Conv2d):
-            x = F.unfold(x.chunk(groups, 1)[group], module.kernel_size, module.dilation, module.padding, module.stride)[0].T
+            x = F.unfold(
+                x.chunk(groups, 1)[group], module.kernel_size, module.dilation, module.padding, module.stride
+            )[0].T
             cotangent = cotangent.chunk(groups, 1)[group][0].flatten(1).T
         x, cotangent = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
         right.append(x if module.bias is None else torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1))
@@ -137,6 +160,10 @@ def dense(blocks: list[Block], flat: Flat) -> np.ndarray:
     total = torch.zeros(flat.size, flat.size, dtype=torch.float64)
     for block in blocks:
         vectors = flat.split(torch.eye(flat.size, dtype=torch.float64))
-        found = block.basis.vectors(block.basis.rotate_back(block.basis.rotate(block.basis.matrices(vectors)) * block.values))
-        total += flat.join({name: found.get(name, torch.zeros_like(value)) for name, value in vectors.items()})
+        found = block.basis.vectors(
+            block.basis.rotate_back(block.basis.rotate(block.basis.matrices(vectors)) * block.values)
+        )
+        total += flat.join(
+            {name: found.get(name, torch.zeros_like(value)) for name, value in vectors.items()}
+        )
     return total.numpy()

@@ -1,4 +1,6 @@
-"""Small training sets with a model that was trained on them by plain linear algebra, for tests of influence."""
+"""Small training sets with a model that was trained on them by plain linear algebra, for tests of
+influence.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from scipy.linalg import cho_factor, cho_solve
 from scipy.special import log_softmax, softmax
 from torch import nn
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -34,14 +36,23 @@ class Rows:
     target: torch.Tensor | None
 
 
-def examples(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor, **options: Any) -> Examples:
+def examples(
+    model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor, **options: Any
+) -> Examples:
     """These rows as `model` sees them. Options are the Stream's."""
-    return Examples(Objective(model, criterion), lambda start, stop: Rows((inputs[start:stop],), target[start:stop]), len(inputs), options)
+    return Examples(
+        Objective(model, criterion),
+        lambda start, stop: Rows((inputs[start:stop],), target[start:stop]),
+        len(inputs),
+        options,
+    )
 
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs [1437, 64] float64 in [0, 1] and labels [1437], then those of the 360 test rows. Stratified, seed 0."""
+    """Inputs [1437, 64] float64 in [0, 1] and labels [1437], then those of the 360 test rows. Stratified,
+    seed 0.
+    """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -51,13 +62,14 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return train, train_labels, test, test_labels
 
 
-# -- softmax regression ----------------------------------------------------------------------------------------------------------------
+# -- softmax regression
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class SoftmaxRegression:
-    """sum of the losses + penalty / 2 |weights|^2, bias included, where n is the number of rows of the *full* training set and
-    penalty = n * weight_decay.
+    """sum of the losses + penalty / 2 |weights|^2, bias included, where n is the number of rows of the *full*
+    training set and penalty = n * weight_decay.
 
     Attributes:
         inputs: [n, d + 1], ones last. labels: [n]. classes, penalty.
@@ -98,8 +110,8 @@ class SoftmaxRegression:
     def solve(self, start: np.ndarray | None = None, factor: Any = None) -> np.ndarray:
         """The weights with a gradient below 1e-10 everywhere, by Newton's method.
 
-        factor: Cholesky factor of a Hessian nearby, which stands in for the Hessian itself as long as each step takes off two thirds
-        of the gradient.
+        factor: Cholesky factor of a Hessian nearby, which stands in for the Hessian itself as long as each
+        step takes off two thirds of the gradient.
         """
         weights = np.zeros((self.classes, self.inputs.shape[1])) if start is None else start
         last = np.inf
@@ -130,11 +142,14 @@ def linear(weights: np.ndarray) -> nn.Linear:
 
 
 def flattened(weights: np.ndarray) -> np.ndarray:
-    """[outputs * (d + 1)]: weights [outputs, d + 1] in the order of a linear layer's parameters, weight before bias."""
+    """[outputs * (d + 1)]: weights [outputs, d + 1] in the order of a linear layer's parameters, weight
+    before bias.
+    """
     return np.concatenate([weights[:, :-1].reshape(-1), weights[:, -1]])
 
 
-# -- other models ----------------------------------------------------------------------------------------------------------------------
+# -- other models
+# ------------------------------------------------------------------------------------------------------------
 
 
 def ridge(inputs: torch.Tensor, targets: torch.Tensor, penalty: float) -> np.ndarray:
@@ -155,13 +170,19 @@ def mlp(seed: int = 0, sizes: tuple[int, ...] = (6, 5, 3)) -> nn.Module:
 def convolution(seed: int = 0) -> nn.Module:
     """Of pictures [1, 6, 6] to 3 classes, float64, as initialised."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)).double()
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)
+    ).double()
 
 
-def classified(count: int, shape: tuple[int, ...] = (6,), classes: int = 3, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def classified(
+    count: int, shape: tuple[int, ...] = (6,), classes: int = 3, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random inputs [count, *shape] and labels [count]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, *shape, generator=generator, dtype=torch.float64), torch.randint(classes, (count,), generator=generator)
+    return torch.randn(count, *shape, generator=generator, dtype=torch.float64), torch.randint(
+        classes, (count,), generator=generator
+    )
 
 
 @functools.cache
@@ -177,11 +198,14 @@ def trained_digits_mlp() -> nn.Module:
     return model
 
 
-# -- oracles ---------------------------------------------------------------------------------------------------------------------------
+# -- oracles
+# ------------------------------------------------------------------------------------------------------------
 
 
 def gradient_rows(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
-    """[n, p]: the gradient of each row by torch.autograd, one row at a time, in the order of the parameters."""
+    """[n, p]: the gradient of each row by torch.autograd, one row at a time, in the order of the
+    parameters.
+    """
     found = []
     for x, y in zip(inputs, target, strict=True):
         gradients = torch.autograd.grad(criterion(model(x[None])[0], y), list(model.parameters()))
@@ -199,7 +223,9 @@ def output_jacobians(model: nn.Module, inputs: torch.Tensor) -> np.ndarray:
     return torch.stack(found).numpy()
 
 
-def output_hessians(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+def output_hessians(
+    model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor
+) -> np.ndarray:
     """[n, outputs, outputs]: of the loss in the flattened output by torch.autograd."""
     found = []
     for x, y in zip(inputs, target, strict=True):
@@ -221,7 +247,9 @@ def loss_hessian(model: nn.Module, criterion: Any, inputs: torch.Tensor, target:
 
     def total(values: torch.Tensor) -> torch.Tensor:
         parts = dict(zip(params, values.split([p.numel() for p in params.values()]), strict=True))
-        outputs = torch.func.functional_call(model, {name: parts[name].reshape(p.shape) for name, p in params.items()}, inputs)
+        outputs = torch.func.functional_call(
+            model, {name: parts[name].reshape(p.shape) for name, p in params.items()}, inputs
+        )
         return torch.stack([criterion(z, y) for z, y in zip(outputs, target, strict=True)]).sum()
 
     return torch.func.hessian(total)(torch.cat([p.reshape(-1) for p in params.values()])).numpy()

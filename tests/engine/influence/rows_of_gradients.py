@@ -1,4 +1,6 @@
-"""TRAK and its relatives written out: gradients by a loop of torch.autograd, projections as matrices, the algebra in numpy, in float64."""
+"""TRAK and its relatives written out: gradients by a loop of torch.autograd, projections as matrices, the
+algebra in numpy, in float64.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.influence.index.projector import Projector
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.rows import Projector
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from tests.engine.gradients.matrices import projected
 from tests.oracles import one_sample_gradients
@@ -24,7 +26,9 @@ def log_odds(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return p.log() - (1 - p).log()
 
 
-def rows_of(model: nn.Module, scalar: Scalar, inputs: torch.Tensor, target: torch.Tensor, projector: Projector) -> np.ndarray:
+def rows_of(
+    model: nn.Module, scalar: Scalar, inputs: torch.Tensor, target: torch.Tensor, projector: Projector
+) -> np.ndarray:
     """[n, k]: projected gradients of a scalar of (output, target)."""
     gradients = one_sample_gradients(model, scalar, (inputs,), target)
     if projector.projection is None:
@@ -38,7 +42,9 @@ def probabilities(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) 
         return model(inputs).double().softmax(1)[torch.arange(len(target)), target].numpy()
 
 
-def ridge_products(queries: np.ndarray, rows: np.ndarray, relative: float | None = None, absolute: float | None = None) -> np.ndarray:
+def ridge_products(
+    queries: np.ndarray, rows: np.ndarray, relative: float | None = None, absolute: float | None = None
+) -> np.ndarray:
     """[n, m]: rows (rows' rows + n lam I)^-1 queries'."""
     moment = rows.T @ rows
     n, k = rows.shape
@@ -56,6 +62,7 @@ def matrix_of(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str
 def scores_of(method: Method, training: Sequence[Examples], queries: Sequence[Examples]) -> np.ndarray:
     """[n, m]: joined over checkpoints, whose blocks must be the same."""
     streams = [
-        list(method.fit(each, Checkpoint(number)).scores(asked)) for number, (each, asked) in enumerate(zip(training, queries, strict=True))
+        list(method.fit(each, Checkpoint(number)).scores(asked))
+        for number, (each, asked) in enumerate(zip(training, queries, strict=True))
     ]
     return torch.cat([method.across(list(blocks))[""] for blocks in zip(*streams, strict=True)]).numpy()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 
 
@@ -30,4 +30,7 @@ def layer_scores(fitted: Fitted, queries: Examples, per: Any) -> dict[str, np.nd
 def self_influence(fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
     """(self-influence [n], norm of the preconditioned gradient [n])"""
     blocks = list(fitted.self_influence())
-    return torch.cat([b.self_influence for b in blocks]).numpy(), torch.cat([b.preconditioned_norm for b in blocks]).numpy()
+    return (
+        torch.cat([b.self_influence for b in blocks]).numpy(),
+        torch.cat([b.preconditioned_norm for b in blocks]).numpy(),
+    )

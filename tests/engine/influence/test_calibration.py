@@ -9,14 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.influence.calibration import distance_from_minimum, is_affine
+from psgrad.engine.influence.amounts import distance_from_minimum, is_affine
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED
 from psgrad.engine.influence.methods import known_methods
 from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import InfluenceError
-from tests.engine.influence.problems import classified, cross_entropy, examples, linear, mlp, ridge, squared_error
+from tests.engine.influence.problems import (
+    classified,
+    cross_entropy,
+    examples,
+    linear,
+    mlp,
+    ridge,
+    squared_error,
+)
 from tests.engine.influence.runs import fit, scores
 
 
@@ -57,7 +65,9 @@ class OnFeatures(nn.Module):
         (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), False),
     ],
 )
-def test_affine_models_are_told_from_others(model: type[nn.Module], expected: bool, dtype: torch.dtype) -> None:
+def test_affine_models_are_told_from_others(
+    model: type[nn.Module], expected: bool, dtype: torch.dtype
+) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         inputs, labels = classified(20, seed=seed)
@@ -78,7 +88,9 @@ def test_affine_in_the_chosen_parameters_alone() -> None:
 
 
 def test_least_squares_without_weight_decay_is_exact_by_default() -> None:
-    """Strictly convex, as the inputs have full rank: no damping, and the change that retraining brings to the last digit."""
+    """Strictly convex, as the inputs have full rank: no damping, and the change that retraining brings to the
+    last digit.
+    """
     torch.manual_seed(0)
     inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     weights = ridge(inputs, targets, 0.0)
@@ -104,7 +116,9 @@ def test_default_by_the_dual_solver_is_that_of_the_exact_one() -> None:
     inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     model = linear(ridge(inputs, targets, 30 * 0.1))
     training = examples(model, squared_error, inputs, targets)
-    queries = examples(model, squared_error, torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    queries = examples(
+        model, squared_error, torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    )
     dual, exact = (fit(Influence(weight_decay=0.1, solver=solver), training) for solver in ("dual", "exact"))
     assert dual.calibrated
     np.testing.assert_allclose(scores(dual, queries), scores(exact, queries), rtol=1e-8, atol=1e-10)
@@ -118,7 +132,9 @@ def test_fewer_rows_than_parameters_keep_their_damping() -> None:
 
 
 def test_distance_from_the_minimum_is_the_newton_decrement_of_the_whole_objective() -> None:
-    """Of least squares with a weight decay, at weights that are no minimum: both numbers by numpy, to the last digits."""
+    """Of least squares with a weight decay, at weights that are no minimum: both numbers by numpy, to the
+    last digits.
+    """
     torch.manual_seed(0)
     inputs, targets = torch.randn(40, 5, dtype=torch.float64), torch.randn(40, 1, dtype=torch.float64)
     model = nn.Linear(5, 1, bias=False, dtype=torch.float64)
@@ -141,7 +157,9 @@ def test_distance_from_the_minimum_is_the_newton_decrement_of_the_whole_objectiv
         (Influence(relative_damping=0.1), "a damping is added to the curvature"),
     ],
 )
-def test_calibrated_because_names_the_option_and_not_the_model_where_that_is_affine(method: Influence, expected: str) -> None:
+def test_calibrated_because_names_the_option_and_not_the_model_where_that_is_affine(
+    method: Influence, expected: str
+) -> None:
     inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     fitted = fit(method, examples(linear(ridge(inputs, targets, 1.0)), squared_error, inputs, targets))
     assert not fitted.calibrated
@@ -176,19 +194,29 @@ def test_networks_keep_a_tenth_of_the_mean_eigenvalue(kind: Any) -> None:
     training = examples(mlp(), cross_entropy, inputs, labels)
     for options in ({}, {"weight_decay": 1e-3}):
         facts = fit(kind(**options), training).facts
-        assert facts["damping"] == pytest.approx({name: 0.1 * mean for name, mean in facts["mean_eigenvalue"].items()})
+        assert facts["damping"] == pytest.approx(
+            {name: 0.1 * mean for name, mean in facts["mean_eigenvalue"].items()}
+        )
 
 
 def test_an_affine_model_of_many_outputs_has_scores_by_default() -> None:
-    """Its corrections would take its outputs one by one, so that its scores are to first order, and no amounts."""
+    """Its corrections would take its outputs one by one, so that its scores are to first order, and no
+    amounts.
+    """
     torch.manual_seed(0)
     inputs, labels = torch.randn(20, 5, dtype=torch.float64), torch.randint(0, 200, (20,))
     training = examples(nn.Linear(5, 200).double(), cross_entropy, inputs, labels)
     fitted = fit(Influence(weight_decay=0.1), training)
-    assert (fitted.facts["solver"], fitted.facts["damping"], fitted.facts["leverage"]) == ("conjugate_gradient", 0, False)
+    assert (fitted.facts["solver"], fitted.facts["damping"], fitted.facts["leverage"]) == (
+        "conjugate_gradient",
+        0,
+        False,
+    )
     assert not fitted.calibrated
     assert scores(fitted, training).shape == (20, 20)
-    with pytest.raises(InfluenceError, match="the leverage correction takes the output's 200 numbers one by one"):
+    with pytest.raises(
+        InfluenceError, match="the leverage correction takes the output's 200 numbers one by one"
+    ):
         fit(Influence(weight_decay=0.1, leverage=True, solver="conjugate_gradient"), training)
 
 

@@ -1,4 +1,6 @@
-"""Block conjugate gradients: the dense solve, whatever the right-hand sides are like; and loud where there is none."""
+"""Block conjugate gradients: the dense solve, whatever the right-hand sides are like; and loud where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.engine.influence.curvature.products import curvature_products
-from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
-from psgrad.engine.influence.solvers.preconditioner import nystroem
+from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient, nystroem
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import cross_entropy, digits, examples
 
@@ -37,7 +38,9 @@ def test_the_solution_is_the_dense_one(size: int, count: int, spread: float, see
     x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-10)
     assert facts["converged"]
     assert float(relative(matrix, x, rhs).max()) <= 1e-10
-    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()), rel=0.5, abs=1e-14)
+    assert facts["relative_residual_max"] == pytest.approx(
+        float(relative(matrix, x, rhs).max()), rel=0.5, abs=1e-14
+    )
     torch.testing.assert_close(x, solved(matrix, rhs), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
 
 
@@ -62,7 +65,9 @@ def test_a_block_is_solved_as_its_right_hand_sides_one_by_one_in_far_fewer_produ
     matrix = symmetric(torch.logspace(-3, 1, 150))
     rhs = torch.randn(30, 150, dtype=torch.float64)
     together, shared = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-9, spectrum=False)
-    alone, single = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-9, block=1, iterations=1000, spectrum=False)
+    alone, single = conjugate_gradient(
+        lambda v: v @ matrix, rhs, tolerance=1e-9, block=1, iterations=1000, spectrum=False
+    )
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
     assert shared["converged"]
     assert single["converged"]
@@ -80,13 +85,16 @@ def test_all_right_hand_sides_are_counted_where_they_do_not_converge() -> None:
     assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()))
     assert facts["relative_residual_median"] == pytest.approx(float(relative(matrix, x, rhs).median()))
     assert heard == [
-        "conjugate gradients did not converge: after 7 iterations the relative residual of 3 of 3 right-hand sides is above 1e-06, of "
-        f"the worst {facts['relative_residual_max']:.2g}; raise iterations, or the damping"
+        "conjugate gradients did not converge: after 7 iterations the relative residual of 3 of 3 right-hand"
+        f" sides is above 1e-06, of the worst {facts['relative_residual_max']:.2g}; raise iterations, or the"
+        " damping"
     ]
 
 
 def test_the_residual_that_is_reported_is_of_the_solution_and_not_of_the_recurrence() -> None:
-    """Products that are wrong by a part in a thousand, another one each time: no recurrence notices, x says so."""
+    """Products that are wrong by a part in a thousand, another one each time: no recurrence notices, x says
+    so.
+    """
     matrix = symmetric(torch.logspace(-2, 2, 80))
     generator = torch.Generator().manual_seed(0)
 
@@ -104,7 +112,9 @@ def test_the_residual_that_is_reported_is_of_the_solution_and_not_of_the_recurre
 def test_negative_curvature_is_named_with_the_damping_that_would_do(spectrum: bool) -> None:
     matrix = symmetric(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 1, 49)]))
     rhs = torch.randn(4, 50, dtype=torch.float64)
-    with pytest.raises(InfluenceError, match=r"not positive definite: its lowest eigenvalue is -0\.5, to within") as caught:
+    with pytest.raises(
+        InfluenceError, match=r"not positive definite: its lowest eigenvalue is -0\.5, to within"
+    ) as caught:
         conjugate_gradient(lambda v: v @ matrix, rhs, spectrum=spectrum)
     assert caught.value.next_step is not None
     assert "curvature: gauss_newton" in caught.value.next_step
@@ -124,7 +134,9 @@ def test_a_singular_curvature_is_named_with_the_damping_that_would_do(preconditi
         _, facts = conjugate_gradient(lambda v: v @ matrix + damping * v, rhs, preconditioner=near)
         return bool(facts["converged"])
 
-    with pytest.raises(InfluenceError, match=r"the damped curvature is singular: .* and its largest 10") as caught:
+    with pytest.raises(
+        InfluenceError, match=r"the damped curvature is singular: .* and its largest 10"
+    ) as caught:
         solve(0.0)
     assert caught.value.next_step == "raise the damping by 1.0e-07 or more"
     assert solve(1e-7)
@@ -134,7 +146,9 @@ def test_what_is_not_finite_is_refused() -> None:
     matrix = symmetric(torch.ones(5))
     rhs = torch.randn(3, 5, dtype=torch.float64)
     rhs[1, 2] = float("nan")
-    with pytest.raises(InfluenceError, match="1 of 3 right-hand sides are not finite, the first of them number 1"):
+    with pytest.raises(
+        InfluenceError, match="1 of 3 right-hand sides are not finite, the first of them number 1"
+    ):
         conjugate_gradient(lambda v: v @ matrix, rhs)
     for spectrum in (True, False):
         with pytest.raises(InfluenceError, match="products with the curvature are not finite"):
@@ -149,19 +163,28 @@ def test_the_extreme_eigenvalues_are_reported() -> None:
 
 
 def test_digits_with_little_damping_converge_in_tens_of_iterations() -> None:
-    """The Gauss-Newton system of a softmax regression, at a damping of 1e-4 of the mean eigenvalue: against a dense solve."""
+    """The Gauss-Newton system of a softmax regression, at a damping of 1e-4 of the mean eigenvalue: against a
+    dense solve.
+    """
     inputs, labels, queries, answers = digits()
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 10).double()
-    training, asked = examples(model, cross_entropy, inputs, labels), examples(model, cross_entropy, queries[:40], answers[:40])
+    training, asked = (
+        examples(model, cross_entropy, inputs, labels),
+        examples(model, cross_entropy, queries[:40], answers[:40]),
+    )
     products = curvature_products(training)
     damping = 1e-4 * products.mean_eigenvalue()[0]
     size = training.flat.size
     rhs = asked.materialise()
     preconditioner = nystroem(products.apply, size, damping, rank=200)
-    x, facts = conjugate_gradient(products.damped(damping), rhs, tolerance=1e-9, preconditioner=preconditioner)
+    x, facts = conjugate_gradient(
+        products.damped(damping), rhs, tolerance=1e-9, preconditioner=preconditioner
+    )
     assert facts["converged"]
     assert facts["iterations"] <= 40
-    matrix = products.apply(torch.eye(size, dtype=torch.float64)) + damping * torch.eye(size, dtype=torch.float64)
+    matrix = products.apply(torch.eye(size, dtype=torch.float64)) + damping * torch.eye(
+        size, dtype=torch.float64
+    )
     expected = solved(matrix, rhs)
     assert float(torch.linalg.vector_norm(x - expected) / torch.linalg.vector_norm(expected)) < 1e-6

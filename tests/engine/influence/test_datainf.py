@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted
 from psgrad.engine.influence.methods import datainf
 from psgrad.engine.influence.methods.datainf import DataInf, MeanOfInverses
@@ -24,7 +24,9 @@ N, M = 13, 4
 def problem(**options: Any) -> tuple[Examples, Examples]:
     x, y = classified(N + M, (1, 6, 6))
     model = convolution()
-    return examples(model, cross_entropy, x[:N], y[:N], **options), examples(model, cross_entropy, x[N:], y[N:], **options)
+    return examples(model, cross_entropy, x[:N], y[:N], **options), examples(
+        model, cross_entropy, x[N:], y[N:], **options
+    )
 
 
 def fitted(training: Examples, **options: Any) -> MeanOfInverses:
@@ -87,10 +89,15 @@ def test_a_parameter_may_be_a_single_number() -> None:
 
 
 def test_one_example_is_solved_exactly() -> None:
-    """Of one example the mean of inverses is the inverse of the empirical Fisher, and the score that of an influence function."""
+    """Of one example the mean of inverses is the inverse of the empirical Fisher, and the score that of an
+    influence function.
+    """
     x, y = classified(1 + M, (1, 6, 6))
     model = convolution()
-    training, queries = examples(model, cross_entropy, x[:1], y[:1]), examples(model, cross_entropy, x[1:], y[1:])
+    training, queries = (
+        examples(model, cross_entropy, x[:1], y[:1]),
+        examples(model, cross_entropy, x[1:], y[1:]),
+    )
     rows, own = gradient_rows(model, cross_entropy, x, y), training.flat.columns["5.weight"]
     g = rows[0, own]
     expected = rows[1:, own] @ np.linalg.solve(np.outer(g, g) + 0.4 * np.eye(len(g)), g)
@@ -116,24 +123,37 @@ def test_self_influence_is_the_score_of_an_example_on_itself(monkeypatch: pytest
 def test_scores_do_not_depend_on_chunks(size: int) -> None:
     training, queries = problem(chunk_size=size)
     expected = sum(oracle().values())
-    assert np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max() < 1e-10 * np.abs(expected).max()
+    assert (
+        np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max()
+        < 1e-10 * np.abs(expected).max()
+    )
 
 
 def test_float32_scores_are_near_those_of_float64() -> None:
     x, y = classified(N + M, (1, 6, 6))
     model = convolution().float()
-    training, queries = examples(model, cross_entropy, x[:N].float(), y[:N]), examples(model, cross_entropy, x[N:].float(), y[N:])
+    training, queries = (
+        examples(model, cross_entropy, x[:N].float(), y[:N]),
+        examples(model, cross_entropy, x[N:].float(), y[N:]),
+    )
     expected = sum(oracle().values())
-    assert np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+    assert (
+        np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+    )
 
 
 def test_another_damping_is_that_of_a_fit_with_it() -> None:
     training, queries = problem()
     method = fitted(training)
     before = matrix(method, queries)[""]
-    for options, same in (({"damping": 0.3}, {"damping": 0.3}), ({"relative": 0.5}, {"relative_damping": 0.5})):
+    for options, same in (
+        ({"damping": 0.3}, {"damping": 0.3}),
+        ({"relative": 0.5}, {"relative_damping": 0.5}),
+    ):
         again = method.with_damping(**options)  # type: ignore[arg-type]
-        assert torch.allclose(matrix(again, queries)[""], matrix(fitted(training, **same), queries)[""], rtol=1e-10, atol=1e-13)
+        assert torch.allclose(
+            matrix(again, queries)[""], matrix(fitted(training, **same), queries)[""], rtol=1e-10, atol=1e-13
+        )
         assert again.facts["damping"] == pytest.approx(fitted(training, **same).facts["damping"], rel=1e-12)
     assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 

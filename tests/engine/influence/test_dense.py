@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.influence.curvature.dense import loss_hessian, sum_of_outer_products
-from psgrad.engine.influence.curvature.outer_products import own_products
+from psgrad.engine.influence.curvature.matrices import loss_hessian, own_products, sum_of_outer_products
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from tests.engine.influence import problems
-from tests.engine.influence.problems import classified, convolution, cross_entropy, examples, gauss_newton, gradient_rows, mlp
+from tests.engine.influence.problems import (
+    classified,
+    convolution,
+    cross_entropy,
+    examples,
+    gauss_newton,
+    gradient_rows,
+    mlp,
+)
 
 
 class Sequence(nn.Module):
@@ -22,7 +29,11 @@ class Sequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.first, self.twice, self.last = nn.Linear(5, 6).double(), nn.Linear(6, 6, bias=False).double(), nn.Linear(6, 3).double()
+        self.first, self.twice, self.last = (
+            nn.Linear(5, 6).double(),
+            nn.Linear(6, 6, bias=False).double(),
+            nn.Linear(6, 3).double(),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.twice(self.twice(self.first(x).tanh()).tanh()).mean(1))
@@ -45,33 +56,42 @@ def test_each_curvature_is_that_of_the_sum_of_the_losses(name: str, chunk_size: 
     rows = gradient_rows(model, cross_entropy, inputs, labels)
     for found, want in (
         (sum_of_outer_products(training), rows.T @ rows),
-        (sum_of_outer_products(gauss_newton_rows(training)), gauss_newton(model, cross_entropy, inputs, labels)),
+        (
+            sum_of_outer_products(gauss_newton_rows(training)),
+            gauss_newton(model, cross_entropy, inputs, labels),
+        ),
         (loss_hessian(training), problems.loss_hessian(model, cross_entropy, inputs, labels)),
     ):
         np.testing.assert_allclose(found.numpy(), want, rtol=0, atol=1e-12)
 
 
-def test_rows_that_share_a_factor_are_added_up_first_in_blocks_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_share_a_factor_are_added_up_first_in_blocks_of_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = mlp(1, (6, 7, 5, 3))
     inputs, labels = classified(70)
     training = examples(model, cross_entropy, inputs, labels, chunk_size=2000)
     want = gauss_newton(model, cross_entropy, inputs, labels)
     for numbers in (1 << 25, 32 * 90, 1):  # all samples at once, some at a time, rows written out
-        monkeypatch.setattr("psgrad.engine.influence.curvature.outer_products._NUMBERS", numbers)
-        np.testing.assert_allclose(sum_of_outer_products(gauss_newton_rows(training)).numpy(), want, rtol=0, atol=1e-11)
+        monkeypatch.setattr("psgrad.engine.influence.curvature.matrices._NUMBERS", numbers)
+        np.testing.assert_allclose(
+            sum_of_outer_products(gauss_newton_rows(training)).numpy(), want, rtol=0, atol=1e-11
+        )
 
 
 @pytest.mark.parametrize("size", [1, 512, 1100])
 def test_half_of_a_product_with_itself_is_all_of_it(size: int) -> None:
     matrix = torch.randn(9, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    np.testing.assert_allclose(own_products(matrix).numpy(), matrix.numpy().T @ matrix.numpy(), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        own_products(matrix).numpy(), matrix.numpy().T @ matrix.numpy(), rtol=0, atol=1e-13
+    )
 
 
 def test_a_hessian_in_blocks_of_columns_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, labels = classified(9)
     training = examples(mlp(), cross_entropy, inputs, labels, chunk_size=4)
     whole = loss_hessian(training)
-    monkeypatch.setattr("psgrad.engine.influence.curvature.dense._BLOCK", 53 * 4 * 10)
+    monkeypatch.setattr("psgrad.engine.influence.curvature.matrices._BLOCK", 53 * 4 * 10)
     np.testing.assert_allclose(loss_hessian(training).numpy(), whole.numpy(), rtol=0, atol=1e-13)
 
 
@@ -83,4 +103,6 @@ def test_of_a_model_in_float32_products_are_summed_in_float64() -> None:
     assert found.dtype == torch.float64
     np.testing.assert_allclose(found.numpy(), double, rtol=0, atol=1e-5 * np.abs(double).max())
     rows = single.materialise().double()
-    np.testing.assert_allclose(sum_of_outer_products(single).numpy(), (rows.t() @ rows).numpy(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        sum_of_outer_products(single).numpy(), (rows.t() @ rows).numpy(), rtol=1e-12, atol=1e-14
+    )

@@ -45,9 +45,18 @@ def setup(name: str) -> tuple[Any, Any, np.ndarray, np.ndarray, dict[str, np.nda
     """Training set, queries, their gradients, and the curvatures."""
     model, criterion, inputs, target = PROBLEMS[name]
     rows = gradient_rows(model, criterion, inputs, target)
-    training, queries = examples(model, criterion, inputs, target), examples(model, criterion, inputs[:5] * 0.7, target[:5])
+    training, queries = (
+        examples(model, criterion, inputs, target),
+        examples(model, criterion, inputs[:5] * 0.7, target[:5]),
+    )
     query_rows = gradient_rows(model, criterion, inputs[:5] * 0.7, target[:5])
-    return training, queries, rows, query_rows, {"fisher": rows.T @ rows, "gauss_newton": gauss_newton(model, criterion, inputs, target)}
+    return (
+        training,
+        queries,
+        rows,
+        query_rows,
+        {"fisher": rows.T @ rows, "gauss_newton": gauss_newton(model, criterion, inputs, target)},
+    )
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -65,8 +74,12 @@ def test_it_is_the_dense_solve(name: str, curvature: Any) -> None:
     columns = training.flat.columns
     for label, part in parts.items():
         where = columns[label]
-        np.testing.assert_allclose(part, rows[:, where] @ (matrix @ query_rows.T)[where], rtol=0, atol=1e-9 * np.abs(want).max())
-    assert fitted.facts["mean_eigenvalue"] == pytest.approx(np.trace(curvatures[curvature]) / len(rows) / rows.shape[1], rel=1e-10)
+        np.testing.assert_allclose(
+            part, rows[:, where] @ (matrix @ query_rows.T)[where], rtol=0, atol=1e-9 * np.abs(want).max()
+        )
+    assert fitted.facts["mean_eigenvalue"] == pytest.approx(
+        np.trace(curvatures[curvature]) / len(rows) / rows.shape[1], rel=1e-10
+    )
 
 
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
@@ -97,8 +110,13 @@ def test_on_trained_digits_it_is_the_exact_solve() -> None:
 def test_rows_are_held_against_one_another_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     training, queries, *_ = setup("softmax")
     want = scores(fit(Influence(solver="dual"), training), queries)
-    monkeypatch.setattr("psgrad.engine.influence.solvers.dual._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
-    np.testing.assert_allclose(scores(fit(Influence(solver="dual"), training), queries), want, rtol=0, atol=1e-12 * np.abs(want).max())
+    monkeypatch.setattr("psgrad.engine.influence.solvers.direct._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
+    np.testing.assert_allclose(
+        scores(fit(Influence(solver="dual"), training), queries),
+        want,
+        rtol=0,
+        atol=1e-12 * np.abs(want).max(),
+    )
 
 
 def test_another_damping_shares_the_kernel() -> None:
@@ -106,13 +124,19 @@ def test_another_damping_shares_the_kernel() -> None:
     first = fit(Influence(solver="dual", damping=0.1), training)
     second = first.with_damping(damping=0.9)
     assert second.matrix is first.matrix
-    np.testing.assert_array_equal(scores(second, queries), scores(fit(Influence(solver="dual", damping=0.9), training), queries))
-    np.testing.assert_array_equal(scores(first, queries), scores(fit(Influence(solver="dual", damping=0.1), training), queries))
+    np.testing.assert_array_equal(
+        scores(second, queries), scores(fit(Influence(solver="dual", damping=0.9), training), queries)
+    )
+    np.testing.assert_array_equal(
+        scores(first, queries), scores(fit(Influence(solver="dual", damping=0.1), training), queries)
+    )
 
 
 def test_without_damping_it_says_which_would_do() -> None:
     training, queries, *_ = setup("softmax")
-    with pytest.raises(InfluenceError, match="the Gauss-Newton matrix is singular: it is made of 36 rows") as error:
+    with pytest.raises(
+        InfluenceError, match="the Gauss-Newton matrix is singular: it is made of 36 rows"
+    ) as error:
         fit(Influence(solver="dual", damping=0.0), training)
     enough = float(str(error.value).split("set influence.method.damping: ")[1].split(",")[0])
     assert np.isfinite(scores(fit(Influence(solver="dual", damping=enough), training), queries)).all()

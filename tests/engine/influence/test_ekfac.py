@@ -1,4 +1,6 @@
-"""EK-FAC scores against Kronecker products written out, from hooks on layers (kronecker_blocks.py), in float64."""
+"""EK-FAC scores against Kronecker products written out, from hooks on layers (kronecker_blocks.py), in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
-from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp, squared_error
+from tests.engine.influence.problems import (
+    classified,
+    cross_entropy,
+    examples,
+    gauss_newton,
+    gradient_rows,
+    mlp,
+    squared_error,
+)
 
 N, M = 11, 4
 
 
 def strided() -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 2, dilation=2, groups=2), nn.Tanh(), nn.Flatten()
+    layers = (
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 2, dilation=2, groups=2),
+        nn.Tanh(),
+        nn.Flatten(),
+    )
     return nn.Sequential(*layers, nn.Linear(24, 3)).double()
 
 
 class Tokens(nn.Module):
-    """Linear layers over positions, an embedding, a norm's scale and shift, and one bias that no weight comes with."""
+    """Linear layers over positions, an embedding, a norm's scale and shift, and one bias that no weight comes
+    with.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +80,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tens
 def problem(case: str, **options: Any) -> tuple[nn.Module, Examples, Examples]:
     make, data = CASES[case]
     model, (x, y) = make(), data(N + M)
-    return model, examples(model, cross_entropy, x[:N], y[:N], **options), examples(model, cross_entropy, x[N:], y[N:], **options)
+    return (
+        model,
+        examples(model, cross_entropy, x[:N], y[:N], **options),
+        examples(model, cross_entropy, x[N:], y[N:], **options),
+    )
 
 
 def fitted(training: Examples, **options: Any) -> KroneckerFactored:
@@ -109,12 +131,22 @@ def test_layers_add_up_to_the_total(per: str) -> None:
     model, training, queries = problem("convolution")
     method = fitted(training)
     parts = matrix(method, queries, per)
-    assert torch.allclose(torch.stack(list(parts.values())).sum(0), matrix(method, queries)[""], rtol=1e-10, atol=1e-14)
-    names = dict(model.named_parameters()) if per == "parameter" else {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    assert torch.allclose(
+        torch.stack(list(parts.values())).sum(0), matrix(method, queries)[""], rtol=1e-10, atol=1e-14
+    )
+    names = (
+        dict(model.named_parameters())
+        if per == "parameter"
+        else {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    )
     assert set(parts) == set(names)
 
 
-@given(size=st.integers(1, N), case=st.sampled_from(list(CASES)), fisher=st.sampled_from(["sampled", "exact", "empirical"]))
+@given(
+    size=st.integers(1, N),
+    case=st.sampled_from(list(CASES)),
+    fisher=st.sampled_from(["sampled", "exact", "empirical"]),
+)
 @settings(max_examples=4, deadline=None)
 def test_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
     found, expected = (
@@ -127,7 +159,9 @@ def test_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> No
 @pytest.mark.parametrize("case", CASES)
 def test_float32_scores_are_near_those_of_float64(case: str) -> None:
     model, training, queries = problem(case)
-    narrow = [examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)]
+    narrow = [
+        examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)
+    ]
     found = matrix(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
     expected = matrix(fitted(training, fisher="empirical"), queries)[""]
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -142,7 +176,9 @@ def test_squared_error_of_one_layer_is_solved_exactly() -> None:
     """The layer's Gauss-Newton matrix, which is its Hessian, is a Kronecker product."""
     inputs, targets = torch.randn(N + M, 6, dtype=torch.float64), torch.randn(N + M, 3, dtype=torch.float64)
     model = nn.Linear(6, 3).double()
-    training, queries = (examples(model, squared_error, inputs[rows], targets[rows]) for rows in (slice(N), slice(N, None)))
+    training, queries = (
+        examples(model, squared_error, inputs[rows], targets[rows]) for rows in (slice(N), slice(N, None))
+    )
     found = matrix(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
     rows = gradient_rows(model, squared_error, inputs, targets)
     curvature = gauss_newton(model, squared_error, inputs[:N], targets[:N]) + N * 0.05 * np.eye(21)
@@ -157,20 +193,33 @@ def test_blocks_of_a_weight_used_in_slices_are_inverted_together() -> None:
     method, flat = fitted(training, damping=0.01), training.flat
     unit = torch.eye(flat.size, dtype=torch.float64)
     inverse = flat.join(method.precondition(flat.split(unit))).numpy()
-    assert np.abs(inverse @ (dense(method.blocks, flat) + 0.01 * np.eye(flat.size)) * N - np.eye(flat.size)).max() < 1e-10
+    assert (
+        np.abs(
+            inverse @ (dense(method.blocks, flat) + 0.01 * np.eye(flat.size)) * N - np.eye(flat.size)
+        ).max()
+        < 1e-10
+    )
 
 
 def test_another_damping_shares_the_blocks_and_changes_nothing() -> None:
     _, training, queries = problem("convolution")
     method = fitted(training, fisher="empirical")
     before = matrix(method, queries)[""]
-    for options, same in (({"damping": 0.3}, {"damping": 0.3}), ({"relative": 0.5}, {"relative_damping": 0.5})):
+    for options, same in (
+        ({"damping": 0.3}, {"damping": 0.3}),
+        ({"relative": 0.5}, {"relative_damping": 0.5}),
+    ):
         again = method.with_damping(**options)  # type: ignore[arg-type]
         assert again.blocks is method.blocks
         expected = matrix(fitted(training, fisher="empirical", **same), queries)[""]
         assert torch.allclose(matrix(again, queries)[""], expected, rtol=1e-10, atol=1e-13)
         assert again.facts["fisher"] == "empirical"
-    assert np.abs(matrix(method.with_damping(relative=0.5), queries)[""].numpy() - oracle("convolution", 0.5)).max() < 1e-12
+    assert (
+        np.abs(
+            matrix(method.with_damping(relative=0.5), queries)[""].numpy() - oracle("convolution", 0.5)
+        ).max()
+        < 1e-12
+    )
     assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
@@ -179,7 +228,9 @@ def test_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() -> None:
     facts = fitted(training, fisher="empirical", weight_decay=0.25, relative_damping=0.2).facts
     squares = training.materialise().square().mean(0)
     for label, columns in (("0.weight + 0.bias", slice(0, 35)), ("2.weight + 2.bias", slice(35, 53))):
-        mean = float(squares[columns].mean())  # a rotation leaves the trace, and weight decay is no part of it
+        mean = float(
+            squares[columns].mean()
+        )  # a rotation leaves the trace, and weight decay is no part of it
         assert facts["mean_eigenvalue"][label] == pytest.approx(mean, rel=1e-12)
         assert facts["damping"][label] == pytest.approx(0.2 * mean, rel=1e-12)
 

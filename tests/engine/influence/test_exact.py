@@ -1,4 +1,6 @@
-"""Influence by the curvature written out: held against dense algebra in numpy, and loud where there is no inverse."""
+"""Influence by the curvature written out: held against dense algebra in numpy, and loud where there is no
+inverse.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.methods.influence import Influence
-from psgrad.engine.influence.solvers.exact import Inverse
+from psgrad.engine.influence.solvers.direct import Inverse
 from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence import problems
-from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp
+from tests.engine.influence.problems import (
+    classified,
+    cross_entropy,
+    examples,
+    gauss_newton,
+    gradient_rows,
+    mlp,
+)
 from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
 
 INPUTS, LABELS = classified(40)
 QUERIES, QUERY_LABELS = classified(7, seed=5)
 MODEL = mlp()
-ROWS, QUERY_ROWS = gradient_rows(MODEL, cross_entropy, INPUTS, LABELS), gradient_rows(MODEL, cross_entropy, QUERIES, QUERY_LABELS)
+ROWS, QUERY_ROWS = (
+    gradient_rows(MODEL, cross_entropy, INPUTS, LABELS),
+    gradient_rows(MODEL, cross_entropy, QUERIES, QUERY_LABELS),
+)
 CURVATURES: dict[str, np.ndarray] = {
     "gauss_newton": gauss_newton(MODEL, cross_entropy, INPUTS, LABELS),
     "fisher": ROWS.T @ ROWS,
@@ -79,7 +91,9 @@ def test_scores_of_layers_are_products_of_their_parts_and_add_up(per: Any) -> No
 
 
 @settings(max_examples=6, deadline=None)
-@given(chunk_size=st.integers(1, 41), query_chunk=st.integers(1, 8), solver=st.sampled_from(["exact", "dual"]))
+@given(
+    chunk_size=st.integers(1, 41), query_chunk=st.integers(1, 8), solver=st.sampled_from(["exact", "dual"])
+)
 def test_numbers_do_not_depend_on_the_chunks(chunk_size: int, query_chunk: int, solver: Any) -> None:
     method = Influence(solver=solver, damping=1e-3)
     want = scores(fit(method, training()), queries())
@@ -92,12 +106,17 @@ def test_in_float32_numbers_hardly_depend_on_the_chunks(solver: Any) -> None:
     model = mlp().float()
     found = [
         scores(
-            fit(Influence(solver=solver, relative_damping=0.1), examples(model, cross_entropy, INPUTS.float(), LABELS, chunk_size=size)),
+            fit(
+                Influence(solver=solver, relative_damping=0.1),
+                examples(model, cross_entropy, INPUTS.float(), LABELS, chunk_size=size),
+            ),
             examples(model, cross_entropy, QUERIES.float(), QUERY_LABELS, chunk_size=size),
         )
         for size in (3, 40)
     ]
-    matrix = np.linalg.inv(CURVATURES["gauss_newton"] + 0.1 * np.trace(CURVATURES["gauss_newton"]) / 53 * np.eye(53))
+    matrix = np.linalg.inv(
+        CURVATURES["gauss_newton"] + 0.1 * np.trace(CURVATURES["gauss_newton"]) / 53 * np.eye(53)
+    )
     want = ROWS @ matrix @ QUERY_ROWS.T
     for each in found:
         np.testing.assert_allclose(each, found[0], rtol=0, atol=1e-5 * np.abs(want).max())
@@ -108,8 +127,12 @@ def test_another_damping_shares_the_curvature_and_leaves_the_first_as_it_was() -
     first = fit(Influence(damping=0.1), training())
     before = scores(first, queries())
     second, third = first.with_damping(damping=0.7), first.with_damping(relative=2.0)
-    np.testing.assert_array_equal(scores(second, queries()), scores(fit(Influence(damping=0.7), training()), queries()))
-    np.testing.assert_array_equal(scores(third, queries()), scores(fit(Influence(relative_damping=2.0), training()), queries()))
+    np.testing.assert_array_equal(
+        scores(second, queries()), scores(fit(Influence(damping=0.7), training()), queries())
+    )
+    np.testing.assert_array_equal(
+        scores(third, queries()), scores(fit(Influence(relative_damping=2.0), training()), queries())
+    )
     np.testing.assert_array_equal(scores(first, queries()), before)
     assert second.matrix is first.matrix
     assert (first.facts["damping"], second.facts["damping"]) == (0.1, 0.7)
@@ -146,7 +169,9 @@ def test_a_matrix_with_a_factor_but_no_digits_in_its_inverse_is_singular(size: i
 def test_an_indefinite_hessian_is_told_with_a_damping_that_would_do_and_is_loud_even_then() -> None:
     smallest = np.linalg.eigvalsh(CURVATURES["hessian"])[0] / 40
     assert smallest < -1e-3
-    with pytest.raises(InfluenceError, match=f"the Hessian is indefinite: its smallest eigenvalue is {smallest:.3g}") as error:
+    with pytest.raises(
+        InfluenceError, match=f"the Hessian is indefinite: its smallest eigenvalue is {smallest:.3g}"
+    ) as error:
         fit(Influence("hessian", damping=0.5 * abs(smallest)), training())
     assert "or curvature: gauss_newton" in str(error.value)
     enough = float(str(error.value).split("set influence.method.damping: ")[1].split(",")[0])
@@ -165,9 +190,15 @@ def test_damping_is_never_negative_nor_taken_from_negative_curvature() -> None:
         Damping(-0.1)
     with pytest.raises(ConfigError, match="relative_damping is nan"):
         Damping(None, float("nan"))
-    with pytest.raises(InfluenceError, match=r"the curvature's mean eigenvalue is -2, so no damping can be taken from it"):
+    with pytest.raises(
+        InfluenceError, match=r"the curvature's mean eigenvalue is -2, so no damping can be taken from it"
+    ):
         Damping().resolve(-2.0)
-    assert (Damping(0.0).resolve(-2.0), Damping(None, 0.5).resolve(3.0), Damping(0.2, 0.5).resolve(3.0)) == (0.0, 1.5, 0.2)
+    assert (Damping(0.0).resolve(-2.0), Damping(None, 0.5).resolve(3.0), Damping(0.2, 0.5).resolve(3.0)) == (
+        0.0,
+        1.5,
+        0.2,
+    )
 
 
 def test_options_that_do_not_go_together_are_refused_in_words() -> None:
@@ -186,7 +217,9 @@ def test_options_that_do_not_go_together_are_refused_in_words() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Influence(**options)  # type: ignore[arg-type]
-    with pytest.raises(InfluenceError, match="the leverage correction needs every training example's own part of the inverse"):
+    with pytest.raises(
+        InfluenceError, match="the leverage correction needs every training example's own part of the inverse"
+    ):
         fit(Influence(solver="lissa", leverage=True), training())
 
 
@@ -202,12 +235,21 @@ def test_the_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     assert solver == "exact"
     assert "in predicted operations: exact 3e+05" in why
     assert choice(Influence("hessian"))[0] == "conjugate_gradient"
-    # Without a damping conjugate gradients take more products, whether the options say zero or a convex problem's default does.
+    # Without a damping conjugate gradients take more products, whether the options say zero or a convex
+    # problem's default does.
     undamped = choice(Influence(damping=0.0, weight_decay=0.1))[1]
-    assert choice(Influence(relative_damping=0.0, weight_decay=0.1))[1] == undamped != choice(Influence(weight_decay=0.1))[1]
+    assert (
+        choice(Influence(relative_damping=0.0, weight_decay=0.1))[1]
+        == undamped
+        != choice(Influence(weight_decay=0.1))[1]
+    )
     by_products = Influence("hessian", weight_decay=0.1)
-    assert choice(by_products, convex=True) == choice(Influence("hessian", damping=0.0, weight_decay=0.1)) != choice(by_products)
-    monkeypatch.setattr("psgrad.engine.influence.solvers.work.LARGEST", 52)
+    assert (
+        choice(by_products, convex=True)
+        == choice(Influence("hessian", damping=0.0, weight_decay=0.1))
+        != choice(by_products)
+    )
+    monkeypatch.setattr("psgrad.engine.influence.solvers.costs.LARGEST", 52)
     assert choice(Influence())[0] == "conjugate_gradient"
     assert choice(Influence("fisher"))[0] == "dual"
     monkeypatch.setattr(f"{module}.LARGEST_OUTPUT", 2)
@@ -219,7 +261,9 @@ def test_the_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_conjugate_gradients_agree(curvature: Any, options: dict[str, Any]) -> None:
     damping = 0.6 if curvature == "hessian" else 0.01
     exact = scores(fit(Influence(curvature, "exact", damping=damping), training()), queries())
-    fitted = fit(Influence(curvature, "conjugate_gradient", damping=damping, tolerance=1e-9, **options), training())
+    fitted = fit(
+        Influence(curvature, "conjugate_gradient", damping=damping, tolerance=1e-9, **options), training()
+    )
     np.testing.assert_allclose(scores(fitted, queries()), exact, rtol=0, atol=1e-6 * np.abs(exact).max())
     assert fitted.facts["converged"]
     assert fitted.facts["relative_residual_max"] <= 1e-9
@@ -232,5 +276,9 @@ def test_conjugate_gradients_agree(curvature: Any, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("solver", ["lissa", "arnoldi"])
 def test_the_other_solvers_agree_where_they_have_the_same_answer(solver: Any) -> None:
     exact = scores(fit(Influence(damping=0.05), training()), queries())
-    method = Influence(solver=solver, damping=0.05, tolerance=1e-9, rank=53)  # of full rank, Arnoldi leaves nothing out
-    np.testing.assert_allclose(scores(fit(method, training()), queries()), exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+    method = Influence(
+        solver=solver, damping=0.05, tolerance=1e-9, rank=53
+    )  # of full rank, Arnoldi leaves nothing out
+    np.testing.assert_allclose(
+        scores(fit(method, training()), queries()), exact, rtol=0, atol=1e-6 * np.abs(exact).max()
+    )

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted
-from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
-from psgrad.engine.influence.methods.tracin import TracIn
-from psgrad.engine.influence.scoring import joined_scores
+from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
+from psgrad.engine.influence.ranking import joined_scores
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import cross_entropy, examples
 
@@ -22,7 +20,9 @@ N, M, CLASSES = 11, 4, 3
 
 def network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, CLASSES)
+    ).double()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,9 @@ def both(model: nn.Module, data: tuple[torch.Tensor, ...], **options: Any) -> tu
     return examples(model, cross_entropy, x, y, **options), examples(model, cross_entropy, xq, yq, **options)
 
 
-def loop(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, names: tuple[str, ...] | None = None) -> torch.Tensor:
+def loop(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, names: tuple[str, ...] | None = None
+) -> torch.Tensor:
     """[n, p]: one sample's gradient at a time, of the named parameters."""
     rows = []
     for x, y in zip(inputs, labels, strict=True):
@@ -70,7 +72,10 @@ def test_layers_add_up_to_the_whole(data: Any) -> None:
     fitted = GradientDot().fit(training, Checkpoint())
     layers = matrix(fitted, queries, "module")
     assert list(layers) == ["0", "3", "5"]
-    one = loop(model, *data[:2], names=("3.weight", "3.bias")) @ loop(model, *data[2:], names=("3.weight", "3.bias")).T
+    one = (
+        loop(model, *data[:2], names=("3.weight", "3.bias"))
+        @ loop(model, *data[2:], names=("3.weight", "3.bias")).T
+    )
     torch.testing.assert_close(layers["3"], one, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(sum(layers.values()), matrix(fitted, queries)[""], rtol=1e-10, atol=1e-12)
 
@@ -80,7 +85,9 @@ def test_cosines_are_those_of_a_loop_and_undefined_at_a_gradient_of_zero(data: A
     x, y, xq, yq = data
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(output, target.abs()) * (target >= 0)  # the last training example has no gradient
+        return cross_entropy(output, target.abs()) * (
+            target >= 0
+        )  # the last training example has no gradient
 
     labels = y.clone()
     labels[-1] = -1
@@ -89,19 +96,28 @@ def test_cosines_are_those_of_a_loop_and_undefined_at_a_gradient_of_zero(data: A
     expected = nn.functional.cosine_similarity(loop(model, x, y)[:, None], loop(model, xq, yq)[None], dim=2)
     torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-10, atol=1e-12)
     assert found[-1].isnan().all()
-    with pytest.raises(InfluenceError, match="gradient_cosine has no self-influence: the cosine of every gradient with itself is 1"):
+    with pytest.raises(
+        InfluenceError,
+        match="gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
+    ):
         list(fitted.self_influence())
 
 
 def test_tracin_weighs_each_checkpoint_by_its_learning_rate(data: Any) -> None:
     rates, models = (0.5, 0.125), (network(0), network(1))
-    expected = sum(rate * loop(model, *data[:2]) @ loop(model, *data[2:]).T for rate, model in zip(rates, models, strict=True))
+    expected = sum(
+        rate * loop(model, *data[:2]) @ loop(model, *data[2:]).T
+        for rate, model in zip(rates, models, strict=True)
+    )
     pairs = [both(model, data, chunk_size=size) for size, model in zip((4, 3), models, strict=True)]
     fitted = [
-        TracIn().fit(training, Checkpoint(number, rate)) for number, ((training, _), rate) in enumerate(zip(pairs, rates, strict=True))
+        TracIn().fit(training, Checkpoint(number, rate))
+        for number, ((training, _), rate) in enumerate(zip(pairs, rates, strict=True))
     ]
     joined = list(joined_scores(TracIn(), fitted, [queries for _, queries in pairs]))
-    torch.testing.assert_close(torch.cat([block.scores[""] for block in joined]), torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([block.scores[""] for block in joined]), torch.as_tensor(expected), rtol=1e-10, atol=1e-12
+    )
     alone = torch.stack([torch.cat([block.single[number][""] for block in joined]) for number in (0, 1)])
     torch.testing.assert_close(alone.sum(0), torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([block.spread("") for block in joined]), alone.std(0))
@@ -109,7 +125,9 @@ def test_tracin_weighs_each_checkpoint_by_its_learning_rate(data: Any) -> None:
 
 def test_tracin_without_a_learning_rate_is_refused(data: Any) -> None:
     training, _ = both(network(), data)
-    with pytest.raises(InfluenceError, match=r"tracin weighs each checkpoint by its learning rate, and checkpoint 2 has none") as refusal:
+    with pytest.raises(
+        InfluenceError, match=r"tracin weighs each checkpoint by its learning rate, and checkpoint 2 has none"
+    ) as refusal:
         TracIn().fit(training, Checkpoint(2))
     assert "influence.checkpoints" in str(refusal.value)
 
@@ -120,11 +138,13 @@ def test_something_else_of_the_same_rows_may_be_differentiated(data: Any) -> Non
     found = training.with_scalar(lambda output, target: output[target] ** 2).materialise()
     for row, (x, y) in enumerate(zip(*data[:2], strict=True)):
         gradients = torch.autograd.grad(model(x[None])[0, y] ** 2, list(model.parameters()))
-        torch.testing.assert_close(found[row], torch.cat([g.flatten() for g in gradients]), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            found[row], torch.cat([g.flatten() for g in gradients]), rtol=1e-10, atol=1e-12
+        )
 
 
 def test_rows_with_infinite_numbers_are_found(data: Any) -> None:
-    from psgrad.engine.influence.screening import screened
+    from psgrad.engine.influence.method import screened
 
     x, y, *_ = data
     spoilt = x.clone()

@@ -1,4 +1,6 @@
-"""An index answers as the gradients themselves would, but for what its projection and number type lose, without the training data."""
+"""An index answers as the gradients themselves would, but for what its projection and number type lose,
+without the training data.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.index import rows, stored
-from psgrad.engine.influence.index.build import build_index
-from psgrad.engine.influence.index.opened import from_index
+from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.rows import RowBlock
-from psgrad.engine.influence.index.spec import IndexSpec, describe
-from psgrad.engine.influence.index.stored import StoredRows, decoded, encoded
+from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, decoded, describe, encoded
 from psgrad.engine.influence.method import Checkpoint, Method
-from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
-from psgrad.engine.influence.methods.projected_influence import ProjectedInfluence
-from psgrad.engine.influence.methods.tracin import TracIn
-from psgrad.engine.influence.methods.trak import TRAK
+from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
+from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import ConfigError, InfluenceError, OutputError
 from psgrad.storage.gradient_index import GradientIndex
 from tests.crashes import Tell, in_a_child
@@ -65,14 +62,23 @@ def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.T
     return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)[""]
 
 
-# The answers -----------------------------------------------------------------------------------------------------------------------------
+# The answers
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("features", ["loss", "margin"])
-@pytest.mark.parametrize("method", [GradientDot(), GradientCosine(), TracIn(), ProjectedInfluence(projection="none")], ids=lambda m: m.name)
-def test_every_gradient_written_out_answers_as_the_method_does(tmp_path: Path, method: Method, features: Any) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [GradientDot(), GradientCosine(), TracIn(), ProjectedInfluence(projection="none")],
+    ids=lambda m: m.name,
+)
+def test_every_gradient_written_out_answers_as_the_method_does(
+    tmp_path: Path, method: Method, features: Any
+) -> None:
     training, queries = both(network())
-    store = built(tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training)
+    store = built(
+        tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training
+    )
     expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)[""]
     torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
 
@@ -82,25 +88,41 @@ def test_every_gradient_written_out_answers_as_the_method_does(tmp_path: Path, m
 def test_a_projected_index_answers_as_the_method_does(tmp_path: Path, method: Any, kind: Any) -> None:
     # over two checkpoints, each with its projection
     spec = IndexSpec(
-        projection=kind, dimension=9, seed=3, dtype="float64", rows_per_shard=4, features="margin" if method is TRAK else "loss"
+        projection=kind,
+        dimension=9,
+        seed=3,
+        dtype="float64",
+        rows_per_shard=4,
+        features="margin" if method is TRAK else "loss",
     )
     pairs = [both(network(seed)) for seed in range(2)]
     store = built(tmp_path, spec, *(training for training, _ in pairs))
     training, queries = zip(*pairs, strict=True)
     direct = scores_of(method(dimension=9, projection=kind, seed=3), training, queries)
-    np.testing.assert_allclose(scores_of(from_index(method(), store), training, queries), direct, rtol=0, atol=1e-12 * np.abs(direct).max())
+    np.testing.assert_allclose(
+        scores_of(from_index(method(), store), training, queries),
+        direct,
+        rtol=0,
+        atol=1e-12 * np.abs(direct).max(),
+    )
 
 
 def test_self_influences_are_of_whole_gradients(tmp_path: Path) -> None:
     training, _ = both(network(), chunk_size=N)
     store = built(tmp_path, IndexSpec(dimension=4, features="margin"), training)
     (block,) = from_index(GradientDot(), store).fit(training, Checkpoint()).self_influence()
-    torch.testing.assert_close(block.self_influence, training.materialise().square().sum(1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        block.self_influence, training.materialise().square().sum(1), rtol=1e-10, atol=0
+    )
     (scaled,) = from_index(TracIn(), store).fit(training, Checkpoint(learning_rate=0.25)).self_influence()
     torch.testing.assert_close(scaled.self_influence, block.self_influence / 4, rtol=1e-15, atol=0)
-    torch.testing.assert_close(scaled.preconditioned_norm, block.self_influence.sqrt() / 4, rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        scaled.preconditioned_norm, block.self_influence.sqrt() / 4, rtol=1e-15, atol=0
+    )
     (_, norms), *_ = training.norms()
-    for kept, expected in zip(StoredRows(store, 0).losses_and_square_norms(), (norms["loss"], norms["square_norm"]), strict=True):
+    for kept, expected in zip(
+        StoredRows(store, 0).losses_and_square_norms(), (norms["loss"], norms["square_norm"]), strict=True
+    ):
         torch.testing.assert_close(kept, expected, rtol=1e-10, atol=1e-14)
     with pytest.raises(InfluenceError, match="the cosine of every gradient with itself is 1"):
         list(from_index(GradientCosine(), store).fit(training, Checkpoint()).self_influence())
@@ -118,7 +140,9 @@ def test_scores_of_layers_come_from_their_columns(tmp_path: Path) -> None:
 
 @settings(max_examples=6)
 @given(st.integers(1, N + 2), st.integers(1, N + 2), st.integers(1, 60))
-def test_chunks_shards_and_blocks_change_nothing(tmp_path_factory: pytest.TempPathFactory, chunk_size: int, shard: int, block: int) -> None:
+def test_chunks_shards_and_blocks_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, chunk_size: int, shard: int, block: int
+) -> None:
     spec = IndexSpec(dimension=9, dtype="float64", rows_per_shard=shard)
     training, queries = both(network(), chunk_size=chunk_size)
     with patch.object(stored, "BLOCK", block):
@@ -129,7 +153,8 @@ def test_chunks_shards_and_blocks_change_nothing(tmp_path_factory: pytest.TempPa
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-# Numbers on the disk ---------------------------------------------------------------------------------------------------------------------
+# Numbers on the disk
+# ------------------------------------------------------------------------------------------------------------
 
 DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
@@ -147,7 +172,11 @@ def test_a_number_loses_no_more_than_its_type_does(dtype: Any, exponent: int, co
     assert ((back.rows - values).abs() <= bound).all()
     assert (back.start, back.stop) == (7, 12)
     assert back.weight is not None
-    for kept, given_ in ((back.loss, block.loss), (back.square_norm, block.square_norm), (back.weight, block.weight)):
+    for kept, given_ in (
+        (back.loss, block.loss),
+        (back.square_norm, block.square_norm),
+        (back.weight, block.weight),
+    ):
         assert kept.equal(given_)  # type: ignore[arg-type]
 
 
@@ -163,7 +192,8 @@ def test_scores_lose_no_more_than_their_type_does(tmp_path: Path, dtype: Any) ->
     assert kept < g.numel() * {"float64": 8, "float32": 4}.get(dtype, 2) + 1200
 
 
-# Building --------------------------------------------------------------------------------------------------------------------------------
+# Building
+# ------------------------------------------------------------------------------------------------------------
 
 
 def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
@@ -182,13 +212,20 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     description = describe(spec, training, {"data": "d"}, 2)
 
     def go(path: Path, tell: Tell) -> None:
-        build_index(GradientIndex.resume(path, description), lambda number: counting(training, lambda *rows: tell([number, *rows])))
+        build_index(
+            GradientIndex.resume(path, description),
+            lambda number: counting(training, lambda *rows: tell([number, *rows])),
+        )
 
     ended = in_a_child(lambda tell: go(tmp_path / "killed", tell), 20)
     assert ended.killed
     with pytest.raises(OutputError, match="is half built"):
         GradientIndex.open(tmp_path / "killed")
-    left = [(number, shard) for number, shard in GradientIndex.resume(tmp_path / "killed", description).unwritten() if shard is not None]
+    left = [
+        (number, shard)
+        for number, shard in GradientIndex.resume(tmp_path / "killed", description).unwritten()
+        if shard is not None
+    ]
     assert 0 < len(left) < 8
     again: list[Any] = []
     go(tmp_path / "killed", again.append)
@@ -211,7 +248,9 @@ def test_shards_that_were_lost_are_made_again_and_no_others(tmp_path: Path) -> N
     store.file(0, 2).unlink()
     reads: list[tuple[int, int]] = []
     build_index(store, lambda number: counting(training, lambda *rows: reads.append(rows)))
-    torch.testing.assert_close(by_index(GradientDot(), GradientIndex.open(tmp_path), queries), before, rtol=0, atol=0)
+    torch.testing.assert_close(
+        by_index(GradientDot(), GradientIndex.open(tmp_path), queries), before, rtol=0, atol=0
+    )
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert max(reads) <= (6, 8)  # at most one chunk is read ahead
 
@@ -235,13 +274,16 @@ def test_rows_that_are_not_finite_are_told_and_have_no_score(tmp_path: Path) -> 
         assert found.isnan().any(1).nonzero().flatten().tolist() == [2, 11]
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_index_of_the_loss_has_no_trak(tmp_path: Path) -> None:
     training, _ = both(network())
     store = built(tmp_path, IndexSpec(dimension=9), training)
-    with pytest.raises(InfluenceError, match="trak needs the gradients of the margin, and the index holds those of the loss"):
+    with pytest.raises(
+        InfluenceError, match="trak needs the gradients of the margin, and the index holds those of the loss"
+    ):
         from_index(TRAK(), store).fit(training, Checkpoint())
 
 
@@ -283,7 +325,14 @@ def test_no_second_moment_is_kept_of_too_many_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"projection": "dct"}, {"dtype": "int8"}, {"features": "logit"}, {"dimension": 0}, {"rows_per_shard": True}]
+    "options",
+    [
+        {"projection": "dct"},
+        {"dtype": "int8"},
+        {"features": "logit"},
+        {"dimension": 0},
+        {"rows_per_shard": True},
+    ],
 )
 def test_a_wrong_spec_is_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match="an index with"):
@@ -294,7 +343,11 @@ def test_the_description_tells_runs_apart(tmp_path: Path) -> None:
     training, _ = both(network())
     store = built(tmp_path, EXACT, training)
     for other in (
-        describe(IndexSpec(dtype="float64", features="margin", projection="sparse", rows_per_shard=5), training, {"data": "d"}),
+        describe(
+            IndexSpec(dtype="float64", features="margin", projection="sparse", rows_per_shard=5),
+            training,
+            {"data": "d"},
+        ),
         describe(EXACT, training, {"data": "e"}),
         describe(EXACT, training, {"data": "d"}, 2),
         describe(EXACT, examples(network(), cross_entropy, *data()[2:]), {"data": "d"}),

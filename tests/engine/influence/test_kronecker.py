@@ -8,12 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.influence.curvature.kronecker import fisher_rows, fit_blocks
-from psgrad.engine.influence.curvature.kronecker.blocks import Block
+from psgrad.engine.influence.curvature.kronecker_blocks import Block
+from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, dense
-from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp, squared_error
+from tests.engine.influence.problems import (
+    classified,
+    cross_entropy,
+    examples,
+    gauss_newton,
+    gradient_rows,
+    mlp,
+    squared_error,
+)
 
 
 class Bare(nn.Module):
@@ -85,12 +93,15 @@ def test_slices_that_overlap_have_no_bases() -> None:
             return torch.cat([torch.tanh(F.linear(x, self.w[:4])), F.linear(x, self.w[2:4])], 1)
 
     inputs, labels = classified(9, (4,))
-    assert described(fit_blocks(examples(Overlapping().double(), cross_entropy, inputs, labels), 9)) == {"w": "diagonal"}
+    assert described(fit_blocks(examples(Overlapping().double(), cross_entropy, inputs, labels), 9)) == {
+        "w": "diagonal"
+    }
 
 
 def test_a_tied_table_has_the_basis_of_all_its_uses() -> None:
-    """Against the factors of both uses, by hooks: counts and the head's cotangents on the left, cotangents of rows and the head's input on
-    the right."""
+    """Against the factors of both uses, by hooks: counts and the head's cotangents on the left, cotangents of
+    rows and the head's input on the right.
+    """
     torch.manual_seed(1)
     model = Tied().double()
     tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
@@ -99,7 +110,9 @@ def test_a_tied_table_has_the_basis_of_all_its_uses() -> None:
         rows = model.table.weight[x].detach().requires_grad_()
         h = torch.tanh(F.linear(rows, model.packed[:4])) * F.linear(rows, model.packed[4:])
         logits = h @ model.table.weight.detach().t()
-        of_rows, of_logits = torch.autograd.grad(F.cross_entropy(logits.mean(0)[None], y[None]), (rows, logits))
+        of_rows, of_logits = torch.autograd.grad(
+            F.cross_entropy(logits.mean(0)[None], y[None]), (rows, logits)
+        )
         left += of_logits.t() @ of_logits + F.one_hot(x, 7).double().sum(0).diag()
         right += of_rows.t() @ of_rows + h.t() @ h.detach()
     block = fit_blocks(examples(model, cross_entropy, tokens, labels), 12)[-1]
@@ -161,7 +174,11 @@ def test_sampled_rows_follow_from_the_seed_and_the_sample_alone() -> None:
     inputs, labels = classified(7)
     model = mlp()
     of = {
-        (size, seed): fisher_rows(examples(model, cross_entropy, inputs, labels, chunk_size=size), 2, seed).materialise()
+        (size, seed): (
+            fisher_rows(
+                examples(model, cross_entropy, inputs, labels, chunk_size=size), 2, seed
+            ).materialise()
+        )
         for size in (1, 4, 7)
         for seed in (0, 1)
     }

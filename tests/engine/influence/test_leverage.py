@@ -34,12 +34,16 @@ def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.huber_loss(output, target, delta=0.5, reduction="sum")
 
 
-def newton_steps(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor, shift: float) -> np.ndarray:
+def newton_steps(
+    model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor, shift: float
+) -> np.ndarray:
     """[n, p]: the step for each row, from a Gauss-Newton matrix that is made without it."""
     jacobians, hessians = output_jacobians(model, inputs), output_hessians(model, criterion, inputs, target)
     rows = gradient_rows(model, criterion, inputs, target)
     whole = gauss_newton(model, criterion, inputs, target) + shift * np.eye(rows.shape[1])
-    return np.stack([np.linalg.solve(whole - j.T @ h @ j, g) for j, h, g in zip(jacobians, hessians, rows, strict=True)])
+    return np.stack(
+        [np.linalg.solve(whole - j.T @ h @ j, g) for j, h, g in zip(jacobians, hessians, rows, strict=True)]
+    )
 
 
 VALUES = torch.randn(15, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -55,14 +59,22 @@ LOSSES: dict[str, Any] = {
 def test_scores_are_one_newton_step_without_the_example(name: str, solver: Any) -> None:
     criterion, target = LOSSES[name]
     model, inputs = mlp(), classified(15)[0]
-    training, queries = examples(model, criterion, inputs, target, chunk_size=12), examples(model, criterion, -inputs[:4], target[:4])
+    training, queries = (
+        examples(model, criterion, inputs, target, chunk_size=12),
+        examples(model, criterion, -inputs[:4], target[:4]),
+    )
     method = Influence(solver=solver, damping=0.02, weight_decay=0.01, leverage=True)
     if (name, solver) == ("gradients outside the span", "dual"):
-        with pytest.raises(InfluenceError, match="needs training gradients that are combinations of the curvature's rows"):
+        with pytest.raises(
+            InfluenceError, match="needs training gradients that are combinations of the curvature's rows"
+        ):
             fit(method, training)
         return
     steps = newton_steps(model, criterion, inputs, target, 15 * 0.03)
-    query_rows, rows = gradient_rows(model, criterion, -inputs[:4], target[:4]), gradient_rows(model, criterion, inputs, target)
+    query_rows, rows = (
+        gradient_rows(model, criterion, -inputs[:4], target[:4]),
+        gradient_rows(model, criterion, inputs, target),
+    )
     fitted = fit(method, training)
     np.testing.assert_allclose(scores(fitted, queries), steps @ query_rows.T, rtol=0, atol=1e-11)
     np.testing.assert_allclose(self_influence(fitted)[0], (steps * rows).sum(1), rtol=1e-10)
@@ -78,14 +90,22 @@ def test_scores_are_one_newton_step_without_the_example(name: str, solver: Any) 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_ridge_regression_is_left_one_out_exactly(solver: Any, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(30, 4, generator=generator).double(), torch.randn(30, outputs, generator=generator).double()
+    inputs, targets = (
+        torch.randn(30, 4, generator=generator).double(),
+        torch.randn(30, outputs, generator=generator).double(),
+    )
     inputs[0] *= 10  # a row that the fit leans on
     weight_decay = 0.01
     model = linear(ridge(inputs, targets, 30 * weight_decay))
-    test_inputs, test_targets = torch.randn(6, 4, generator=generator).double(), torch.randn(6, outputs, generator=generator).double()
+    test_inputs, test_targets = (
+        torch.randn(6, 4, generator=generator).double(),
+        torch.randn(6, outputs, generator=generator).double(),
+    )
 
     def prediction(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return output.sum()  # linear in the output, as a step is: a squared error has a second order of its own
+        return (
+            output.sum()
+        )  # linear in the output, as a step is: a squared error has a second order of its own
 
     training = examples(model, squared_error, inputs, targets)
     fitted = fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay, leverage=True), training)
@@ -94,7 +114,9 @@ def test_ridge_regression_is_left_one_out_exactly(solver: Any, outputs: int) -> 
     moves = torch.cat([block.preconditioned_norm for block in fitted.self_influence()]).numpy()
     for row in range(30):
         keep = torch.arange(30) != row
-        change = ridge(inputs[keep], targets[keep], 30 * weight_decay) - ridge(inputs, targets, 30 * weight_decay)
+        change = ridge(inputs[keep], targets[keep], 30 * weight_decay) - ridge(
+            inputs, targets, 30 * weight_decay
+        )
         np.testing.assert_allclose(found[row], (wide @ change.T).sum(1), rtol=0, atol=1e-8)
         np.testing.assert_allclose(moves[row], np.linalg.norm(change), rtol=1e-8)
     assert fitted.facts["largest_leverage"] > 0.5
@@ -112,7 +134,11 @@ def test_an_example_that_alone_holds_a_parameter_in_place_is_named(solver: Any) 
     said: list[str] = []
     training = examples(model, squared_error, inputs, targets)
     fitted = fit(Influence(solver=solver, damping=1e-12, leverage=True), training, said)
-    assert [line for line in said if line.startswith("without row 5 the training problem has no solution")] == said != []
+    assert (
+        [line for line in said if line.startswith("without row 5 the training problem has no solution")]
+        == said
+        != []
+    )
     found = scores(fitted, training)
     assert np.isnan(found[5]).all()
     assert np.isnan(self_influence(fitted)[0][5])
@@ -138,7 +164,9 @@ def test_leverage_of_one_is_named_where_the_default_takes_the_damping_off() -> N
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("leverage", [False, True])
-def test_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(solver: Any, leverage: bool) -> None:
+def test_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(
+    solver: Any, leverage: bool
+) -> None:
     model, (inputs, labels), criterion = mlp(), classified(15), cross_entropy
     rows, jacobians = gradient_rows(model, criterion, inputs, labels), output_jacobians(model, -inputs[:4])
     steps = np.linalg.solve(gauss_newton(model, criterion, inputs, labels) + 15 * 0.03 * np.eye(53), rows.T).T
@@ -148,11 +176,19 @@ def test_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(solv
     moved = outputs + torch.from_numpy(np.einsum("qcp,np->nqc", jacobians, steps))
     want = torch.stack([F.cross_entropy(each, labels[:4], reduction="none") for each in moved])
     want -= F.cross_entropy(outputs, labels[:4], reduction="none")
-    fitted = fit(Influence(solver=solver, damping=0.03, leverage=leverage, change="output"), examples(model, criterion, inputs, labels))
+    fitted = fit(
+        Influence(solver=solver, damping=0.03, leverage=leverage, change="output"),
+        examples(model, criterion, inputs, labels),
+    )
     queries = examples(model, criterion, -inputs[:4], labels[:4])
     np.testing.assert_allclose(scores(fitted, queries), want.numpy(), rtol=0, atol=1e-11)
-    again = fit(Influence(solver=solver, damping=0.5, leverage=leverage, change="output"), examples(model, criterion, inputs, labels))
-    np.testing.assert_allclose(scores(fitted.with_damping(damping=0.5), queries), scores(again, queries), rtol=0, atol=1e-13)
+    again = fit(
+        Influence(solver=solver, damping=0.5, leverage=leverage, change="output"),
+        examples(model, criterion, inputs, labels),
+    )
+    np.testing.assert_allclose(
+        scores(fitted.with_damping(damping=0.5), queries), scores(again, queries), rtol=0, atol=1e-13
+    )
     with pytest.raises(InfluenceError, match="scores by the query's output don't split into layers"):
         layer_scores(fitted, queries, "module")
 
@@ -176,23 +212,36 @@ def test_by_the_output_an_output_may_be_one_bare_number() -> None:
 
 
 def test_estimated_leverage_is_near_the_exact_one() -> None:
-    """By conjugate gradients: solved for where it is largest, and of the others by random vectors, within their error."""
+    """By conjugate gradients: solved for where it is largest, and of the others by random vectors, within
+    their error.
+    """
     inputs, labels, *_ = digits()
-    training = examples(linear(SoftmaxRegression.of(inputs[:400], labels[:400], 0.02).solve()), cross_entropy, inputs[:400], labels[:400])
-    exact, estimated = (fit(Influence(solver=solver, weight_decay=0.02), training) for solver in ("exact", "conjugate_gradient"))
+    training = examples(
+        linear(SoftmaxRegression.of(inputs[:400], labels[:400], 0.02).solve()),
+        cross_entropy,
+        inputs[:400],
+        labels[:400],
+    )
+    exact, estimated = (
+        fit(Influence(solver=solver, weight_decay=0.02), training)
+        for solver in ("exact", "conjugate_gradient")
+    )
     wanted, found = (fitted.fitted.leverage.largest.numpy() for fitted in (exact, estimated))
     largest = np.argsort(-wanted)
     np.testing.assert_allclose(found[largest[:10]], wanted[largest[:10]], rtol=0.02)
     others = largest[25:]
     assert np.median(np.abs(found[others] / wanted[others] - 1)) < 0.1
     assert np.abs(found[others] / wanted[others] - 1).max() < 0.6
-    assert estimated.facts["leverage_by"] == "256 random vectors, and a solve for each of the 25 examples of the largest leverage"
+    assert (
+        estimated.facts["leverage_by"]
+        == "256 random vectors, and a solve for each of the 25 examples of the largest leverage"
+    )
     again = fit(Influence(solver="conjugate_gradient", weight_decay=0.02), training)
     np.testing.assert_array_equal(again.fitted.leverage.largest.numpy(), found)
 
 
 def test_leverage_is_left_out_where_its_vectors_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.influence.fits.leverage_estimate.free_memory", lambda device: 1 << 12)
+    monkeypatch.setattr("psgrad.engine.influence.leverage_estimate.free_memory", lambda device: 1 << 12)
     inputs, labels = classified(30)
     training = examples(nn.Linear(6, 3).double(), cross_entropy, inputs, labels)
     fitted = fit(Influence(solver="conjugate_gradient", weight_decay=0.1), training)
@@ -203,8 +252,13 @@ def test_leverage_is_left_out_where_its_vectors_do_not_fit(monkeypatch: pytest.M
 def test_self_influence_by_solves_is_told_as_such() -> None:
     """The corrected fit takes a solve an example as the plain one does."""
     inputs, labels = classified(30)
-    training = examples(linear(SoftmaxRegression.of(inputs, labels, 0.1).solve()), cross_entropy, inputs, labels)
-    exact, solved = (fit(Influence(solver=solver, weight_decay=0.1), training) for solver in ("exact", "conjugate_gradient"))
+    training = examples(
+        linear(SoftmaxRegression.of(inputs, labels, 0.1).solve()), cross_entropy, inputs, labels
+    )
+    exact, solved = (
+        fit(Influence(solver=solver, weight_decay=0.1), training)
+        for solver in ("exact", "conjugate_gradient")
+    )
     assert exact.has_self_influence
     assert not solved.has_self_influence
     for wanted, found in zip(self_influence(exact), self_influence(solved), strict=True):

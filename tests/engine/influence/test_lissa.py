@@ -24,7 +24,9 @@ def test_the_solution_is_the_dense_one_of_the_true_damping(damping: float) -> No
     torch.testing.assert_close(x, solved(matrix, rhs), rtol=1e-6, atol=1e-7)
     assert 10 + damping < facts["scale"] < 1.2 * (10 + damping)
     rest = torch.tensor([0, 1, 3, 4])
-    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x[rest], rhs[rest]).max()), rel=1e-3)
+    assert facts["relative_residual_max"] == pytest.approx(
+        float(relative(matrix, x[rest], rhs[rest]).max()), rel=1e-3
+    )
 
 
 def test_it_is_the_recursion_of_koh_and_liang() -> None:
@@ -41,7 +43,9 @@ def test_it_is_the_recursion_of_koh_and_liang() -> None:
 
 def test_a_scale_that_is_too_small_diverges_loudly() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(1, 40, dtype=torch.float64)
-    with pytest.raises(InfluenceError, match=r"LiSSA diverges: after \d+ iterations the relative residual is") as caught:
+    with pytest.raises(
+        InfluenceError, match=r"LiSSA diverges: after \d+ iterations the relative residual is"
+    ) as caught:
         lissa(lambda v: v @ matrix, rhs, scale=4.0)
     assert caught.value.expected == "a scale above half the largest eigenvalue, which is about 10; it is 4"
     _, facts = lissa(lambda v: v @ matrix, rhs, scale=5.5)
@@ -57,8 +61,8 @@ def test_too_few_terms_are_told() -> None:
     worst = float(relative(matrix, x, rhs).max())
     assert facts["relative_residual_max"] == pytest.approx(worst)
     assert heard == [
-        "LiSSA did not converge: after 12 iterations the relative residual of 3 of 3 right-hand sides is above 1e-06, of the worst "
-        f"{worst:.2g}; solver: conjugate_gradient takes far fewer products"
+        "LiSSA did not converge: after 12 iterations the relative residual of 3 of 3 right-hand sides is"
+        f" above 1e-06, of the worst {worst:.2g}; solver: conjugate_gradient takes far fewer products"
     ]
 
 
@@ -78,12 +82,16 @@ def test_lissa_predicted_to_take_too_long_is_refused() -> None:
         time.sleep(0.002)
         return block @ matrix
 
-    with pytest.raises(InfluenceError, match=r"predicted to take 5,000 products with the curvature .* about \d+ seconds") as caught:
+    with pytest.raises(
+        InfluenceError, match=r"predicted to take 5,000 products with the curvature .* about \d+ seconds"
+    ) as caught:
         lissa(slow, torch.randn(3, 40, dtype=torch.float64), seconds=1.0)
     assert calls < 100
     assert caught.value.next_step is not None
     assert caught.value.next_step.startswith("set solver: conjugate_gradient")
-    _, facts = lissa(slow, torch.randn(3, 40, dtype=torch.float64), iterations=30)  # a number that is asked for is taken
+    _, facts = lissa(
+        slow, torch.randn(3, 40, dtype=torch.float64), iterations=30
+    )  # a number that is asked for is taken
     assert facts["iterations"] == 30
 
 

@@ -1,4 +1,6 @@
-"""Scores are what retraining without the example does: softmax regression with L2 on digits, and 200 fits to a gradient below 1e-10."""
+"""Scores are what retraining without the example does: softmax regression with L2 on digits, and 200 fits to
+a gradient below 1e-10.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,17 @@ import torch
 from scipy.linalg import cho_factor
 from scipy.stats import linregress
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
-from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, digits, examples, linear
+from tests.engine.influence.problems import (
+    SoftmaxRegression,
+    classified,
+    cross_entropy,
+    digits,
+    examples,
+    linear,
+)
 from tests.engine.influence.runs import fit, scores
 
 WEIGHT_DECAY = 0.01
@@ -65,8 +74,11 @@ def test_with_leverage_the_slope_is_one(truth: Truth) -> None:
         line = linregress(found[some].ravel(), truth.rises[some].ravel())
         assert line.rvalue > 0.9999
         assert abs(line.slope - 1) < 0.01
-    # What is left to first order in the query's loss is that loss's own curvature: on the way from the plain slope, but not there.
-    plain = scores(fit(Influence(damping=0.0, weight_decay=WEIGHT_DECAY), truth.training), truth.queries)[truth.removed]
+    # What is left to first order in the query's loss is that loss's own curvature: on the way from the plain
+    # slope, but not there.
+    plain = scores(fit(Influence(damping=0.0, weight_decay=WEIGHT_DECAY), truth.training), truth.queries)[
+        truth.removed
+    ]
     slopes = [linregress(each.ravel(), truth.rises.ravel()).slope for each in (found, truth.corrected, plain)]
     assert 1 < slopes[0] < slopes[1] < slopes[2]
 
@@ -110,7 +122,12 @@ class Few:
     truth: Truth
 
     @classmethod
-    def of(cls, rows: tuple[torch.Tensor, torch.Tensor], queries: tuple[torch.Tensor, torch.Tensor], weight_decay: float) -> Few:
+    def of(
+        cls,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        queries: tuple[torch.Tensor, torch.Tensor],
+        weight_decay: float,
+    ) -> Few:
         problem = SoftmaxRegression.of(*rows, weight_decay)
         weights = problem.solve()
         training, asked = (examples(linear(weights), cross_entropy, *some) for some in (rows, queries))
@@ -121,7 +138,9 @@ class Few:
 
     def rises(self, moved: list[np.ndarray]) -> np.ndarray:
         """[removals, queries]: of the queries' losses, with the weights of each removal."""
-        return np.stack([self.problem.losses(each, *self.queries) for each in moved]) - self.problem.losses(self.weights, *self.queries)
+        return np.stack([self.problem.losses(each, *self.queries) for each in moved]) - self.problem.losses(
+            self.weights, *self.queries
+        )
 
 
 @pytest.mark.parametrize("solver", ["exact", "dual", "conjugate_gradient"])
@@ -140,7 +159,9 @@ def few() -> Truth:
 
 
 def test_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
-    """24 rows of high leverage: scores are one exact Newton step without the row, and a second step is what they miss."""
+    """24 rows of high leverage: scores are one exact Newton step without the row, and a second step is what
+    they miss.
+    """
     few = Few.of(classified(24, seed=0), classified(40, seed=100), 0.1)
     heard: list[str] = []
     fitted = fit(Influence(weight_decay=0.1), few.truth.training, heard)
@@ -153,7 +174,9 @@ def test_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
     for slopes in ((1.04, 1.06), (0.995, 1.005)):
         for row in range(24):
             rest, here = few.problem.without(row), moved[row]
-            moved[row] = here - np.linalg.solve(rest.hessian(here), rest.gradient(here).reshape(-1)).reshape(here.shape)
+            moved[row] = here - np.linalg.solve(rest.hessian(here), rest.gradient(here).reshape(-1)).reshape(
+                here.shape
+            )
         predicted = few.rises(moved)
         assert slopes[0] < linregress(predicted.ravel(), few.truth.rises.ravel()).slope < slopes[1]
         if slopes[0] > 1:
@@ -162,7 +185,12 @@ def test_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
 
 def test_default_options_by_layer_have_slope_one(truth: Truth) -> None:
     """Scores by layer are to first order in the query's output, and add up."""
-    parts = [block.scores for block in fit(Influence(weight_decay=WEIGHT_DECAY), truth.training).scores(truth.queries, "parameter")]
+    parts = [
+        block.scores
+        for block in fit(Influence(weight_decay=WEIGHT_DECAY), truth.training).scores(
+            truth.queries, "parameter"
+        )
+    ]
     total = torch.cat([torch.stack(list(part.values())).sum(0) for part in parts]).numpy()[truth.removed]
     assert abs(linregress(total.ravel(), truth.rises.ravel()).slope - 1) < 0.02
 
@@ -177,7 +205,11 @@ def test_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
 
 
 def test_added_damping_is_not_calibrated(truth: Truth) -> None:
-    for method in (Influence(), Influence(weight_decay=WEIGHT_DECAY, relative_damping=1.0), Influence(damping=0.1)):
+    for method in (
+        Influence(),
+        Influence(weight_decay=WEIGHT_DECAY, relative_damping=1.0),
+        Influence(damping=0.1),
+    ):
         fitted = fit(method, truth.training)
         assert not fitted.calibrated
         assert fitted.facts["leverage"] is False

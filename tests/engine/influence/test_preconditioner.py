@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
-from psgrad.engine.influence.solvers.preconditioner import Diagonal, Preconditioner, nystroem
+from psgrad.engine.influence.solvers.conjugate_gradient import (
+    Diagonal,
+    Preconditioner,
+    conjugate_gradient,
+    nystroem,
+)
 from tests.engine.influence.test_conjugate_gradient import solved, symmetric
 
 SIZE = 60
@@ -37,7 +41,9 @@ def test_of_full_rank_it_is_the_damped_matrix_but_for_a_factor() -> None:
     eye = torch.eye(SIZE, dtype=torch.float64)
     root = found.root(eye, 0.5)
     damped = matrix + DAMPING * eye
-    torch.testing.assert_close(root @ root * (damped.trace() / (root @ root).trace()), damped, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        root @ root * (damped.trace() / (root @ root).trace()), damped, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_with_as_many_vectors_as_leading_eigenvalues_the_rest_is_well_conditioned() -> None:
@@ -46,7 +52,9 @@ def test_with_as_many_vectors_as_leading_eigenvalues_the_rest_is_well_conditione
     rhs = torch.randn(1, 400, dtype=torch.float64)
 
     def iterations(preconditioner: Preconditioner | None) -> int:
-        x, facts = conjugate_gradient(lambda v: v @ matrix + DAMPING * v, rhs, preconditioner=preconditioner, iterations=1000)
+        x, facts = conjugate_gradient(
+            lambda v: v @ matrix + DAMPING * v, rhs, preconditioner=preconditioner, iterations=1000
+        )
         assert facts["converged"]
         expected = solved(matrix + DAMPING * torch.eye(400, dtype=torch.float64), rhs)
         torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
@@ -64,7 +72,9 @@ def test_rows_of_unlike_lengths_are_evened_out_by_the_diagonal() -> None:
     rhs = torch.randn(2, SIZE, dtype=torch.float64) * scale
 
     def iterations(preconditioner: Preconditioner | None) -> int:
-        _, facts = conjugate_gradient(lambda v: v @ matrix, rhs, preconditioner=preconditioner, iterations=500)
+        _, facts = conjugate_gradient(
+            lambda v: v @ matrix, rhs, preconditioner=preconditioner, iterations=500
+        )
         return int(facts["iterations"])
 
     assert iterations(Diagonal(matrix.diagonal())) <= 4 < iterations(None)
@@ -78,7 +88,9 @@ def test_a_matrix_with_negative_eigenvalues_has_one_nevertheless() -> None:
     rhs = torch.randn(2, SIZE, dtype=torch.float64)
     x, facts = conjugate_gradient(lambda v: v @ matrix + 2 * v, rhs, preconditioner=found)
     assert facts["converged"]
-    torch.testing.assert_close(x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_of_a_matrix_of_zeros_it_is_the_damping_but_for_a_factor() -> None:
@@ -90,6 +102,8 @@ def test_of_a_matrix_of_zeros_it_is_the_damping_but_for_a_factor() -> None:
 
 def test_the_same_seed_gives_the_same_preconditioner() -> None:
     matrix = symmetric(SPECTRUM)
-    one, same, other = (nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=5, seed=seed) for seed in (3, 3, 4))
+    one, same, other = (
+        nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=5, seed=seed) for seed in (3, 3, 4)
+    )
     assert torch.equal(one.values, same.values)
     assert not torch.equal(one.values, other.values)

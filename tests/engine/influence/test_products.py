@@ -1,4 +1,6 @@
-"""Products with the training set's curvature are those of the matrix that PyTorch makes, whichever way, chunk and type."""
+"""Products with the training set's curvature are those of the matrix that PyTorch makes, whichever way, chunk
+and type.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.influence.curvature import products as choosing
-from psgrad.engine.influence.curvature import row_products
-from psgrad.engine.influence.curvature.pass_products import PassProducts
-from psgrad.engine.influence.curvature.products import Curvature, CurvatureProducts, curvature_products
-from psgrad.engine.influence.curvature.row_products import RowProducts
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.curvature import products
+from psgrad.engine.influence.curvature.products import (
+    Curvature,
+    CurvatureProducts,
+    PassProducts,
+    RowProducts,
+    curvature_products,
+)
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
 N, CLASSES, DECAY = 19, 4, 0.3
@@ -35,7 +40,9 @@ class Transposed(nn.Module):
 
 
 def image_model() -> nn.Module:
-    """All that rows may look like: of a convolution, of products of two positions and of one, either way round, of a bias."""
+    """All that rows may look like: of a convolution, of products of two positions and of one, either way
+    round, of a bias.
+    """
     return nn.Sequential(
         nn.Conv2d(1, 3, 3),
         nn.Tanh(),
@@ -82,7 +89,9 @@ def dense(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvatur
 
     def outputs(flat: torch.Tensor) -> torch.Tensor:
         parts = flat.split([value.numel() for value in params.values()])
-        named = {name: part.reshape(value.shape) for part, (name, value) in zip(parts, params.items(), strict=True)}
+        named = {
+            name: part.reshape(value.shape) for part, (name, value) in zip(parts, params.items(), strict=True)
+        }
         return torch.func.functional_call(model, named, (inputs,))
 
     def losses(flat: torch.Tensor) -> torch.Tensor:
@@ -122,7 +131,9 @@ WAYS = [
 
 @pytest.mark.parametrize("kind", ["images", "sequences"])
 @pytest.mark.parametrize(("way", "curvature"), WAYS)
-def test_products_are_those_of_the_dense_matrix(way: Callable[..., CurvatureProducts], curvature: Curvature, kind: str) -> None:
+def test_products_are_those_of_the_dense_matrix(
+    way: Callable[..., CurvatureProducts], curvature: Curvature, kind: str
+) -> None:
     model, training, inputs, target = problem(kind)
     matrix = dense(model, inputs, target, curvature)
     found = way(training, curvature)
@@ -155,7 +166,9 @@ def test_neither_the_chunks_nor_the_number_of_vectors_changes_a_product(
 
 
 def test_a_model_in_float32_is_multiplied_in_float64() -> None:
-    """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of float64."""
+    """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of
+    float64.
+    """
     model = image_model().float()
     training = examples(model, cross_entropy, torch.randn(N, 1, 4, 4), torch.randint(CLASSES, (N,)))
     found = by_rows(training, "gauss_newton")
@@ -195,18 +208,24 @@ def test_what_does_not_fit_in_memory_is_multiplied_by_passes(monkeypatch: pytest
     model, training, inputs, target = problem("images")
     assert isinstance(curvature_products(training), RowProducts)
     assert isinstance(curvature_products(training, "hessian"), PassProducts)
-    monkeypatch.setattr(row_products, "free_memory", lambda device: 3 * CLASSES * training.flat.size * 8)  # of one sample, written out
+    monkeypatch.setattr(
+        products, "free_memory", lambda device: 3 * CLASSES * training.flat.size * 8
+    )  # of one sample, written out
     found = curvature_products(problem("images")[1], weight_decay=DECAY)
     assert isinstance(found, PassProducts)
     block = torch.randn(2, training.flat.size, dtype=torch.float64)
-    torch.testing.assert_close(found.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        found.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_outputs_too_large_for_rows_have_an_estimated_trace() -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 200).double()
-    training = examples(model, squared_error, torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 200, dtype=torch.float64))
-    found = choosing.curvature_products(training)
+    training = examples(
+        model, squared_error, torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 200, dtype=torch.float64)
+    )
+    found = products.curvature_products(training)
     assert isinstance(found, PassProducts)
     mean, error = found.mean_eigenvalue()
     inputs = torch.cat([torch.as_tensor(training.read(0, 9).inputs[0]), torch.ones(9, 1)], 1)

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.engine.influence.method import ScoreBlock, SelfBlock
-from psgrad.engine.influence.methods.gradient_dot import GradientDot
-from psgrad.engine.influence.methods.tracin import TracIn
-from psgrad.engine.influence.ranking import Strongest
-from psgrad.engine.influence.scoring import aligned, divisor
+from psgrad.engine.influence.methods.gradient_products import GradientDot, TracIn
+from psgrad.engine.influence.ranking import Strongest, aligned, divisor
 
 
 def sorted_in_full(scores: np.ndarray, k: int, sign: int) -> list[list[tuple[int, float]]]:
@@ -25,9 +23,16 @@ def sorted_in_full(scores: np.ndarray, k: int, sign: int) -> list[list[tuple[int
 
 
 @given(
-    st.integers(1, 30), st.integers(1, 4), st.integers(1, 8), st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([2, 5, 1000])
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 5, 1000]),
 )
-def test_blocks_are_ranked_as_the_whole_is(n: int, m: int, k: int, size: int, seed: int, distinct: int) -> None:
+def test_blocks_are_ranked_as_the_whole_is(
+    n: int, m: int, k: int, size: int, seed: int, distinct: int
+) -> None:
     random = np.random.default_rng(seed)
     scores = random.integers(-distinct, distinct + 1, (n, m)).astype(np.float64)  # few distinct values: ties
     scores[random.random((n, m)) < 0.1] = np.nan
@@ -41,12 +46,17 @@ def test_blocks_are_ranked_as_the_whole_is(n: int, m: int, k: int, size: int, se
             there = [(row, value) for row, value in zip(rows, values, strict=True) if row >= 0]
             assert there == expected
             assert rows[len(there) :] == [-1] * (len(rows) - len(there))
-            assert strongest.extras["double"][side, : len(there), query].tolist() == [2 * value for _, value in expected]
+            assert strongest.extras["double"][side, : len(there), query].tolist() == [
+                2 * value for _, value in expected
+            ]
 
 
 def blocks_of(scores: torch.Tensor, sizes: list[int]) -> list[ScoreBlock]:
     starts = np.cumsum([0, *sizes])
-    return [ScoreBlock(a, b, {"": scores[a:b]}, scores[a:b, 0]) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+    return [
+        ScoreBlock(a, b, {"": scores[a:b]}, scores[a:b, 0])
+        for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ]
 
 
 def test_streams_that_cut_differently_are_cut_alike() -> None:
@@ -76,7 +86,9 @@ def test_a_matrix_and_its_weights_are_averaged_each_by_itself() -> None:
     assert torch.allclose(GradientDot().across(blocks)[""], scores.mean(0) * weights.mean(0).unsqueeze(1))
 
 
-@pytest.mark.parametrize(("normalize", "expected"), [("self_influence", [2.0, float("nan")]), ("preconditioned_norm", [3.0, 5.0])])
+@pytest.mark.parametrize(
+    ("normalize", "expected"), [("self_influence", [2.0, float("nan")]), ("preconditioned_norm", [3.0, 5.0])]
+)
 def test_relative_influence_divides_by_what_removal_would_do(normalize: str, expected: list[float]) -> None:
     block = SelfBlock(0, 2, torch.tensor([4.0, -1.0]).double(), torch.tensor([3.0, 5.0]).double())
     assert torch.allclose(divisor(iter([block]), normalize), torch.tensor(expected).double(), equal_nan=True)

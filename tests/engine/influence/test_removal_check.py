@@ -1,15 +1,17 @@
-"""Training that goes on without a row: the retrained truth where that is one, and never an impossible amount."""
+"""Training that goes on without a row: the retrained truth where that is one, and never an impossible
+amount.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from psgrad.engine.flat import Vectors
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.influence.amounts import Continued, continued
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
-from psgrad.engine.influence.removal_check import Continued, continued
 from tests.engine.influence.problems import (
     SoftmaxRegression,
     classified,
@@ -43,14 +45,17 @@ def test_convex_training_continued_without_a_row_is_retraining() -> None:
         assert found.converged
         for query in range(4):
             truth = [
-                problem.losses(problem.without(row).solve(), asked, wanted)[query] - problem.losses(weights, asked, wanted)[query]
+                problem.losses(problem.without(row).solve(), asked, wanted)[query]
+                - problem.losses(weights, asked, wanted)[query]
                 for row in rows
             ]
             np.testing.assert_allclose(found.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
 
 
 def test_one_step_is_the_step_of_the_score() -> None:
-    """To first order, and at weights where all rows together have a gradient: it is the same in all trainings."""
+    """To first order, and at weights where all rows together have a gradient: it is the same in all
+    trainings.
+    """
     inputs, labels = classified(50)
     model = mlp()
     training = examples(model, cross_entropy, inputs, labels)
@@ -77,7 +82,9 @@ def test_found_falls_are_never_beyond_the_loss() -> None:
     assert len(impossible) > 100
     row, query = impossible[np.argmin(predicted[tuple(impossible.T)] + losses[impossible[:, 1]])]
     change = float(
-        continued(inverse(EKFAC(fisher="empirical", relative_damping=1e-3), training), [row], 0.0, steps=3).changes(queries, query)[0]
+        continued(
+            inverse(EKFAC(fisher="empirical", relative_damping=1e-3), training), [row], 0.0, steps=3
+        ).changes(queries, query)[0]
     )
     assert -losses[query] <= change < 0.1 * abs(predicted[row, query])
 
@@ -122,7 +129,10 @@ class OnceTooLong(Preconditioned):
         inputs = self.training.stream.load(0, self.training.count)[0]
         inverse = torch.linalg.inv(inputs[0].T @ inputs[0])
         self.calls += 1
-        return {name: (200 if self.calls == 1 else 1) * value.double() @ inverse for name, value in vectors.items()}
+        return {
+            name: (200 if self.calls == 1 else 1) * value.double() @ inverse
+            for name, value in vectors.items()
+        }
 
 
 def test_steps_grow_again_after_one_was_halved() -> None:

@@ -1,4 +1,6 @@
-"""The rows of the Gauss-Newton matrix are those of the output's Jacobian times a root of the loss's second derivatives."""
+"""The rows of the Gauss-Newton matrix are those of the output's Jacobian times a root of the loss's second
+derivatives.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
-from psgrad.engine.influence.curvature.rows import gauss_newton_rows, jacobian_rows, output_factors
+from psgrad.engine.influence.curvature.rows import (
+    OutputDerivatives,
+    gauss_newton_rows,
+    jacobian_rows,
+    output_factors,
+)
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import (
     classified,
@@ -30,7 +36,9 @@ from tests.engine.influence.problems import (
 
 def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Cross-entropy over positions [classes, t], one of them not counted."""
-    return F.cross_entropy(output[None], target[None], torch.tensor([1.0, 2.0]).to(output), reduction="none", ignore_index=9).sum()
+    return F.cross_entropy(
+        output[None], target[None], torch.tensor([1.0, 2.0]).to(output), reduction="none", ignore_index=9
+    ).sum()
 
 
 class Positions(nn.Module):
@@ -54,7 +62,12 @@ def problems() -> dict[str, tuple[nn.Module, Any, torch.Tensor, torch.Tensor]]:
         "softmax": (mlp(), cross_entropy, inputs, labels),
         "pictures": (convolution(), cross_entropy, pictures, picture_labels),
         "squares": (mlp(), squared_error, inputs, values),
-        "binary": (mlp(), lambda z, y: F.binary_cross_entropy_with_logits(z, y), inputs, (values > 0).double()),
+        "binary": (
+            mlp(),
+            lambda z, y: F.binary_cross_entropy_with_logits(z, y),
+            inputs,
+            (values > 0).double(),
+        ),
         "positions": (Positions(), weighted, inputs, positions),
     }
 
@@ -66,7 +79,9 @@ def test_their_outer_products_add_up_to_the_gauss_newton_matrix(name: str, chunk
     rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=chunk_size))
     written = rows.materialise().numpy()
     assert written.shape == (len(rows), rows.flat.size)
-    np.testing.assert_allclose(written.T @ written, gauss_newton(model, criterion, inputs, target), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        written.T @ written, gauss_newton(model, criterion, inputs, target), rtol=0, atol=1e-12
+    )
 
 
 def test_those_of_a_sample_are_next_to_one_another() -> None:
@@ -76,8 +91,12 @@ def test_those_of_a_sample_are_next_to_one_another() -> None:
     seen = 0
     for where, found in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
         assert where.start == seen
-        for number, own in enumerate(found["rows"].reshape(-1, 3, rows.flat.size).numpy(), start=where.start // 3):
-            np.testing.assert_allclose(own.T @ own, jacobians[number].T @ hessians[number] @ jacobians[number], rtol=0, atol=1e-13)
+        for number, own in enumerate(
+            found["rows"].reshape(-1, 3, rows.flat.size).numpy(), start=where.start // 3
+        ):
+            np.testing.assert_allclose(
+                own.T @ own, jacobians[number].T @ hessians[number] @ jacobians[number], rtol=0, atol=1e-13
+            )
         seen = where.stop
     assert seen == len(rows) == 21
 
@@ -105,8 +124,12 @@ def test_gradients_of_some_samples_are_those_of_a_pass() -> None:
 def test_coefficients_make_the_gradient_of_the_root(name: str) -> None:
     model, criterion, inputs, target = problems()[name]
     root, coefficients, gradient = output_factors(examples(model, criterion, inputs, target, chunk_size=3))
-    np.testing.assert_allclose((root @ root.transpose(1, 2)).numpy(), output_hessians(model, criterion, inputs, target), atol=1e-14)
-    np.testing.assert_allclose((root @ coefficients.unsqueeze(2)).squeeze(2).numpy(), gradient.numpy(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        (root @ root.transpose(1, 2)).numpy(), output_hessians(model, criterion, inputs, target), atol=1e-14
+    )
+    np.testing.assert_allclose(
+        (root @ coefficients.unsqueeze(2)).squeeze(2).numpy(), gradient.numpy(), rtol=0, atol=1e-12
+    )
 
 
 def test_confident_predictions_in_float32_keep_their_curvature() -> None:
@@ -123,7 +146,10 @@ def test_a_loss_that_is_not_convex_in_the_output_is_refused_with_its_row() -> No
         return torch.where(target == 4, -1.0, 1.0) * output.square().sum()
 
     rows = gauss_newton_rows(examples(mlp(), bent, inputs, torch.arange(5), chunk_size=2))
-    with pytest.raises(InfluenceError, match=r"at row 4 the loss is not convex in the model's output: its second derivative there is -2"):
+    with pytest.raises(
+        InfluenceError,
+        match=r"at row 4 the loss is not convex in the model's output: its second derivative there is -2",
+    ):
         rows.materialise()
 
 
@@ -131,7 +157,9 @@ def test_an_output_that_is_not_finite_is_refused_with_its_row() -> None:
     inputs, labels = classified(5)
     inputs[3, 0] = torch.inf
     linear = mlp(0, (6, 3))
-    with pytest.raises(InfluenceError, match="at row 3 the loss has derivatives in the model's output that are not finite"):
+    with pytest.raises(
+        InfluenceError, match="at row 3 the loss has derivatives in the model's output that are not finite"
+    ):
         gauss_newton_rows(examples(linear, cross_entropy, inputs, labels)).materialise()
 
 

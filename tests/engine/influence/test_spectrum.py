@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from psgrad.engine.influence.curvature.spectrum import extremes, hutchinson_trace, lanczos, random_block
+from psgrad.engine.influence.solvers.spectrum import extremes, hutchinson_trace, lanczos, random_block
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import symmetric
 
@@ -21,7 +21,9 @@ def test_the_whole_krylov_space_has_the_whole_spectrum() -> None:
     found = lanczos(lambda v: v @ matrix, start(100), 100)
     assert found.iterations == 100
     torch.testing.assert_close(found.values, spectrum, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found.vectors @ found.vectors.t(), torch.eye(100, dtype=torch.float64), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        found.vectors @ found.vectors.t(), torch.eye(100, dtype=torch.float64), rtol=0, atol=1e-11
+    )
     assert float((found.vectors @ matrix - found.values[:, None] * found.vectors).abs().max()) < 1e-10
 
 
@@ -31,7 +33,9 @@ def test_an_eigenvalue_lies_within_the_bound_of_each_ritz_value(iterations: int)
     matrix = symmetric(torch.tensor(spectrum))
     found = lanczos(lambda v: v @ matrix, start(100), iterations)
     assert found.iterations == iterations
-    residuals = torch.linalg.vector_norm(found.vectors @ matrix - found.values[:, None] * found.vectors, dim=1)
+    residuals = torch.linalg.vector_norm(
+        found.vectors @ matrix - found.values[:, None] * found.vectors, dim=1
+    )
     torch.testing.assert_close(found.bounds, residuals, rtol=1e-6, atol=1e-9)
     for value, bound in zip(found.values.numpy(), found.bounds.numpy(), strict=True):
         assert np.abs(spectrum - value).min() <= bound + 1e-9

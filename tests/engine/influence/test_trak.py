@@ -1,4 +1,6 @@
-"""TRAK beside its formula written out, beside ridge regression, which it is exactly, and where it must refuse."""
+"""TRAK beside its formula written out, beside ridge regression, which it is exactly, and where it must
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.influence.index.margin import margin, with_margin
-from psgrad.engine.influence.index.projector import Projector, seed_of
-from psgrad.engine.influence.index.rows import projected_rows
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.rows import Projector, margin, projected_rows, seed_of, with_margin
 from psgrad.engine.influence.method import Checkpoint
-from psgrad.engine.influence.methods.projected_influence import ProjectedInfluence
-from psgrad.engine.influence.methods.trak import TRAK
+from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
-from tests.engine.influence.rows_of_gradients import log_odds, matrix_of, probabilities, ridge_products, rows_of, scores_of
+from tests.engine.influence.rows_of_gradients import (
+    log_odds,
+    matrix_of,
+    probabilities,
+    ridge_products,
+    rows_of,
+    scores_of,
+)
 
 N, M, CLASSES = 13, 4, 3
 KINDS = ["none", "sparse", "rademacher", "gaussian", "two-sided"]
@@ -44,7 +50,9 @@ def minus_margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -margin(output, target)
 
 
-def both(model: nn.Module, data: tuple[torch.Tensor, ...], measured: Any = minus_margin, **options: Any) -> tuple[Examples, Examples]:
+def both(
+    model: nn.Module, data: tuple[torch.Tensor, ...], measured: Any = minus_margin, **options: Any
+) -> tuple[Examples, Examples]:
     x, y, xq, yq = data
     return examples(model, cross_entropy, x, y, **options), examples(model, measured, xq, yq, **options)
 
@@ -53,13 +61,19 @@ def projector(method: TRAK | ProjectedInfluence, model: nn.Module, number: int) 
     return Projector(method.projection, method.dimension, method.seed, number, dict(model.named_parameters()))
 
 
-def trak_written_out(method: TRAK, models: list[nn.Module], data: Any, measured: Any = log_odds, sign: float = 1.0) -> np.ndarray:
+def trak_written_out(
+    method: TRAK, models: list[nn.Module], data: Any, measured: Any = log_odds, sign: float = 1.0
+) -> np.ndarray:
     x, y, xq, yq = data
     products, misses = [], []
     for number, model in enumerate(models):
         p = projector(method, model, number)
         queries, rows = sign * rows_of(model, measured, xq, yq, p), rows_of(model, log_odds, x, y, p)
-        products.append(ridge_products(queries, rows, method.relative_damping if method.damping is None else None, method.damping))
+        products.append(
+            ridge_products(
+                queries, rows, method.relative_damping if method.damping is None else None, method.damping
+            )
+        )
         misses.append(1 - probabilities(model, x, y))
     return np.mean(products, axis=0) * np.mean(misses, axis=0)[:, None]
 
@@ -68,7 +82,8 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-# The formula -----------------------------------------------------------------------------------------------------------------------------
+# The formula
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +98,12 @@ def test_scores_are_those_of_the_formula(data: Any, kind: Any, checkpoints: int)
 def test_any_measurement_of_the_queries_is_explained(data: Any) -> None:
     method, model = TRAK(dimension=9), network()
     found = scores_of(method, *([each] for each in both(model, data, cross_entropy)))
-    assert_close(found, trak_written_out(method, [model], data, lambda output, label: F.cross_entropy(output, label), sign=-1.0))
+    assert_close(
+        found,
+        trak_written_out(
+            method, [model], data, lambda output, label: F.cross_entropy(output, label), sign=-1.0
+        ),
+    )
 
 
 @settings(max_examples=6)
@@ -113,7 +133,12 @@ def test_damping_again_is_fitting_again(data: Any) -> None:
     for options in ({"relative": 2.0}, {"damping": 0.7}):
         asked = {"relative_damping": 2.0} if "relative" in options else {"damping": 0.7}
         again = matrix_of(fitted.with_damping(**options), queries)[""]  # type: ignore[attr-defined]
-        torch.testing.assert_close(again, matrix_of(TRAK(dimension=9, **asked).fit(training, Checkpoint()), queries)[""], rtol=0, atol=0)
+        torch.testing.assert_close(
+            again,
+            matrix_of(TRAK(dimension=9, **asked).fit(training, Checkpoint()), queries)[""],
+            rtol=0,
+            atol=0,
+        )
     torch.testing.assert_close(matrix_of(fitted, queries)[""], before, rtol=0, atol=0)
 
 
@@ -127,16 +152,23 @@ def test_self_influence_is_the_product_with_the_own_loss_s_gradient(data: Any) -
     assert_close(torch.cat([block.self_influence for block in blocks]).numpy(), expected)
 
 
-# Several checkpoints ------------------------------------------------------------------------------------------------------------------
+# Several checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_two_checkpoints_are_not_one_twice(data: Any) -> None:
     method, models = TRAK(dimension=9), [network(0), network(1)]
     single = [scores_of(method, *([each] for each in both(model, data))) for model in models]
     joined = scores_of(method, *zip(*[both(model, data) for model in models], strict=True))
-    assert all(np.abs(joined - factor * one).max() > 0.05 * np.abs(joined).max() for one in single for factor in (1, 2))
+    assert all(
+        np.abs(joined - factor * one).max() > 0.05 * np.abs(joined).max()
+        for one in single
+        for factor in (1, 2)
+    )
     same = scores_of(method, *zip(*[both(models[0], data)] * 2, strict=True))
-    assert np.abs(same - single[0]).max() > 1e-3 * np.abs(same).max()  # each checkpoint has a projection of its own
+    assert (
+        np.abs(same - single[0]).max() > 1e-3 * np.abs(same).max()
+    )  # each checkpoint has a projection of its own
 
 
 def test_seeds_are_apart() -> None:
@@ -145,7 +177,8 @@ def test_seeds_are_apart() -> None:
     assert seed_of(3, 1) == seed_of(3, 1)
 
 
-# What projections do ------------------------------------------------------------------------------------------------------------------
+# What projections do
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -181,8 +214,12 @@ def test_scores_of_layers_add_up(data: Any, kind: Any, per: Any) -> None:
     training, queries = both(network(), data)
     fitted = TRAK(dimension=4, projection=kind).fit(training, Checkpoint())
     layers = matrix_of(fitted, queries, per)
-    assert list(layers) == (["0.weight", "0.bias", "2.weight", "2.bias"] if per == "parameter" else ["0", "2"])
-    torch.testing.assert_close(torch.stack(list(layers.values())).sum(0), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12)
+    assert list(layers) == (
+        ["0.weight", "0.bias", "2.weight", "2.bias"] if per == "parameter" else ["0", "2"]
+    )
+    torch.testing.assert_close(
+        torch.stack(list(layers.values())).sum(0), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12
+    )
 
 
 def test_scores_of_layers_are_refused_where_layers_were_added_up(data: Any) -> None:
@@ -191,7 +228,8 @@ def test_scores_of_layers_are_refused_where_layers_were_added_up(data: Any) -> N
         list(TRAK(dimension=9).fit(training, Checkpoint()).scores(queries, "parameter"))
 
 
-# The margin ------------------------------------------------------------------------------------------------------------------------------
+# The margin
+# ------------------------------------------------------------------------------------------------------------
 
 
 def weights_of(criterion: Any, model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
@@ -207,7 +245,9 @@ def test_the_margin_is_the_label_s_log_odds(data: Any) -> None:
 
 def test_the_margin_of_a_certain_model_is_finite() -> None:
     # p is 1 in float32, and log(p / (1 - p)) infinite
-    assert margin(torch.tensor([200.0, 0.0, 1.0]), torch.tensor(0)).item() == pytest.approx(200 - math.log(1 + math.e))
+    assert margin(torch.tensor([200.0, 0.0, 1.0]), torch.tensor(0)).item() == pytest.approx(
+        200 - math.log(1 + math.e)
+    )
 
 
 def test_weights_keep_the_digits_that_a_float32_probability_loses() -> None:
@@ -226,11 +266,15 @@ def test_the_loss_s_gradient_is_the_margin_s_times_the_weight(data: Any) -> None
         return scale[label] * F.cross_entropy(output[None], label[None])
 
     model = network()
-    np.testing.assert_allclose(weights_of(weighted, model, x, y), scale[y].numpy() * (1 - probabilities(model, x, y)), rtol=1e-10)
+    np.testing.assert_allclose(
+        weights_of(weighted, model, x, y), scale[y].numpy() * (1 - probabilities(model, x, y)), rtol=1e-10
+    )
     training = examples(model, weighted, x, y, chunk_size=N)
     p = Projector("none", 1, 0, 0, training.params)
     (block,) = projected_rows(training, p, "margin")
-    torch.testing.assert_close(block.rows * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        block.rows * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12
+    )
     torch.testing.assert_close(block.square_norm, training.materialise().square().sum(1), rtol=1e-10, atol=0)
     (plain,) = training.norms()
     torch.testing.assert_close(block.loss, plain[1]["loss"], rtol=1e-12, atol=1e-14)
@@ -258,7 +302,10 @@ def test_an_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
             lambda output, label: F.cross_entropy(output[None], label[None], label_smoothing=0.2),
             "the loss of row 0 is no function of its margin",
         ),
-        (lambda output, label: (output - F.one_hot(label, CLASSES)).square().sum(), "the loss of row 0 is no function of its margin"),
+        (
+            lambda output, label: (output - F.one_hot(label, CLASSES)).square().sum(),
+            "the loss of row 0 is no function of its margin",
+        ),
     ],
 )
 def test_a_loss_that_is_no_function_of_the_margin_is_refused(data: Any, criterion: Any, words: str) -> None:
@@ -271,11 +318,15 @@ def test_a_loss_that_is_no_function_of_the_margin_is_refused(data: Any, criterio
 def test_outputs_without_a_margin_are_refused(data: Any) -> None:
     x, _, _, _ = data
     values = torch.randn(N, CLASSES, dtype=torch.float64)
-    with pytest.raises(InfluenceError, match=r"TRAK has no margin here: one sample has an output \[3\] and a float64 target \[3\]"):
+    with pytest.raises(
+        InfluenceError,
+        match=r"TRAK has no margin here: one sample has an output \[3\] and a float64 target \[3\]",
+    ):
         TRAK().fit(examples(network(), squared_error, x, values), Checkpoint())
 
 
-# Ridge regression, where TRAK is exact --------------------------------------------------------------------------------------------------
+# Ridge regression, where TRAK is exact
+# --------------------------------------------------------------------------------------------------
 
 
 def test_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_the_truth() -> None:
@@ -285,7 +336,9 @@ def test_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_th
     penalty = 20 * 0.03
 
     def solved(rows: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve(x[rows].T @ x[rows] + penalty * torch.eye(4, dtype=torch.float64), x[rows].T @ y[rows])
+        return torch.linalg.solve(
+            x[rows].T @ x[rows] + penalty * torch.eye(4, dtype=torch.float64), x[rows].T @ y[rows]
+        )
 
     everything = torch.arange(20)
     model = nn.Linear(4, 1, bias=False).double()
@@ -299,11 +352,18 @@ def test_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_th
     found = scores_of(TRAK(damping=0.03), [training], [queries])
     inverse = torch.linalg.inv(x.T @ x + penalty * torch.eye(4, dtype=torch.float64))
     leverage = (x @ inverse * x).sum(1).numpy()
-    truth = torch.stack([(xq @ (solved(everything[everything != row]) - solved(everything)))[:, 0] for row in range(20)]).detach().numpy()
+    truth = (
+        torch.stack(
+            [(xq @ (solved(everything[everything != row]) - solved(everything)))[:, 0] for row in range(20)]
+        )
+        .detach()
+        .numpy()
+    )
     assert_close(found / (1 - leverage)[:, None], truth)
 
 
-# Projected influence --------------------------------------------------------------------------------------------------------------------
+# Projected influence
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -316,20 +376,28 @@ def test_projected_influence_is_the_damped_empirical_fisher(data: Any, kind: Any
     assert_close(scores_of(method, [training], [asked]), ridge_products(queries, rows, 0.2))
     fitted = method.fit(training, Checkpoint())
     blocks = list(fitted.self_influence())
-    assert_close(torch.cat([block.self_influence for block in blocks]).numpy(), np.diagonal(ridge_products(rows, rows, 0.2)))
+    assert_close(
+        torch.cat([block.self_influence for block in blocks]).numpy(),
+        np.diagonal(ridge_products(rows, rows, 0.2)),
+    )
     moment = rows.T @ rows
     solved = np.linalg.solve(moment + N * fitted.facts["damping"] * np.eye(len(moment)), rows.T)
-    assert_close(torch.cat([block.preconditioned_norm for block in blocks]).numpy(), np.linalg.norm(solved, axis=0))
+    assert_close(
+        torch.cat([block.preconditioned_norm for block in blocks]).numpy(), np.linalg.norm(solved, axis=0)
+    )
     assert fitted.facts["mean_eigenvalue"] == pytest.approx(np.trace(moment) / N / len(moment))
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [TRAK(damping=0.0), ProjectedInfluence(relative_damping=0.0)])
 def test_a_singular_moment_is_refused_with_a_damping_that_does(data: Any, method: Any) -> None:
     training, queries = both(network(), data)  # 13 examples, 73 parameters
-    with pytest.raises(InfluenceError, match="is singular: damping 0, 73 columns, 13 training examples") as told:
+    with pytest.raises(
+        InfluenceError, match="is singular: damping 0, 73 columns, 13 training examples"
+    ) as told:
         method.fit(training, Checkpoint())
     enough = float(str(told.value.next_step).split("damping: ")[1].split(",")[0])
     fitted = type(method)(damping=enough).fit(training, Checkpoint())
@@ -360,11 +428,15 @@ def test_queries_of_another_model_are_refused(data: Any) -> None:
     torch.manual_seed(0)
     wider = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
     _, queries = both(wider, data)
-    with pytest.raises(InfluenceError, match=r"of other parameters than the training examples': 0.weight is \[8, 6\]"):
+    with pytest.raises(
+        InfluenceError, match=r"of other parameters than the training examples': 0.weight is \[8, 6\]"
+    ):
         list(TRAK().fit(training, Checkpoint()).scores(queries))
 
 
-@pytest.mark.parametrize(("options", "words"), [({"projection": "dct"}, "of kind 'dct'"), ({"dimension": 0}, "to 0 columns")])
+@pytest.mark.parametrize(
+    ("options", "words"), [({"projection": "dct"}, "of kind 'dct'"), ({"dimension": 0}, "to 0 columns")]
+)
 def test_unknown_projections_are_refused(data: Any, options: Any, words: str) -> None:
     training, _ = both(network(), data)
     with pytest.raises(ConfigError, match=words):

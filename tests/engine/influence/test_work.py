@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psgrad.engine.influence.solvers.work import Work
+from psgrad.engine.influence.solvers.costs import Work
 
 GB = 1 << 30
 # A convolutional network on digits: 1,437 rows of 10 numbers.
@@ -15,7 +15,12 @@ def test_many_rows_take_conjugate_gradients_and_few_the_dual_form() -> None:
     """Measured, in seconds, conjugate gradients against dual: 10.5 and 168; 19.8 and 7.7; 5.4 and 1.4."""
     assert DIGITS.least(correct=False)[0] == "conjugate_gradient"
     assert replace(DIGITS, count=400, rows=4000, queries=100).least(correct=False)[0] == "dual"
-    assert Work(size=20_602, count=1500, rows=3000, queries=20, ratio=1.0, memory=16 * GB).least(correct=False)[0] == "dual"
+    assert (
+        Work(size=20_602, count=1500, rows=3000, queries=20, ratio=1.0, memory=16 * GB).least(correct=False)[
+            0
+        ]
+        == "dual"
+    )
 
 
 def test_leverage_takes_a_solver_that_can_correct_for_it() -> None:

@@ -9,16 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.measures.known.moments import Moments
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.measures.builtin.checkpoints import Moments
+from psgrad.engine.measures.checkpoint_passes import Grouping
 from psgrad.engine.measures.measure import Gathered, Measure, Moment, Setting
-from psgrad.engine.measures.moments.grouping import Grouping
-from psgrad.engine.objective import Objective
 from tests.engine.measures.own_passes import columns_of, setting_of
 
 Loss = Callable[..., Tensor]
 
 
-def of_checkpoints(models: Sequence[nn.Module], loss: Loss, inputs: tuple[Tensor, ...], target: Tensor | None, **facts: Any) -> Setting:
+def of_checkpoints(
+    models: Sequence[nn.Module], loss: Loss, inputs: tuple[Tensor, ...], target: Tensor | None, **facts: Any
+) -> Setting:
     """Samples at these models, the last of which is the one that all other measures see."""
 
     def moment(number: int, model: nn.Module) -> Moment:
@@ -44,7 +46,9 @@ def in_groups(*sizes: int) -> Callable[..., Grouping]:
     return lambda *_: Grouping(list(sizes), "as the test says")
 
 
-def plain_norms(models: Sequence[nn.Module], loss: Loss, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def plain_norms(
+    models: Sequence[nn.Module], loss: Loss, inputs: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
     """(loss [n, T], gradient norm [n, T]) by torch's autograd, one sample at a time."""
     losses, norms = [], []
     for x, y in zip(inputs, target, strict=True):
@@ -58,7 +62,9 @@ def plain_norms(models: Sequence[nn.Module], loss: Loss, inputs: Tensor, target:
 
 
 class WithBuffers(nn.Module):
-    """Images [n, 1, 6, 6] to logits [n, 3]: a convolution, batch normalisation by what it has seen, a tied and a frozen weight."""
+    """Images [n, 1, 6, 6] to logits [n, 3]: a convolution, batch normalisation by what it has seen, a tied
+    and a frozen weight.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -26,7 +26,10 @@ def measured(
     if interrupted_at is not None:
         for columns in setting.examples.stream.run(len(setting), every):
             parts.append(columns.values)
-            states, done = [{name: value.clone() for name, value in each.state().items()} for each in every], columns.stop
+            states, done = (
+                [{name: value.clone() for name, value in each.state().items()} for each in every],
+                columns.stop,
+            )
             if columns.stop >= interrupted_at:
                 break
         setting = replace(setting, shared={})

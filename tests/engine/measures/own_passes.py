@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.examples import Examples
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.engine.objective import Objective
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 
 
-def setting_of(model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor | None, **facts: Any) -> Setting:
+def setting_of(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    target: Tensor | None,
+    **facts: Any,
+) -> Setting:
     """What `psgrad analyze` would tell measures of these samples."""
 
     def read(start: int, stop: int) -> Block:
@@ -41,4 +47,6 @@ def columns_of(measure: Measure, setting: Setting, chunk_size: int = 5, start: i
 
 def gathered_of(measure: Measure, setting: Setting, norms: Tensor, ok: Tensor | None = None) -> Gathered:
     """What a prepared measure gathers where the gradient norms are these."""
-    return measure.gather({"loss": norms, "grad_norm": norms, "ok": torch.isfinite(norms) if ok is None else ok})
+    return measure.gather(
+        {"loss": norms, "grad_norm": norms, "ok": torch.isfinite(norms) if ok is None else ok}
+    )

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.gradients.streaming import Columns
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.measures.predictions import Predictions, summary_for
-from psgrad.engine.measures.second_look import SecondLook
-from psgrad.engine.objective import Objective
+from psgrad.engine.measures.output_values import Predictions, summary_for
+from psgrad.engine.measures.passes import SecondLook
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -73,7 +73,9 @@ class Measured:
 def classifier(n: int = 23, dtype: torch.dtype = torch.float64, classes: int = 3, seed: int = 0) -> Rows:
     """A small convolutional network, and images of `classes` classes."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 9, 6), nn.Tanh(), nn.Linear(6, classes)).to(dtype)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 9, 6), nn.Tanh(), nn.Linear(6, classes)
+    ).to(dtype)
     return Rows(model, torch.randn(n, 1, 5, 5, dtype=dtype), torch.randint(classes, (n,)), classes=classes)
 
 
@@ -87,11 +89,15 @@ def measured(
 ) -> Measured:
     """All passes over the rows.
 
-    interrupted_at: each pass ends at the first chunk that reaches this row, and goes on in measures that are made anew, from the state.
-    keeps: whether gradients stay in memory for the second pass.
+    interrupted_at: each pass ends at the first chunk that reaches this row, and goes on in measures that are
+    made anew, from the state. keeps: whether gradients stay in memory for the second pass.
     """
     run = _Run(rows, make, chunk_size, keeps, seed)
-    first = run.take(lambda run, start: run.stream.run(len(run.rows.inputs), run.first, start=start, often=True), interrupted_at, "first")
+    first = run.take(
+        lambda run, start: run.stream.run(len(run.rows.inputs), run.first, start=start, often=True),
+        interrupted_at,
+        "first",
+    )
     if run.again:
         for measure in run.again:
             measure.between()
@@ -101,7 +107,9 @@ def measured(
 
 
 class _Run:
-    def __init__(self, rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str, keeps: bool, seed: int) -> None:
+    def __init__(
+        self, rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str, keeps: bool, seed: int
+    ) -> None:
         self.rows, self._given = rows, (make, chunk_size, keeps, seed)
         self.make()
 
@@ -122,7 +130,9 @@ class _Run:
         self.first = [*self.measures, self.second] if self.again else self.measures
         self.states: dict[str, list[dict[str, Tensor]]] = {}
 
-    def take(self, run: Callable[[_Run, int], Any], interrupted_at: int | None, name: str) -> dict[str, Tensor]:
+    def take(
+        self, run: Callable[[_Run, int], Any], interrupted_at: int | None, name: str
+    ) -> dict[str, Tensor]:
         found: list[Columns] = []
         which = "first" if name == "first" else "again"
         for columns in run(self, 0):
@@ -141,7 +151,9 @@ class _Run:
                     measure.between()
             _restore(getattr(self, which), states)
             found += list(run(self, found[-1].stop))
-        self.states[name] = [{key: value.clone() for key, value in measure.state().items()} for measure in getattr(self, which)]
+        self.states[name] = [
+            {key: value.clone() for key, value in measure.state().items()} for measure in getattr(self, which)
+        ]
         keys = found[0].values
         return {key: torch.cat([columns.values[key] for columns in found]) for key in keys}
 

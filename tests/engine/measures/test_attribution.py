@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from psgrad.config import LossConfig
 from psgrad.engine.measures.attribution import Attribution
-from psgrad.engine.measures.known.gradient_x_input import GradientXInput
-from psgrad.engine.measures.known.input_gradient import InputGradient
-from psgrad.engine.measures.known.integrated_gradients import IntegratedGradients
-from psgrad.engine.measures.known.smooth_grad import SmoothGrad
-from psgrad.engine.measures.row_passes import random_normals
+from psgrad.engine.measures.builtin.attribution import (
+    GradientXInput,
+    InputGradient,
+    IntegratedGradients,
+    SmoothGrad,
+)
+from psgrad.engine.measures.passes import random_normals
 from psgrad.errors import MeasureError
-from psgrad.inputs.imports import resolve
+from psgrad.inputs.code import resolve
 from psgrad.inputs.losses import resolve_loss
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
@@ -52,11 +54,14 @@ def of_classes(model: nn.Module, inputs: Tensor, target: Tensor, **facts: object
 
 def maps_of(measure: Attribution, setting: object, norms: Tensor | None = None) -> Tensor:
     """The maps of all samples, in their order."""
-    gathered = gathered_of(measure, setting, torch.ones(len(setting), dtype=torch.float64) if norms is None else norms)
+    gathered = gathered_of(
+        measure, setting, torch.ones(len(setting), dtype=torch.float64) if norms is None else norms
+    )
     return gathered.arrays["map_0"][gathered.arrays["rows"].argsort()]
 
 
-# -- beside others' -------------------------------------------------------------------------------------------------------------------
+# -- beside others'
+# ------------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -67,27 +72,45 @@ def test_gradients_of_logits_are_captums(dtype: torch.dtype, of: str) -> None:
     setting = of_classes(model, inputs, target)
     saliency = Saliency(model).attribute(inputs, target=chosen, abs=False)
     found = columns_of(InputGradient(of=of), setting)
-    torch.testing.assert_close(found["input_gradient"], saliency.flatten(1).norm(dim=1).double(), **tolerance(dtype))
+    torch.testing.assert_close(
+        found["input_gradient"], saliency.flatten(1).norm(dim=1).double(), **tolerance(dtype)
+    )
     product = InputXGradient(model).attribute(inputs, target=chosen).detach()
     found = columns_of(GradientXInput(of=of), setting)
-    torch.testing.assert_close(found["gradient_x_input"], product.flatten(1).sum(1).double(), **tolerance(dtype))
-    torch.testing.assert_close(found["gradient_x_input_l1"], product.abs().flatten(1).sum(1).double(), **tolerance(dtype))
+    torch.testing.assert_close(
+        found["gradient_x_input"], product.flatten(1).sum(1).double(), **tolerance(dtype)
+    )
+    torch.testing.assert_close(
+        found["gradient_x_input_l1"], product.abs().flatten(1).sum(1).double(), **tolerance(dtype)
+    )
 
 
 @BOTH
 @pytest.mark.parametrize(("of", "baseline"), [("target", 0.0), ("prediction", 0.5)])
-def test_integrated_gradients_are_captums_and_the_gap_is_its_delta(dtype: torch.dtype, of: str, baseline: float) -> None:
+def test_integrated_gradients_are_captums_and_the_gap_is_its_delta(
+    dtype: torch.dtype, of: str, baseline: float
+) -> None:
     model, inputs, target = classifier(dtype)
     chosen = target if of == "target" else model(inputs).argmax(1)
     captum = CaptumIntegratedGradients(model)
     expected, delta = captum.attribute(
-        inputs, target=chosen, n_steps=7, method="gausslegendre", baselines=baseline, return_convergence_delta=True
+        inputs,
+        target=chosen,
+        n_steps=7,
+        method="gausslegendre",
+        baselines=baseline,
+        return_convergence_delta=True,
     )
-    measure, setting = IntegratedGradients(of=of, steps=7, baseline=baseline), of_classes(model, inputs, target)
+    measure, setting = (
+        IntegratedGradients(of=of, steps=7, baseline=baseline),
+        of_classes(model, inputs, target),
+    )
     found = columns_of(measure, setting)
     near = {"rtol": 1e-5, "atol": 1e-5}  # captum's own steps are in single precision
     torch.testing.assert_close(found["integrated_gradients"], expected.flatten(1).sum(1).double(), **near)
-    torch.testing.assert_close(found["integrated_gradients_l1"], expected.abs().flatten(1).sum(1).double(), **near)
+    torch.testing.assert_close(
+        found["integrated_gradients_l1"], expected.abs().flatten(1).sum(1).double(), **near
+    )
     torch.testing.assert_close(found["integrated_gradients_gap"], delta.double(), **near)
     torch.testing.assert_close(maps_of(measure, setting), expected.float())
 
@@ -113,11 +136,15 @@ def test_smooth_gradients_are_the_mean_over_the_noise_that_was_drawn(dtype: torc
     for sample in range(5):
         for row in range(N):
             drawn = random_normals(4, "smooth_grad 0", torch.tensor([row]), 25, sample)[0, 0].view(1, 5, 5)
-            noisy = (inputs[row] + 0.2 * (inputs[row].max() - inputs[row].min()) * drawn.to(dtype))[None].requires_grad_()
+            noisy = (inputs[row] + 0.2 * (inputs[row].max() - inputs[row].min()) * drawn.to(dtype))[
+                None
+            ].requires_grad_()
             total[row] += torch.autograd.grad(F.cross_entropy(model(noisy)[0], target[row]), noisy)[0][0] / 5
     measure, setting = SmoothGrad(samples=5, noise=0.2), of_classes(model, inputs, target, seed=4)
     found = columns_of(measure, setting)
-    torch.testing.assert_close(found["smooth_grad"], total.flatten(1).norm(dim=1).double(), **tolerance(dtype))
+    torch.testing.assert_close(
+        found["smooth_grad"], total.flatten(1).norm(dim=1).double(), **tolerance(dtype)
+    )
     torch.testing.assert_close(maps_of(measure, setting), total.float())
 
 
@@ -129,7 +156,9 @@ def test_the_noise_is_normal_and_its_own_for_every_row_and_copy() -> None:
     assert float(between.abs().max()) < 6 / math.sqrt(500)
 
 
-@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name
+)
 def test_every_architecture_has_its_loss_gradient(architecture: Architecture) -> None:
     model = architecture.build()
     (inputs,), target = architecture.batch(N)
@@ -141,24 +170,32 @@ def test_every_architecture_has_its_loss_gradient(architecture: Architecture) ->
     torch.testing.assert_close(found["input_gradient"], torch.stack(expected).double(), rtol=1e-5, atol=1e-7)
 
 
-# -- what must hold -------------------------------------------------------------------------------------------------------------------
+# -- what must hold
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_many_steps_close_the_gap() -> None:
     model, inputs, target = classifier()
     setting = of_classes(model, inputs, target)
-    gaps = [columns_of(IntegratedGradients(steps=steps), setting)["integrated_gradients_gap"].abs().max() for steps in (1, 4, 40)]
+    gaps = [
+        columns_of(IntegratedGradients(steps=steps), setting)["integrated_gradients_gap"].abs().max()
+        for steps in (1, 4, 40)
+    ]
     assert gaps[0] > gaps[1] > gaps[2]
     assert gaps[2] < 1e-10
     found = columns_of(IntegratedGradients(steps=40), setting)["integrated_gradients"]
-    rise = F.cross_entropy(model(inputs), target, reduction="none") - F.cross_entropy(model(0 * inputs), target, reduction="none")
+    rise = F.cross_entropy(model(inputs), target, reduction="none") - F.cross_entropy(
+        model(0 * inputs), target, reduction="none"
+    )
     torch.testing.assert_close(found, rise.detach(), rtol=1e-10, atol=1e-10)
 
 
 @each_measure
 @settings(deadline=None, max_examples=5)
 @given(chunk=st.integers(1, 20), start=st.integers(0, N - 1))
-def test_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(measure: Attribution, chunk: int, start: int) -> None:
+def test_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(
+    measure: Attribution, chunk: int, start: int
+) -> None:
     setting = of_classes(*classifier())
     whole, part = columns_of(measure, setting, 10**6), columns_of(measure, setting, chunk, start)
     for name, column in part.items():
@@ -170,7 +207,10 @@ def test_rows_that_are_not_finite_are_nan_and_leave_the_others_alone(measure: At
     model, inputs, target = classifier()
     dirty = inputs.clone()
     dirty[1, 0, 2, 2], dirty[4] = math.nan, math.inf
-    found, clean = columns_of(measure, of_classes(model, dirty, target)), columns_of(measure, of_classes(model, inputs, target))
+    found, clean = (
+        columns_of(measure, of_classes(model, dirty, target)),
+        columns_of(measure, of_classes(model, inputs, target)),
+    )
     for name, column in found.items():
         assert torch.isnan(column[[1, 4]]).all(), name
         torch.testing.assert_close(column[[0, 2, 3, 5]], clean[name][[0, 2, 3, 5]], rtol=1e-10, atol=1e-12)
@@ -204,7 +244,9 @@ def test_a_label_that_counts_for_nothing_has_no_output() -> None:
 
 
 class TwoInputs(nn.Module):
-    """A category [n], tokens [n, t] looked up twice, a table row [n, 3] and a mask [n, t] of whole numbers, to two classes."""
+    """A category [n], tokens [n, t] looked up twice, a table row [n, 3] and a mask [n, t] of whole numbers,
+    to two classes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,8 +266,12 @@ def two_inputs() -> tuple[nn.Module, tuple[Tensor, ...], Tensor]:
     return TwoInputs().double(), inputs, torch.arange(N) % 2
 
 
-def loss_parts(model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, row: int) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    """Of one row what the model takes in (kind, token, other, floats), and the loss as a function of them, written out by hand."""
+def loss_parts(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, row: int
+) -> tuple[list[Tensor], Callable[..., Tensor]]:
+    """Of one row what the model takes in (kind, token, other, floats), and the loss as a function of them,
+    written out by hand.
+    """
     kind, tokens, floats, mask = (x[row] for x in inputs)
     values = [model.kind(kind), model.token(tokens), model.other(tokens), floats]
 
@@ -245,7 +291,12 @@ def test_several_inputs_have_their_own_numbers_and_maps() -> None:
     measure = GradientXInput()
     columns_of(measure, setting)
     gathered = gathered_of(measure, setting, torch.arange(N, 0, -1).double())
-    assert gathered.numbers["places"] == ["kind, call 0, of input 0", "token, call 0, of input 1", "other, call 0, of input 1", "input 2"]
+    assert gathered.numbers["places"] == [
+        "kind, call 0, of input 0",
+        "token, call 0, of input 1",
+        "other, call 0, of input 1",
+        "input 2",
+    ]
     assert torch.equal(gathered.arrays["ids_1"], inputs[1])
     assert torch.equal(gathered.arrays["ids_0"], inputs[0])
     for row in range(N):
@@ -254,32 +305,44 @@ def test_several_inputs_have_their_own_numbers_and_maps() -> None:
         parts = [g[0].norm(), torch.cat([g[1], g[2]]).norm(), g[3].norm()]
         for number, part in enumerate(parts):
             assert slope[f"input_gradient_{number}"][row].item() == pytest.approx(part.item(), rel=1e-10)
-        assert slope["input_gradient"][row].item() == pytest.approx(torch.stack(parts).norm().item(), rel=1e-10)
+        assert slope["input_gradient"][row].item() == pytest.approx(
+            torch.stack(parts).norm().item(), rel=1e-10
+        )
         by_position = (g[1] * values[1] + g[2] * values[2]).sum(1).detach()
         torch.testing.assert_close(gathered.arrays["map_1"][row], by_position.float())
         whole = sum((x * y).sum() for x, y in zip(g, values, strict=True))
         assert product["gradient_x_input"][row].item() == pytest.approx(whole.item(), rel=1e-10)
-    assert said == [f"{name}: held fixed, as no embedding takes their whole numbers: input 3 of the model" for name in
-                    ("input_gradient", "gradient_x_input", "gradient_x_input")]  # fmt: skip
+    why = "held fixed, as no embedding takes their whole numbers: input 3 of the model"
+    assert said == [f"{name}: {why}" for name in ("input_gradient", "gradient_x_input", "gradient_x_input")]
 
 
 def test_a_baseline_may_be_a_token() -> None:
     model, inputs, target = two_inputs()
     inputs = (inputs[0] % 3, inputs[1] % 3, *inputs[2:])
-    found = columns_of(IntegratedGradients(steps=40, baseline_token=2), setting_of(model, F.cross_entropy, inputs, target))
+    found = columns_of(
+        IntegratedGradients(steps=40, baseline_token=2), setting_of(model, F.cross_entropy, inputs, target)
+    )
     other = (torch.full_like(inputs[0], 2), torch.full_like(inputs[1], 2), 0 * inputs[2], inputs[3])
-    rise = F.cross_entropy(model(*inputs), target, reduction="none") - F.cross_entropy(model(*other), target, reduction="none")
+    rise = F.cross_entropy(model(*inputs), target, reduction="none") - F.cross_entropy(
+        model(*other), target, reduction="none"
+    )
     torch.testing.assert_close(found["integrated_gradients"], rise.detach(), rtol=1e-8, atol=1e-8)
     assert found["integrated_gradients_gap"].abs().max() < 1e-8
 
 
-# -- ids ------------------------------------------------------------------------------------------------------------------------------
+# -- ids
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_tied_embedding_counts_by_way_of_the_input_alone() -> None:
-    """configs/text.yaml: the head is the embedding. The model is run by hand from what is looked up, on weights that stay as they are."""
+    """configs/text.yaml: the head is the embedding. The model is run by hand from what is looked up, on
+    weights that stay as they are.
+    """
     model = resolve("text/model.py:build", CONFIGS)(width=16, layers=1, heads=2, positions=12).double().eval()
-    tokens, criterion = torch.randint(256, (N, 13)), resolve_loss(LossConfig(name="token_cross_entropy"), CONFIGS)
+    tokens, criterion = (
+        torch.randint(256, (N, 13)),
+        resolve_loss(LossConfig(name="token_cross_entropy"), CONFIGS),
+    )
     inputs, target = tokens[:, :-1], tokens[:, 1:]
     setting = setting_of(model, criterion.function, (inputs,), target, kind="token", classes=256)
     slope, product = columns_of(InputGradient(), setting), columns_of(GradientXInput(), setting)
@@ -292,7 +355,9 @@ def test_a_tied_embedding_counts_by_way_of_the_input_alone() -> None:
         loss = F.cross_entropy(F.linear(hidden[0], model.embedding.weight.detach()), target[row])
         (g,) = torch.autograd.grad(loss, x)
         assert slope["input_gradient"][row].item() == pytest.approx(g.norm().item(), rel=1e-10)
-        assert product["gradient_x_input"][row].item() == pytest.approx((g * x).sum().item(), rel=1e-9, abs=1e-12)
+        assert product["gradient_x_input"][row].item() == pytest.approx(
+            (g * x).sum().item(), rel=1e-9, abs=1e-12
+        )
         torch.testing.assert_close(maps[row], (g * x).sum(1).detach().float())
 
 
@@ -305,17 +370,26 @@ class Shifted(nn.Module):
         return self.head(self.embedding(self.shift(ids)).flatten(1, -2).mean(1))
 
 
-@pytest.mark.parametrize("view", [lambda ids: ids, lambda ids: ids.unsqueeze(1), lambda ids: ids.view(len(ids), 2, 3)])
+@pytest.mark.parametrize(
+    "view", [lambda ids: ids, lambda ids: ids.unsqueeze(1), lambda ids: ids.view(len(ids), 2, 3)]
+)
 def test_ids_may_be_viewed_before_they_are_looked_up(view: Callable[[Tensor], Tensor]) -> None:
-    setting = setting_of(Shifted(view), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64))
+    setting = setting_of(
+        Shifted(view), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
+    )
     measure = InputGradient()
     columns_of(measure, setting)
     assert maps_of(measure, setting).shape == (N, 6)
 
 
-@pytest.mark.parametrize("shift", [lambda ids: ids.clamp(max=7), lambda ids: ids[:, 1:], lambda ids: ids[:, :-1], lambda ids: ids.roll(1)])
+@pytest.mark.parametrize(
+    "shift",
+    [lambda ids: ids.clamp(max=7), lambda ids: ids[:, 1:], lambda ids: ids[:, :-1], lambda ids: ids.roll(1)],
+)
 def test_ids_that_are_changed_first_are_refused(shift: Callable[[Tensor], Tensor]) -> None:
-    setting = setting_of(Shifted(shift), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64))
+    setting = setting_of(
+        Shifted(shift), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
+    )
     with pytest.raises(MeasureError, match="found no input of this model to attribute to") as refused:
         InputGradient().prepare(setting)
     assert "shifted, clipped or cut" in str(refused.value)
@@ -335,17 +409,22 @@ def test_the_model_is_as_before_also_after_an_error(measure: Attribution) -> Non
 
     model = Failing(lambda ids: ids)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    setting = setting_of(model, F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64))
+    setting = setting_of(
+        model, F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
+    )
     with pytest.raises(Exception, match="on purpose"):
         columns_of(measure, setting, chunk_size=2)
     model.calls = -1000
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     columns_of(measure, setting)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert {name: value.tolist() for name, value in model.state_dict().items()} == {k: v.tolist() for k, v in before.items()}
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        k: v.tolist() for k, v in before.items()
+    }
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------------------------
+# -- refusals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_logits_need_classes() -> None:
@@ -379,6 +458,11 @@ def test_options_out_of_range_are_refused(make: Callable[[], Attribution], words
 
 def test_gauss_legendre_is_exact_for_polynomials() -> None:
     """A cubic loss of one number: the attribution is the rise, with two steps."""
-    setting = setting_of(nn.Linear(1, 1).double(), lambda out, _: out.sum() ** 3, (torch.randn(N, 1, dtype=torch.float64),), torch.zeros(N))
+    setting = setting_of(
+        nn.Linear(1, 1).double(),
+        lambda out, _: out.sum() ** 3,
+        (torch.randn(N, 1, dtype=torch.float64),),
+        torch.zeros(N),
+    )
     assert columns_of(IntegratedGradients(steps=2), setting)["integrated_gradients_gap"].abs().max() < 1e-12
     assert np.polynomial.legendre.leggauss(2)[1].sum() == pytest.approx(2)

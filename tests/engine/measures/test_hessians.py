@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.known.hessian_top_eigenvalue import HessianTopEigenvalue
-from psgrad.engine.measures.known.hessian_trace import HessianTrace
-from psgrad.engine.measures.krylov import extreme_eigenvalues
-from psgrad.engine.measures.row_passes import random_signs
+from psgrad.engine.measures.builtin.curvature import HessianTopEigenvalue, HessianTrace
+from psgrad.engine.measures.hessians import extreme_eigenvalues
+from psgrad.engine.measures.passes import random_signs
 from psgrad.errors import MeasureError
 from tests.engine.measures.own_passes import columns_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
@@ -39,7 +38,11 @@ def dense(model: nn.Module, loss: object, inputs: tuple[Tensor, ...], target: Te
     rows = []
     for sample in range(len(target)):
         blocks = torch.func.hessian(loss_of)(params, tuple(x[sample] for x in inputs), target[sample])
-        rows.append(torch.cat([torch.cat([blocks[a][b].reshape(sizes[a], sizes[b]) for b in sizes], dim=1) for a in sizes]).detach())
+        rows.append(
+            torch.cat(
+                [torch.cat([blocks[a][b].reshape(sizes[a], sizes[b]) for b in sizes], dim=1) for a in sizes]
+            ).detach()
+        )
     return torch.stack(rows)
 
 
@@ -47,9 +50,13 @@ def test_few_parameters_have_exact_traces_and_eigenvalues() -> None:
     model, inputs, target = small()
     setting = setting_of(model, F.cross_entropy, inputs, target)
     hessians = dense(model, F.cross_entropy, inputs, target)
-    found = columns_of(HessianTrace(probes=64), setting) | columns_of(HessianTopEigenvalue(iterations=64), setting)
+    found = columns_of(HessianTrace(probes=64), setting) | columns_of(
+        HessianTopEigenvalue(iterations=64), setting
+    )
     values = torch.linalg.eigvalsh(hessians)
-    torch.testing.assert_close(found["hessian_trace"], hessians.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        found["hessian_trace"], hessians.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-10, atol=1e-12
+    )
     assert not found["hessian_trace_error"].any()
     torch.testing.assert_close(found["hessian_top_eigenvalue"], values[:, -1], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-10, atol=1e-12)
@@ -64,13 +71,17 @@ def test_the_trace_is_hutchinsons_of_the_probes_that_were_drawn() -> None:
     probes = random_signs(3, "hessian_trace", torch.arange(N), hessians.shape[1], 0, 11).double()
     along = torch.einsum("kmp,kpq,kmq->km", probes, hessians, probes)
     torch.testing.assert_close(found["hessian_trace"], along.mean(1), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found["hessian_trace_error"], along.std(1) / math.sqrt(11), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        found["hessian_trace_error"], along.std(1) / math.sqrt(11), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_the_standard_error_is_how_far_estimates_are_off() -> None:
     model, inputs, target = small()
     inputs, target = tuple(x[:1].expand(400, -1) for x in inputs), target[:1].expand(400)
-    found = columns_of(HessianTrace(probes=24), setting_of(model, F.cross_entropy, inputs, target), chunk_size=10**6)
+    found = columns_of(
+        HessianTrace(probes=24), setting_of(model, F.cross_entropy, inputs, target), chunk_size=10**6
+    )
     truth = dense(model, F.cross_entropy, tuple(x[:1] for x in inputs), target[:1])[0].diagonal().sum()
     off = (found["hessian_trace"] - truth) / found["hessian_trace_error"]
     assert abs(float(off.mean())) < 5 / math.sqrt(400)  # unbiased, but for the skew of a ratio
@@ -99,7 +110,9 @@ def test_every_architecture_has_its_curvature_along_probes(architecture: Archite
     probes = random_signs(0, "hessian_trace", torch.arange(2), flat.size, 0, 2)
     params = list(model.parameters())
     for sample in range(2):
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second derivative
+        with torch.nn.attention.sdpa_kernel(
+            torch.nn.attention.SDPBackend.MATH
+        ):  # the others have no second derivative
             output = model(*(x[sample : sample + 1] for x in inputs))[0]
             first = torch.autograd.grad(architecture.loss(output, target[sample]), params, create_graph=True)
         gradient, along = torch.cat([part.flatten() for part in first]), []
@@ -107,7 +120,12 @@ def test_every_architecture_has_its_curvature_along_probes(architecture: Archite
             second = torch.autograd.grad(gradient @ probe, params, retain_graph=True)
             along.append(torch.cat([part.flatten() for part in second]).double() @ probe.double())
         expected = torch.stack(along)
-        torch.testing.assert_close(found["hessian_trace"][sample], expected.mean(), rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            found["hessian_trace"][sample],
+            expected.mean(),
+            rtol=1e-5,
+            atol=1e-5 * float(expected.abs().max()),
+        )
 
 
 @settings(deadline=None, max_examples=8)
@@ -123,7 +141,10 @@ def test_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(chunk: int, s
 
 def test_another_seed_draws_other_probes() -> None:
     model, inputs, target = small()
-    one, other = (columns_of(HessianTrace(probes=3), setting_of(model, F.cross_entropy, inputs, target, seed=seed)) for seed in (0, 1))
+    one, other = (
+        columns_of(HessianTrace(probes=3), setting_of(model, F.cross_entropy, inputs, target, seed=seed))
+        for seed in (0, 1)
+    )
     assert (one["hessian_trace"] != other["hessian_trace"]).all()
 
 
@@ -133,7 +154,10 @@ def test_rows_that_are_not_finite_are_nan_and_leave_the_others_alone() -> None:
     dirty = inputs[0].clone()
     dirty[2, 1], dirty[5, 0] = math.nan, math.inf
     for measure in (HessianTrace(probes=3), HessianTopEigenvalue(iterations=5)):
-        found, expected = columns_of(measure, setting_of(model, F.cross_entropy, (dirty,), target)), columns_of(measure, clean)
+        found, expected = (
+            columns_of(measure, setting_of(model, F.cross_entropy, (dirty,), target)),
+            columns_of(measure, clean),
+        )
         for name, column in found.items():
             assert torch.isnan(column[[2, 5]]).all(), name
             kept = [0, 1, 3, 4, 6]
@@ -163,7 +187,10 @@ def test_lanczos_finds_the_ends_of_any_symmetric_matrix(k: int, p: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     half = torch.randn(k, p, p, generator=generator, dtype=torch.float64)
     matrices, starts = half + half.mT, torch.randn(k, p, generator=generator, dtype=torch.float64)
-    found, values = extreme_eigenvalues(lambda block: block @ matrices, starts, p), torch.linalg.eigvalsh(matrices)
+    found, values = (
+        extreme_eigenvalues(lambda block: block @ matrices, starts, p),
+        torch.linalg.eigvalsh(matrices),
+    )
     torch.testing.assert_close(found.lowest, values[:, 0], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found.highest, values[:, -1], rtol=1e-10, atol=1e-10)
 
@@ -198,7 +225,10 @@ def test_a_model_without_second_derivatives_is_refused_with_the_reason() -> None
             return Once.apply(self.layer(x))
 
     setting = setting_of(Model(), F.cross_entropy, (torch.randn(4, 3),), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(MeasureError, match="the measure hessian_trace needs second derivatives, which can't be had of this model"):
+    with pytest.raises(
+        MeasureError,
+        match="the measure hessian_trace needs second derivatives, which can't be had of this model",
+    ):
         columns_of(HessianTrace(), setting)
 
 
@@ -209,7 +239,9 @@ def test_a_model_that_draws_at_random_is_refused() -> None:
         columns_of(HessianTopEigenvalue(), setting)
 
 
-@pytest.mark.parametrize(("kind", "option"), [(HessianTrace, {"probes": 1}), (HessianTopEigenvalue, {"iterations": 1})])
+@pytest.mark.parametrize(
+    ("kind", "option"), [(HessianTrace, {"probes": 1}), (HessianTopEigenvalue, {"iterations": 1})]
+)
 def test_too_few_of_them_are_refused(kind: type, option: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected at least 2"):
         kind(**option)

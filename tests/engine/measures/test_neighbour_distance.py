@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.known.neighbour_distance import NeighbourDistance
-from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.builtin.neighbours import NeighbourDistance, ProjectedGradients
 from psgrad.engine.measures.measure import Gathered
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
@@ -25,7 +24,13 @@ ROOT = Path(__file__).parents[3]
 MOST = 5  # columns: no more than parameters, so that nothing is projected
 
 
-def found_of(rows: Tensor, options: dict[str, Any] | None = None, dimension: int = MOST, chunk_size: int = 7, **facts: Any) -> Gathered:
+def found_of(
+    rows: Tensor,
+    options: dict[str, Any] | None = None,
+    dimension: int = MOST,
+    chunk_size: int = 7,
+    **facts: Any,
+) -> Gathered:
     """What is found among samples whose gradients are these [n, p]."""
     model = nn.Linear(rows.shape[1], 1, bias=False).to(rows.dtype)
     setting = setting_of(model, lambda output, target: output.sum(), (rows,), None, **facts)
@@ -52,7 +57,13 @@ def mean_of_nearest(table: np.ndarray, count: int) -> np.ndarray:
     return np.array([np.mean(row) if row else np.nan for row in nearest])
 
 
-@given(n=st.integers(1, 25), p=st.integers(2, MOST), count=st.integers(1, 30), chunk_size=st.integers(1, 25), seed=st.integers(0, 50))
+@given(
+    n=st.integers(1, 25),
+    p=st.integers(2, MOST),
+    count=st.integers(1, 30),
+    chunk_size=st.integers(1, 25),
+    seed=st.integers(0, 50),
+)
 @settings(max_examples=30)
 def test_they_are_those_of_all_distances(n: int, p: int, count: int, chunk_size: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -60,13 +71,20 @@ def test_they_are_those_of_all_distances(n: int, p: int, count: int, chunk_size:
     rows[random.random(n) < 0.1] = 0
     rows[random.random(n) < 0.1] = np.nan
     found = found_of(torch.from_numpy(rows), {"neighbours": count, "save": True}, chunk_size=chunk_size)
-    for by_angle, column, who in ((False, "neighbour_distance", "neighbours"), (True, "neighbour_angle_distance", "neighbours_by_angle")):
+    for by_angle, column, who in (
+        (False, "neighbour_distance", "neighbours"),
+        (True, "neighbour_angle_distance", "neighbours_by_angle"),
+    ):
         table = all_distances(rows, by_angle)
-        np.testing.assert_allclose(found.columns[column], mean_of_nearest(table, count), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            found.columns[column], mean_of_nearest(table, count), rtol=1e-9, atol=1e-12
+        )
         for row, near in enumerate(found.arrays[who].tolist()):
             known = [other for other in near if other >= 0]
             assert len(known) == len(set(known)) == min(count, int(np.isfinite(table[row]).sum()))
-            np.testing.assert_allclose(table[row][known], np.sort(table[row])[: len(known)], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(
+                table[row][known], np.sort(table[row])[: len(known)], rtol=1e-9, atol=1e-12
+            )
     assert torch.equal(found.columns["nearest_neighbour"], found.arrays["neighbours"][:, 0])
     assert torch.equal(found.columns["nearest_by_angle"], found.arrays["neighbours_by_angle"][:, 0])
 
@@ -77,7 +95,8 @@ def test_the_label_share_counts_neighbours_of_another_class() -> None:
     found = found_of(rows, {"neighbours": 2}, targets=targets)
     table, count = all_distances(rows.double().numpy(), True), 2
     expected = [
-        np.mean(targets.numpy()[np.argsort(row)[:count]] != label) for row, label in zip(table[:5], targets[:5].tolist(), strict=True)
+        np.mean(targets.numpy()[np.argsort(row)[:count]] != label)
+        for row, label in zip(table[:5], targets[:5].tolist(), strict=True)
     ]
     np.testing.assert_allclose(found.columns["neighbour_label_share"][:5], expected)
     assert found.columns["neighbour_label_share"][5].isnan()
@@ -102,7 +121,9 @@ def test_gradients_that_are_all_alike_are_at_no_distance() -> None:
     assert not found.columns["neighbour_angle_distance"].any()
 
 
-@pytest.mark.parametrize("rows", [torch.ones(1, 3), torch.tensor([[1.0, 1], [math.nan, 1]]), torch.full((2, 2), math.inf)])
+@pytest.mark.parametrize(
+    "rows", [torch.ones(1, 3), torch.tensor([[1.0, 1], [math.nan, 1]]), torch.full((2, 2), math.inf)]
+)
 def test_who_is_alone_has_no_neighbour(rows: Tensor) -> None:
     found = found_of(rows, {"save": True})
     assert found.columns["neighbour_distance"].isnan().all()
@@ -116,7 +137,9 @@ def test_among_many_some_are_drawn_and_that_is_said() -> None:
     found = found_of(rows, {"neighbours": 4, "reference": 20}, seed=9, say=said.append)
     chosen = np.sort(np.random.default_rng(9).choice(60, 20, replace=False))
     table = all_distances(rows.double().numpy(), False)
-    np.testing.assert_allclose(found.columns["neighbour_distance"], mean_of_nearest(table[:, chosen], 4), rtol=1e-6)
+    np.testing.assert_allclose(
+        found.columns["neighbour_distance"], mean_of_nearest(table[:, chosen], 4), rtol=1e-6
+    )
     assert set(found.columns["nearest_neighbour"].tolist()) <= set(chosen.tolist())
     assert said == ["neighbour_distance: neighbours are looked for among 20 of 60 samples, drawn at random"]
     assert found.numbers["among"] == 20
@@ -140,9 +163,11 @@ from psgrad.engine.measures.known.neighbour_distance import NeighbourDistance
 from tests.engine.measures.own_passes import setting_of
 def run(n):
     measure = NeighbourDistance(reference=2000)
-    measure.prepare(setting_of(torch.nn.Linear(8, 1), lambda output, target: output.sum(), (torch.zeros(n, 8),), None))
+    loss = lambda output, target: output.sum()
+    measure.prepare(setting_of(torch.nn.Linear(8, 1), loss, (torch.zeros(n, 8),), None))
     ones = torch.ones(n)
-    measure.gather({"projected_gradients": torch.randn(n, 8), "ok": ones > 0, "loss": ones, "grad_norm": ones})
+    rows = {"projected_gradients": torch.randn(n, 8), "ok": ones > 0, "loss": ones, "grad_norm": ones}
+    measure.gather(rows)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 few = run(3000)  # the libraries, and a table of all that are held against each other
 print(run(30_000) - few)
@@ -150,7 +175,9 @@ print(run(30_000) - few)
 
 
 def test_memory_grows_with_the_samples_not_with_their_distances() -> None:
-    grown = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    grown = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
     assert int(grown.stdout) * 1024 < 30_000 * 2000 * 8 / 8  # an eighth of all distances
 
 

@@ -1,4 +1,6 @@
-"""The gradient noise scale beside its definition on draws of known mean and covariance, and its interval in simulations."""
+"""The gradient noise scale beside its definition on draws of known mean and covariance, and its interval in
+simulations.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.measures.known.noise_scale import NoiseScale, estimates, jackknife_values, resampled_estimates
-from psgrad.engine.measures.resampling import block_sums, interval
+from psgrad.engine.measures.builtin.dataset import (
+    NoiseScale,
+    estimates,
+    jackknife_values,
+    resampled_estimates,
+)
+from psgrad.engine.measures.sums import block_sums, interval
 from tests.engine.measures.passes import Rows, measured
 
 SPREADS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.25], dtype=torch.float64)
@@ -19,14 +26,18 @@ SPREADS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.25], dtype=torch.float64)
 
 def drawn(n: int, mean: Tensor, seed: int) -> Tensor:
     """[n, 5] normal, with these standard deviations."""
-    return mean + SPREADS * torch.randn(n, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return mean + SPREADS * torch.randn(
+        n, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def numbers_of(gradients: Tensor, **options: Any) -> dict[str, Any]:
     """The loss of a sample is its inner product with the parameters, so that its gradient is the input."""
     model = nn.Linear(gradients.shape[1], 1, bias=False).double()
     rows = Rows(model, gradients, None, lambda output, target: output.sum(), "custom", None)
-    found: dict[str, Any] = dict(measured(rows, lambda: [NoiseScale(**options)], 20_000).gathered["noise_scale"].numbers)
+    found: dict[str, Any] = dict(
+        measured(rows, lambda: [NoiseScale(**options)], 20_000).gathered["noise_scale"].numbers
+    )
     return found
 
 
@@ -35,10 +46,15 @@ def test_a_hundred_thousand_draws_give_the_noise_scale_of_their_distribution() -
     square_mean, noise = float(mean.square().sum()), float(SPREADS.square().sum())
     found = numbers_of(drawn(n, mean, 0))
     # Standard errors to first order: of |G|^2 2 sqrt(G' Sigma G / n), of tr(Sigma) sqrt(2 tr(Sigma^2) / n).
-    errors = 2 * math.sqrt(float((mean * SPREADS).square().sum()) / n), math.sqrt(2 * float(SPREADS.pow(4).sum()) / n)
+    errors = (
+        2 * math.sqrt(float((mean * SPREADS).square().sum()) / n),
+        math.sqrt(2 * float(SPREADS.pow(4).sum()) / n),
+    )
     assert abs(found["square_mean"] - square_mean) < 4 * errors[0]
     assert abs(found["noise"] - noise) < 4 * errors[1]
-    assert abs(found["noise_scale"] - noise / square_mean) < 4 * noise / square_mean * (errors[0] / square_mean + errors[1] / noise)
+    assert abs(found["noise_scale"] - noise / square_mean) < 4 * noise / square_mean * (
+        errors[0] / square_mean + errors[1] / noise
+    )
     low, high = found["square_mean_interval"]
     assert high - low == pytest.approx(2 * 1.96 * errors[0], rel=0.1)
     low, high = found["noise_interval"]
@@ -58,7 +74,9 @@ def test_the_estimates_have_no_bias() -> None:
     """The mean over 4,000 datasets of 5 samples each, where |gbar|^2 itself would be three times as large."""
     mean = torch.full((5,), 0.3, dtype=torch.float64)
     g = drawn(20_000, mean, 2).reshape(4000, 5, 5)
-    found = [estimates(5, float(each.square().sum(1).mean()), float(each.mean(0).square().sum())) for each in g]
+    found = [
+        estimates(5, float(each.square().sum(1).mean()), float(each.mean(0).square().sum())) for each in g
+    ]
     values = np.array(found)
     truth = np.array([float(mean.square().sum()), float(SPREADS.square().sum())])
     errors = values.std(0, ddof=1) / math.sqrt(len(values))
@@ -82,7 +100,9 @@ def test_jackknife_values_are_those_of_leaving_samples_out() -> None:
 
 @pytest.mark.parametrize("size", [0.02, 0.1, 0.5])
 def test_the_interval_holds_the_true_value_as_often_as_it_says(size: float) -> None:
-    """Of 300 datasets of 200 samples, at 95 %: nine in ten and more, be the signal strong, like the noise, or lost in it."""
+    """Of 300 datasets of 200 samples, at 95 %: nine in ten and more, be the signal strong, like the noise, or
+    lost in it.
+    """
     mean = torch.full((5,), size, dtype=torch.float64)
     truth = float(SPREADS.square().sum()) / float(mean.square().sum())
     held, widths = 0, 0
@@ -94,17 +114,23 @@ def test_the_interval_holds_the_true_value_as_often_as_it_says(size: float) -> N
         held += (low is None or low <= truth) and (high is None or truth <= high)
         widths += high is not None and low is not None and high / low < 4
     assert held / 300 >= 0.89
-    assert size < 0.5 or (held / 300 <= 0.985 and widths == 300), "an interval that holds everything says nothing"
+    assert size < 0.5 or (held / 300 <= 0.985 and widths == 300), (
+        "an interval that holds everything says nothing"
+    )
 
 
 def test_where_the_signal_is_lost_it_is_undefined_and_says_by_how_much() -> None:
     found = next(
-        numbers for seed in range(20) if (numbers := numbers_of(drawn(60, torch.zeros(5, dtype=torch.float64), seed)))["square_mean"] <= 0
+        numbers
+        for seed in range(20)
+        if (numbers := numbers_of(drawn(60, torch.zeros(5, dtype=torch.float64), seed)))["square_mean"] <= 0
     )
     assert found["noise_scale"] is None
     low, high = found["square_mean_interval"]
-    assert found["status"] == (
-        f"undefined: the estimate of |G|^2 is {found['square_mean']:.3g} (at 95% between {low:.3g} and {high:.3g}), not above zero"
+    assert (
+        found["status"]
+        == f"undefined: the estimate of |G|^2 is {found['square_mean']:.3g} (at 95% between {low:.3g} and"
+        f" {high:.3g}), not above zero"
     )
     assert low < 0
     assert found["noise_scale_interval"][1] is None
@@ -115,7 +141,9 @@ def test_the_same_seed_gives_the_same_interval_and_another_another_one() -> None
     model = nn.Linear(5, 1, bias=False).double()
     rows = Rows(model, g, None, lambda output, target: output.sum(), "custom", None)
     one, two, other = (
-        measured(rows, lambda: [NoiseScale(resamples=200)], 9, seed=seed).gathered["noise_scale"].numbers["noise_interval"]
+        measured(rows, lambda: [NoiseScale(resamples=200)], 9, seed=seed)
+        .gathered["noise_scale"]
+        .numbers["noise_interval"]
         for seed in (1, 1, 2)
     )
     assert one == two != other

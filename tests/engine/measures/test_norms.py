@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.measures.norms import GradientNorms, NormDistribution
-from psgrad.engine.objective import Objective
 
 # Half a bin of the histogram, of which there are 64 a decade.
 QUANTILE_ERROR = 10 ** (0.5 / 64) - 1
@@ -35,8 +35,14 @@ def assert_same_statistics(found: NormDistribution, values: np.ndarray) -> None:
     assert found.maximum == values.max()
 
 
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), spread=st.floats(0.1, 5), middle=st.floats(-8, 8))
-def test_the_statistics_are_numpys_however_the_values_are_cut(sizes: list[int], spread: float, middle: float) -> None:
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    spread=st.floats(0.1, 5),
+    middle=st.floats(-8, 8),
+)
+def test_the_statistics_are_numpys_however_the_values_are_cut(
+    sizes: list[int], spread: float, middle: float
+) -> None:
     values = torch.exp(spread * torch.randn(sum(sizes), dtype=torch.float64) + middle)
     found = distribution(*values.split(sizes))
     if len(values):
@@ -85,7 +91,9 @@ def test_one_value_has_no_spread() -> None:
 
 def gradients_of(inputs: Tensor) -> object:
     objective = Objective(nn.Linear(3, 1), lambda output, target: output.square().sum())
-    return per_sample_gradients(objective.loss, objective.params, (inputs,), None, in_dims=(0, None), has_aux=True)
+    return per_sample_gradients(
+        objective.loss, objective.params, (inputs,), None, in_dims=(0, None), has_aux=True
+    )
 
 
 def test_rows_that_are_not_finite_are_columns_but_no_part_of_the_distribution() -> None:

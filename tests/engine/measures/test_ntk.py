@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.chosen import chosen_rows
-from psgrad.engine.measures.known.ntk import NTK
+from psgrad.engine.measures.builtin.ntk import NTK
 from psgrad.engine.measures.measure import Gathered, Setting
+from psgrad.engine.measures.projected import chosen_rows
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
@@ -28,7 +28,9 @@ def found_of(setting: Setting, options: dict[str, Any] | None = None, chunk_size
 
 def jacobians(model: nn.Module, inputs: tuple[Tensor, ...]) -> np.ndarray:
     """[n, C, p] of a model in float64."""
-    params = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    params = {
+        name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
     def output(params: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         return torch.func.functional_call(model, params, tuple(x.unsqueeze(0) for x in inputs)).reshape(-1)
@@ -52,7 +54,9 @@ def alignment(kernel: np.ndarray, labels: np.ndarray) -> float:
     return float((one * other).sum() / np.linalg.norm(one) / np.linalg.norm(other))
 
 
-@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name
+)
 def test_the_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None:
     inputs, target = architecture.batch(6, dtype=torch.float64)
     rows = jacobians(architecture.build(dtype=torch.float64), inputs)
@@ -60,25 +64,43 @@ def test_the_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None
     flat = rows.reshape(n * outputs, size)
     expected = (flat @ flat.T).reshape(n, outputs, n, outputs)
     narrow = tuple(x.float() if x.is_floating_point() else x for x in inputs)
-    setting = setting_of(architecture.build(), architecture.loss, narrow, target, kind="class", classes=outputs, targets=target)
+    setting = setting_of(
+        architecture.build(), architecture.loss, narrow, target, kind="class", classes=outputs, targets=target
+    )
     found = found_of(setting, {"save": True})
     np.testing.assert_allclose(found.arrays["kernel"], expected, atol=1e-5 * np.abs(expected).max())
     trace_kernel = np.einsum("icjc->ij", expected) / outputs
-    np.testing.assert_allclose(found.arrays["trace_kernel"], trace_kernel, atol=1e-5 * np.abs(trace_kernel).max())
+    np.testing.assert_allclose(
+        found.arrays["trace_kernel"], trace_kernel, atol=1e-5 * np.abs(trace_kernel).max()
+    )
     assert found.arrays["rows"].tolist() == list(range(6))
     values = np.linalg.eigvalsh(trace_kernel)[::-1]
     np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"], values, atol=1e-5 * values[0])
     np.testing.assert_allclose(found.tables["spectrum"]["share"], values / values.sum(), atol=1e-5)
     assert found.numbers["trace"] == pytest.approx(np.einsum("icic->", expected), rel=1e-5)
-    assert found.numbers["alignment"] == pytest.approx(alignment(trace_kernel, np.eye(outputs)[target.numpy()]), rel=1e-4)
+    assert found.numbers["alignment"] == pytest.approx(
+        alignment(trace_kernel, np.eye(outputs)[target.numpy()]), rel=1e-4
+    )
 
 
 @given(n=st.integers(1, 12), outputs=st.integers(1, 4), chunk_size=st.integers(1, 12))
 @settings(max_examples=15)
-def test_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(n: int, outputs: int, chunk_size: int) -> None:
-    model, inputs, targets = mlp(outputs), torch.randn(n, 3, dtype=torch.float64), torch.randint(outputs, (n,))
+def test_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(
+    n: int, outputs: int, chunk_size: int
+) -> None:
+    model, inputs, targets = (
+        mlp(outputs),
+        torch.randn(n, 3, dtype=torch.float64),
+        torch.randint(outputs, (n,)),
+    )
     setting = setting_of(
-        model, lambda output, target: F.cross_entropy(output, target), (inputs,), targets, kind="class", targets=targets, classes=outputs
+        model,
+        lambda output, target: F.cross_entropy(output, target),
+        (inputs,),
+        targets,
+        kind="class",
+        targets=targets,
+        classes=outputs,
     )
     found = found_of(setting, chunk_size=chunk_size)
     rows = jacobians(model, (inputs,))
@@ -92,7 +114,9 @@ def test_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(n: int, ou
         assert table["rank"] == np.linalg.matrix_rank(kernel, hermitian=True)
         if table["condition_number"] is not None:
             assert table["condition_number"] == pytest.approx(np.linalg.cond(kernel), rel=1e-3)
-        labels = (targets == output).numpy().astype(float)[:, None] if outputs > 1 else targets.numpy()[:, None]
+        labels = (
+            (targets == output).numpy().astype(float)[:, None] if outputs > 1 else targets.numpy()[:, None]
+        )
         if labels.std() and n > 1:
             assert table["alignment"] == pytest.approx(alignment(kernel, labels), rel=1e-9)
         else:
@@ -101,9 +125,19 @@ def test_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(n: int, ou
 
 
 def test_blocks_of_classes_are_means_over_pairs_without_oneself() -> None:
-    model, inputs, targets = mlp(3), torch.randn(9, 3, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1])
+    model, inputs, targets = (
+        mlp(3),
+        torch.randn(9, 3, dtype=torch.float64),
+        torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1]),
+    )
     setting = setting_of(
-        model, lambda output, target: F.cross_entropy(output, target), (inputs,), targets, kind="class", targets=targets, classes=3
+        model,
+        lambda output, target: F.cross_entropy(output, target),
+        (inputs,),
+        targets,
+        kind="class",
+        targets=targets,
+        classes=3,
     )
     table = found_of(setting).tables["classes"]
     rows = jacobians(model, (inputs,))
@@ -111,12 +145,16 @@ def test_blocks_of_classes_are_means_over_pairs_without_oneself() -> None:
     cosine = kernel / np.sqrt(np.outer(np.diag(kernel), np.diag(kernel)))
     seen = []
     for place, (one, other) in enumerate(zip(table["class"], table["other_class"], strict=True)):
-        pairs = [(i, j) for i in range(9) for j in range(9) if i != j and targets[i] == one and targets[j] == other]
+        pairs = [
+            (i, j) for i in range(9) for j in range(9) if i != j and targets[i] == one and targets[j] == other
+        ]
         seen.append((one, other))
         assert table["pairs"][place] == len(pairs)
         if pairs:
             assert table["mean"][place] == pytest.approx(np.mean([kernel[pair] for pair in pairs]), rel=1e-9)
-            assert table["mean_cosine"][place] == pytest.approx(np.mean([cosine[pair] for pair in pairs]), rel=1e-9)
+            assert table["mean_cosine"][place] == pytest.approx(
+                np.mean([cosine[pair] for pair in pairs]), rel=1e-9
+            )
         else:
             assert math.isnan(table["mean"][place])
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
@@ -132,7 +170,9 @@ def test_a_single_logit_is_aligned_with_class_one() -> None:
     found = found_of(setting_of(model, loss, (inputs,), target, kind="binary"))
     rows = jacobians(model, (inputs,))[:, 0]
     expected = alignment(rows @ rows.T, target.numpy()[:, None])
-    assert found.numbers["alignment"] == pytest.approx(expected, rel=1e-9)  # two one-hot columns say the same twice
+    assert found.numbers["alignment"] == pytest.approx(
+        expected, rel=1e-9
+    )  # two one-hot columns say the same twice
     assert found.tables["outputs"]["alignment"] == [pytest.approx(expected, rel=1e-9)]
     assert found.numbers["condition_number"] == found.numbers["condition_number_of_all_outputs"]
 
@@ -140,7 +180,11 @@ def test_a_single_logit_is_aligned_with_class_one() -> None:
 def test_where_there_are_no_classes_nothing_is_said_of_them() -> None:
     model, inputs = mlp(2), torch.randn(5, 3, dtype=torch.float64)
     target = torch.randn(5, 2, dtype=torch.float64)
-    found = found_of(setting_of(model, lambda output, target: (output - target).square().sum(), (inputs,), target, kind="value"))
+    found = found_of(
+        setting_of(
+            model, lambda output, target: (output - target).square().sum(), (inputs,), target, kind="value"
+        )
+    )
     assert found.numbers["alignment"] is None
     assert "classes" not in found.tables
     assert found.tables["outputs"]["alignment"] == [None, None]
@@ -164,11 +208,15 @@ def test_one_class_has_no_alignment() -> None:
 def test_positions_of_a_sequence_are_outputs() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
     tokens, target = torch.randint(5, (4, 2)), torch.randint(5, (4, 2))
-    setting = setting_of(model, lambda output, target: F.cross_entropy(output, target), (tokens,), target, kind="token")
+    setting = setting_of(
+        model, lambda output, target: F.cross_entropy(output, target), (tokens,), target, kind="token"
+    )
     found = found_of(setting)
     rows = jacobians(model, (tokens,))
     assert found.numbers["outputs"] == 10
-    np.testing.assert_allclose(found.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 10, rtol=1e-9)
+    np.testing.assert_allclose(
+        found.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 10, rtol=1e-9
+    )
     assert found.numbers["alignment"] is None
 
 
@@ -183,7 +231,9 @@ def test_spoilt_samples_are_not_chosen_and_equal_ones_make_a_kernel_of_rank_one(
 
 
 def test_a_model_without_a_sample_to_look_at_says_nothing() -> None:
-    setting = setting_of(mlp(1), lambda output, target: output.sum(), (torch.full((2, 3), math.nan).double(),), None)
+    setting = setting_of(
+        mlp(1), lambda output, target: output.sum(), (torch.full((2, 3), math.nan).double(),), None
+    )
     assert found_of(setting).numbers == {"samples": 0, "outputs": 1}
 
 
@@ -199,7 +249,9 @@ def test_what_is_too_large_is_refused_with_what_would_fit() -> None:
     def setting(width: int) -> Setting:
         return setting_of(Wide(width), lambda output, target: output.sum(), (torch.ones(10, 2),), None)
 
-    with pytest.raises(MeasureError, match="10 samples of 2,000 outputs make a kernel of 20,000 rows") as caught:
+    with pytest.raises(
+        MeasureError, match="10 samples of 2,000 outputs make a kernel of 20,000 rows"
+    ) as caught:
         NTK().prepare(setting(2000))
     assert "set samples: 4 or less" in str(caught.value)
     with pytest.raises(MeasureError, match="leave ntk out"):
@@ -243,19 +295,32 @@ def test_some_of_many_are_as_many_of_each_class() -> None:
     assert torch.bincount(targets[chosen]).tolist() == [5, 5, 2]
     assert said == ["ntk: of 12 of 37 samples, drawn at random, as many of each class as there are"]
     rows = jacobians(model, (inputs[chosen],))
-    np.testing.assert_allclose(found.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 3, rtol=1e-9)
+    np.testing.assert_allclose(
+        found.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 3, rtol=1e-9
+    )
 
 
-@given(n=st.integers(0, 60), count=st.integers(1, 70), classes=st.integers(1, 6), seed=st.integers(0, 9), usable=st.integers(1, 10))
+@given(
+    n=st.integers(0, 60),
+    count=st.integers(1, 70),
+    classes=st.integers(1, 6),
+    seed=st.integers(0, 9),
+    usable=st.integers(1, 10),
+)
 @settings(max_examples=40)
-def test_chosen_rows_are_usable_balanced_and_the_seeds(n: int, count: int, classes: int, seed: int, usable: int) -> None:
+def test_chosen_rows_are_usable_balanced_and_the_seeds(
+    n: int, count: int, classes: int, seed: int, usable: int
+) -> None:
     labels, good = torch.randint(classes, (n,)), torch.rand(n) < usable / 10
     rows = chosen_rows(good, count, seed, labels)
     assert len(rows) == len(set(rows.tolist())) == min(count, int(good.sum()))
     assert good[rows].all()
     assert rows.tolist() == sorted(rows.tolist())
     assert torch.equal(rows, chosen_rows(good, count, seed, labels))
-    taken, there = torch.bincount(labels[rows], minlength=classes), torch.bincount(labels[good], minlength=classes)
+    taken, there = (
+        torch.bincount(labels[rows], minlength=classes),
+        torch.bincount(labels[good], minlength=classes),
+    )
     for one in range(classes):  # whoever is not exhausted has no less than others, but for one
         if taken[one] < there[one]:
             assert taken[one] >= taken.max() - 1

@@ -1,4 +1,6 @@
-"""The measures of the one pass beside definitions in numpy, on gradients of a plain loop over samples in float64."""
+"""The measures of the one pass beside definitions in numpy, on gradients of a plain loop over samples in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.measures.known.confidence import Confidence
-from psgrad.engine.measures.known.cosine_to_class_mean import CosineToClassMean
-from psgrad.engine.measures.known.cosine_to_mean import CosineToMean
-from psgrad.engine.measures.known.el2n import EL2N
-from psgrad.engine.measures.known.layer_norms import LayerNorms
-from psgrad.engine.measures.known.loo_mean_change import LooMeanChange
-from psgrad.engine.measures.known.margin import Margin
-from psgrad.engine.measures.known.noise_scale import NoiseScale
-from psgrad.engine.measures.known.relative_norm import RelativeNorm
-from psgrad.engine.measures.known.signal_to_noise import SignalToNoise
+from psgrad.engine.measures.builtin.dataset import NoiseScale
+from psgrad.engine.measures.builtin.directions import (
+    CosineToClassMean,
+    CosineToMean,
+    LooMeanChange,
+    SignalToNoise,
+)
+from psgrad.engine.measures.builtin.norms import LayerNorms, RelativeNorm
+from psgrad.engine.measures.builtin.outputs import EL2N, Confidence, Margin
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import MeasureError
 from tests.engine.measures.passes import Measured, Rows, classifier, measured
@@ -44,7 +45,15 @@ def every() -> list[Measure]:
     ]
 
 
-COLUMNS = ("el2n", "margin", "self_confidence", "relative_norm", "cosine_to_mean", "cosine_to_class_mean", "loo_mean_change")
+COLUMNS = (
+    "el2n",
+    "margin",
+    "self_confidence",
+    "relative_norm",
+    "cosine_to_mean",
+    "cosine_to_class_mean",
+    "loo_mean_change",
+)
 
 
 @dataclass
@@ -64,7 +73,9 @@ class Oracle:
         others[rows, self.labels] = -np.inf
         g, mean = self.gradients, self.gradients.mean(0)
         class_means = np.stack([g[self.labels == label].mean(0) for label in self.labels])
-        without = np.stack([np.delete(g, i, 0).mean(0) if n > 1 else np.full(g.shape[1], np.nan) for i in range(n)])
+        without = np.stack(
+            [np.delete(g, i, 0).mean(0) if n > 1 else np.full(g.shape[1], np.nan) for i in range(n)]
+        )
         return {
             "el2n": np.linalg.norm(p - np.eye(self.logits.shape[1])[self.labels], axis=1),
             "margin": self.logits[rows, self.labels] - others.max(1),
@@ -76,7 +87,9 @@ class Oracle:
         }
 
     def noise(self, part: slice = slice(None)) -> tuple[float, float]:
-        """(|G|^2, tr Sigma) as means over all pairs of samples: of products, and of half the squared distances."""
+        """(|G|^2, tr Sigma) as means over all pairs of samples: of products, and of half the squared
+        distances.
+        """
         g = self.gradients[:, part]
         n = len(g)
         products = g @ g.T
@@ -108,7 +121,9 @@ def test_every_column_is_its_definition(dtype: torch.dtype, tolerance: float) ->
         rows.model.float()
     found = measured(rows, every, chunk_size=7).rows
     for name in COLUMNS:
-        np.testing.assert_allclose(found[name].numpy(), expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            found[name].numpy(), expected[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
 
 
 def places(rows: Rows) -> dict[str, slice]:
@@ -128,13 +143,22 @@ def test_norms_by_layer_are_those_of_the_layers_parameters() -> None:
     found = measured(rows, lambda: [LayerNorms(), RelativeNorm()], 4)
     for layer, norms in by_layer.items():
         np.testing.assert_allclose(found.rows[f"layer_norm.{layer}"], norms, rtol=1e-10)
-    relative = np.stack([norms / np.linalg.norm(theta[layers[layer]]) for layer, norms in by_layer.items()], 1)
+    relative = np.stack(
+        [norms / np.linalg.norm(theta[layers[layer]]) for layer, norms in by_layer.items()], 1
+    )
     np.testing.assert_allclose(found.rows["relative_norm_largest"], relative.max(1), rtol=1e-10)
     assert found.rows["relative_norm_layer"].tolist() == relative.argmax(1).tolist()
     assert found.gathered["relative_norm"].numbers["layers"] == list(layers)
     table = found.gathered["relative_norm"].tables["parameters"]
-    np.testing.assert_allclose(table["parameter_norm"], [np.linalg.norm(theta[where[name]]) for name in table["parameter"]], rtol=1e-12)
-    means = [(np.linalg.norm(g[:, where[name]], axis=1) / np.linalg.norm(theta[where[name]])).mean() for name in table["parameter"]]
+    np.testing.assert_allclose(
+        table["parameter_norm"],
+        [np.linalg.norm(theta[where[name]]) for name in table["parameter"]],
+        rtol=1e-12,
+    )
+    means = [
+        (np.linalg.norm(g[:, where[name]], axis=1) / np.linalg.norm(theta[where[name]])).mean()
+        for name in table["parameter"]
+    ]
     np.testing.assert_allclose(table["mean"], means, rtol=1e-10)
 
 
@@ -149,7 +173,9 @@ def test_many_layers_are_an_array() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_the_signal_and_the_noise_of_each_parameter_and_element_are_their_definitions(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_signal_and_the_noise_of_each_parameter_and_element_are_their_definitions(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     rows = classifier(30, dtype)
     exact = oracle(Rows(rows.model.double(), rows.inputs.double(), rows.targets))
     rows.model.to(dtype)
@@ -159,7 +185,9 @@ def test_the_signal_and_the_noise_of_each_parameter_and_element_are_their_defini
         square_mean, noise = exact.noise(columns)
         assert table["signal"][place] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
         assert table["noise"][place] == pytest.approx(noise, rel=tolerance)
-        assert table["signal_to_noise"][place] == pytest.approx(square_mean / noise, rel=tolerance, abs=tolerance)
+        assert table["signal_to_noise"][place] == pytest.approx(
+            square_mean / noise, rel=tolerance, abs=tolerance
+        )
         g = exact.gradients[:, columns]
         variance = g.var(0, ddof=1)
         expected = (g.mean(0) ** 2 - variance / len(g)) / variance
@@ -173,7 +201,8 @@ def test_the_signal_and_the_noise_of_each_parameter_and_element_are_their_defini
     assert numbers["noise"] == pytest.approx(noise, rel=tolerance)
 
 
-# -- however the samples are cut, and wherever the run is interrupted --------------------------------------------------------------------
+# -- however the samples are cut, and wherever the run is interrupted
+# --------------------------------------------------------------------
 
 
 def same(one: Measured, other: Measured, exactly: bool) -> None:
@@ -191,7 +220,9 @@ def same(one: Measured, other: Measured, exactly: bool) -> None:
                 if left and isinstance(left[0], str):
                     assert left == right
                 else:
-                    check(np.array(left, float), np.array(right, float), err_msg=f"{name} {column}", **options)
+                    check(
+                        np.array(left, float), np.array(right, float), err_msg=f"{name} {column}", **options
+                    )
         for key, array in gathered.arrays.items():
             check(array.numpy(), again.arrays[key].numpy(), err_msg=key, **options)
         numbers = {key: value for key, value in gathered.numbers.items() if isinstance(value, (float, list))}
@@ -210,7 +241,11 @@ def test_the_chunks_do_not_matter(n: int, chunk_size: int, keeps: bool) -> None:
 @given(n=st.integers(2, 17), chunk_size=st.integers(1, 6), at=st.integers(1, 16), keeps=st.booleans())
 def test_an_interrupted_run_ends_with_the_same_bits(n: int, chunk_size: int, at: int, keeps: bool) -> None:
     rows = classifier(n, torch.float32)
-    same(measured(rows, every, chunk_size), measured(rows, every, chunk_size, interrupted_at=min(at, n), keeps=keeps), exactly=True)
+    same(
+        measured(rows, every, chunk_size),
+        measured(rows, every, chunk_size, interrupted_at=min(at, n), keeps=keeps),
+        exactly=True,
+    )
 
 
 def test_an_automatic_chunk_size_gives_the_same_bits_from_memory_and_without() -> None:
@@ -220,7 +255,8 @@ def test_an_automatic_chunk_size_gives_the_same_bits_from_memory_and_without() -
     same(kept, measured(rows, every, interrupted_at=8), exactly=True)
 
 
-# -- samples and models at the edges -----------------------------------------------------------------------------------------------------
+# -- samples and models at the edges
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:
@@ -232,7 +268,9 @@ def test_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:
     found = measured(rows, every, 5)
     for name in COLUMNS:
         assert found.rows[name][[3, 9]].isnan().all(), name
-        np.testing.assert_allclose(found.rows[name][finite], expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            found.rows[name][finite], expected[name], rtol=1e-10, atol=1e-12, err_msg=name
+        )
     clean = Rows(rows.model, rows.inputs[finite], rows.targets[finite] if rows.targets is not None else None)
     again = measured(clean, every, 5)
     for name in ("noise_scale", "signal_to_noise", "relative_norm"):
@@ -241,7 +279,9 @@ def test_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:
                 if column != "parameter":
                     np.testing.assert_allclose(found.gathered[name].tables[key][column], values, rtol=1e-10)
     assert found.gathered["noise_scale"].numbers["samples"] == 12
-    assert found.gathered["noise_scale"].numbers["square_mean"] == pytest.approx(again.gathered["noise_scale"].numbers["square_mean"])
+    assert found.gathered["noise_scale"].numbers["square_mean"] == pytest.approx(
+        again.gathered["noise_scale"].numbers["square_mean"]
+    )
 
 
 def test_no_sample_is_finite() -> None:
@@ -250,12 +290,17 @@ def test_no_sample_is_finite() -> None:
     found = measured(rows, every, 2)
     assert all(found.rows[name].isnan().all() for name in COLUMNS)
     assert found.gathered["noise_scale"].numbers["noise_scale"] is None
-    assert all(math.isnan(value) for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"])
+    assert all(
+        math.isnan(value)
+        for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
+    )
 
 
 def test_one_sample_has_cosine_one_and_nothing_to_leave_out() -> None:
     found = measured(classifier(1), every)
-    assert found.rows["cosine_to_mean"].item() == found.rows["cosine_to_class_mean"].item() == pytest.approx(1)
+    assert (
+        found.rows["cosine_to_mean"].item() == found.rows["cosine_to_class_mean"].item() == pytest.approx(1)
+    )
     assert math.isnan(found.rows["loo_mean_change"].item())
     numbers = found.gathered["noise_scale"].numbers
     assert numbers["noise_scale"] is None
@@ -271,7 +316,9 @@ def test_of_one_class_both_cosines_are_the_same() -> None:
 
 
 def test_cosines_with_nothing_are_empty_not_zero() -> None:
-    """The loss of a sample is its target times the output: some gradients are zero, and those of the first class cancel."""
+    """The loss of a sample is its target times the output: some gradients are zero, and those of the first
+    class cancel.
+    """
     model = nn.Linear(2, 1, bias=False).double()
     inputs = torch.tensor([[1.0, 2.0], [-1.0, -2.0], [0.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
     rows = Rows(model, inputs, torch.tensor([0, 0, 1, 1]), lambda output, target: output.sum(), classes=2)
@@ -292,7 +339,10 @@ def test_all_gradients_zero() -> None:
     assert (found.rows["relative_norm"] == 0).all()
     assert found.gathered["noise_scale"].numbers["noise_scale"] is None
     assert found.gathered["noise_scale"].numbers["status"].startswith("undefined: the estimate of |G|^2 is 0")
-    assert all(math.isnan(value) for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"])
+    assert all(
+        math.isnan(value)
+        for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
+    )
 
 
 def test_nearly_equal_gradients_keep_the_digits_of_their_differences() -> None:
@@ -345,6 +395,8 @@ def test_what_has_no_classes_is_refused(measure: Callable[[], Measure]) -> None:
 
 def test_class_means_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.engine.measures.sums.free_memory", lambda device: 1000)
-    with pytest.raises(MeasureError, match="cosine_to_class_mean keeps a mean gradient for each of 3 classes"):
+    with pytest.raises(
+        MeasureError, match="cosine_to_class_mean keeps a mean gradient for each of 3 classes"
+    ):
         CosineToClassMean().prepare(classifier(4).setting())
     CosineToMean().prepare(classifier(4).setting())

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgrad.engine.measures.known.forgetting import Forgetting
-from psgrad.engine.measures.known.trajectory import Trajectory
+from psgrad.engine.measures.builtin.checkpoints import Forgetting, Trajectory
+from psgrad.engine.measures.checkpoint_history import column
 from psgrad.engine.measures.measure import Gathered
-from psgrad.engine.measures.moments.history import column
 from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import gathered, of_checkpoints, perceptron, plain_norms
 
@@ -35,7 +34,11 @@ def history(*, loss: Any = None, **said: Any) -> dict[str, Tensor]:
 
 def measured(measure: Any, rows: dict[str, Tensor], count: int, kind: str = "class") -> Gathered:
     x, y = torch.randn(2, 4).double(), torch.randint(3, (2,))
-    return gathered(measure, of_checkpoints([perceptron(0)] * count, F.cross_entropy, (x,), y, kind=kind, classes=3, targets=y), rows)
+    return gathered(
+        measure,
+        of_checkpoints([perceptron(0)] * count, F.cross_entropy, (x,), y, kind=kind, classes=3, targets=y),
+        rows,
+    )
 
 
 def test_forgetting_of_histories_written_by_hand() -> None:
@@ -71,25 +74,33 @@ def test_with_positions_the_shares_that_are_lost_add_up() -> None:
     assert found.numbers["counts"] == {"0": 1, "1": 1}
 
 
-@pytest.mark.parametrize(("kind", "words"), [("value", "a value to come near to"), ("custom", "a form of its own")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("value", "a value to come near to"), ("custom", "a form of its own")]
+)
 def test_forgetting_needs_labels(kind: str, words: str) -> None:
     x = torch.randn(4, 4).double()
     setting = of_checkpoints([perceptron(0), perceptron(1)], F.mse_loss, (x,), x[:, :3], kind=kind)
-    with pytest.raises(MeasureError, match=f"forgetting asks whether a prediction is right, and this loss has {words}") as refused:
+    with pytest.raises(
+        MeasureError, match=f"forgetting asks whether a prediction is right, and this loss has {words}"
+    ) as refused:
         Forgetting().prepare(setting)
     assert "trajectory follows the loss itself" in str(refused.value)
 
 
 def test_forgetting_needs_hard_labels() -> None:
     x = torch.randn(4, 4).double()
-    setting = of_checkpoints([perceptron(0), perceptron(1)], F.cross_entropy, (x,), x[:, :3].softmax(1), kind="class", classes=3)
+    setting = of_checkpoints(
+        [perceptron(0), perceptron(1)], F.cross_entropy, (x,), x[:, :3].softmax(1), kind="class", classes=3
+    )
     with pytest.raises(MeasureError, match="this loss has soft labels"):
         Forgetting().prepare(setting)
 
 
 def test_cartography_of_histories_written_by_hand() -> None:
     confidence = [[0.2, 0.4, 0.6], [0.9, 0.9, 0.9], [0.1, NAN, 0.1]]
-    found = measured(Trajectory(), history(confidence=confidence, right=[[0, 0, 1], [1, 1, 1], [0, 0, 0]]), 3).columns
+    found = measured(
+        Trajectory(), history(confidence=confidence, right=[[0, 0, 1], [1, 1, 1], [0, 0, 0]]), 3
+    ).columns
     np.testing.assert_allclose(found["mean_confidence"], [0.4, 0.9, NAN])
     np.testing.assert_allclose(found["variability"], [np.sqrt(0.08 / 3), 0, NAN], atol=1e-15)
     np.testing.assert_allclose(found["correctness"], [1 / 3, 1, 0])
@@ -98,11 +109,17 @@ def test_cartography_of_histories_written_by_hand() -> None:
 def test_trajectories_are_what_a_plain_loop_says() -> None:
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
     models = [perceptron(seed) for seed in range(4)]
-    found = gathered(Trajectory(), of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y))
+    found = gathered(
+        Trajectory(), of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    )
     losses, norms = (each.numpy() for each in plain_norms(models, F.cross_entropy, x, y))
     steps = np.arange(4)
-    np.testing.assert_allclose(found.columns["loss_slope"], [np.polyfit(steps, row, 1)[0] for row in losses], rtol=1e-8)
-    np.testing.assert_allclose(found.columns["norm_slope"], [np.polyfit(steps, row, 1)[0] for row in norms], rtol=1e-8)
+    np.testing.assert_allclose(
+        found.columns["loss_slope"], [np.polyfit(steps, row, 1)[0] for row in losses], rtol=1e-8
+    )
+    np.testing.assert_allclose(
+        found.columns["norm_slope"], [np.polyfit(steps, row, 1)[0] for row in norms], rtol=1e-8
+    )
     of_label = np.stack([m(x).softmax(-1)[torch.arange(7), y].detach().numpy() for m in models], 1)
     right = np.stack([(m(x).argmax(-1) == y).numpy() for m in models], 1)
     np.testing.assert_allclose(found.columns["mean_confidence"], of_label.mean(1), rtol=1e-10)
@@ -124,7 +141,9 @@ def test_a_regression_has_losses_and_norms_alone() -> None:
     found = gathered(Trajectory(), of_checkpoints(models, F.mse_loss, (x,), x[:, :1], kind="value"))
     assert set(found.columns) == {"loss_slope", "norm_slope"}
     assert set(found.arrays) == {"loss", "grad_norm", "prediction"}
-    np.testing.assert_allclose(found.arrays["prediction"], torch.cat([m(x) for m in models], 1).detach(), rtol=1e-6)
+    np.testing.assert_allclose(
+        found.arrays["prediction"], torch.cat([m(x) for m in models], 1).detach(), rtol=1e-6
+    )
 
 
 def test_samples_that_are_not_finite_are_counted_and_left_out_of_the_means() -> None:

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from psgrad.storage.finished import load_run
 from tests.workplace import ROWS, Workplace
 
-NAMES = ["hessian_trace", "hessian_top_eigenvalue", "input_gradient", "gradient_x_input", "integrated_gradients", "smooth_grad"]
+NAMES = [
+    "hessian_trace",
+    "hessian_top_eigenvalue",
+    "input_gradient",
+    "gradient_x_input",
+    "integrated_gradients",
+    "smooth_grad",
+]
 
 MEASURES = [
     {"name": "hessian_trace", "probes": 2},
@@ -25,7 +32,8 @@ MEASURES = [
 CTC = """\
 def loss(output, target):
     length = torch.tensor([2])
-    return torch.nn.functional.ctc_loss(output.reshape(4, 1, 3).log_softmax(2), torch.tensor([[1, 2]]), 2 * length, length)
+    output = output.reshape(4, 1, 3).log_softmax(2)
+    return torch.nn.functional.ctc_loss(output, torch.tensor([[1, 2]]), 2 * length, length)
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psgrad.engine.measures.predictions import summary_for
+from psgrad.engine.measures.output_values import summary_for
 
 
 def summary_of(kind: str, output: object, target: object, ignore_index: int = -100) -> dict[str, float]:
@@ -22,7 +22,9 @@ def test_a_class_is_the_likeliest_one_with_its_probability() -> None:
 
 def test_tokens_that_are_ignored_do_not_count() -> None:
     logits = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]
-    assert summary_of("token", logits, [0, 1, 1, -7], ignore_index=-7)["token_accuracy"] == pytest.approx(2 / 3)
+    assert summary_of("token", logits, [0, 1, 1, -7], ignore_index=-7)["token_accuracy"] == pytest.approx(
+        2 / 3
+    )
     assert summary_of("token", logits, [-7] * 4, ignore_index=-7)["token_accuracy"] == 0
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.known import projected_gradients
-from psgrad.engine.measures.known.covariance_spectrum import CovarianceSpectrum, _effective_rank
-from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.builtin import neighbours
+from psgrad.engine.measures.builtin.dataset import CovarianceSpectrum, _effective_rank
+from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
 from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
@@ -31,13 +31,18 @@ def gradients_are(rows: Tensor, **facts: Any) -> Setting:
 
 
 def spectrum_of(setting: Setting, dimension: int = 256, exact_up_to: int = 0, **how: Any) -> Gathered:
-    projected, spectrum = ProjectedGradients(dimension=dimension), CovarianceSpectrum(exact_up_to=exact_up_to, top=1000)
+    projected, spectrum = (
+        ProjectedGradients(dimension=dimension),
+        CovarianceSpectrum(exact_up_to=exact_up_to, top=1000),
+    )
     return measured([projected, spectrum], setting, **how)[1]["covariance_spectrum"]
 
 
 def eigenvalues(rows: Tensor) -> np.ndarray:
     """Of the covariance, descending: by numpy."""
-    return np.linalg.eigvalsh(np.cov(rows.double().numpy(), rowvar=False, ddof=1).reshape(rows.shape[1], -1))[::-1]
+    return np.linalg.eigvalsh(np.cov(rows.double().numpy(), rowvar=False, ddof=1).reshape(rows.shape[1], -1))[
+        ::-1
+    ]
 
 
 def decaying(n: int, p: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -55,7 +60,8 @@ def flat_gradients(architecture: Architecture, n: int) -> tuple[Setting, np.ndar
     return setting, torch.cat([value.flatten(1) for value in found.values()], 1).numpy()
 
 
-# -- the rows --------------------------------------------------------------------------------------------------------------------------
+# -- the rows
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_where_there_are_no_more_parameters_rows_are_the_gradients() -> None:
@@ -69,17 +75,23 @@ def test_where_there_are_no_more_parameters_rows_are_the_gradients() -> None:
 @pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian"])
 def test_inner_products_are_estimated_and_their_error_is_told(kind: Any) -> None:
     rows = torch.randn(300, 2000)
-    found, gathered = measured([ProjectedGradients(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100)
+    found, gathered = measured(
+        [ProjectedGradients(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100
+    )
     projected, numbers = found["projected_gradients"].double(), gathered["projected_gradients"].numbers
     squares = projected.square().sum(1) / rows.double().square().sum(1)
-    assert numbers["square_norm_error"] == pytest.approx(float((squares - 1).square().mean().sqrt()), rel=1e-4)
+    assert numbers["square_norm_error"] == pytest.approx(
+        float((squares - 1).square().mean().sqrt()), rel=1e-4
+    )
     assert numbers["expected_square_norm_error"] == pytest.approx(math.sqrt(2 / 64))
     assert 0.7 < numbers["square_norm_error"] / numbers["expected_square_norm_error"] < 1.3
     apart = (projected @ projected.t() - rows.double() @ rows.double().t()).fill_diagonal_(0) / 2000
     assert float(apart.square().mean().sqrt()) == pytest.approx(64**-0.5, rel=0.2)
 
 
-@given(n=st.integers(1, 20), p=st.integers(1, 40), chunk_size=st.integers(1, 20), dimension=st.integers(1, 30))
+@given(
+    n=st.integers(1, 20), p=st.integers(1, 40), chunk_size=st.integers(1, 20), dimension=st.integers(1, 30)
+)
 @settings(max_examples=15)
 def test_rows_do_not_depend_on_the_chunks(n: int, p: int, chunk_size: int, dimension: int) -> None:
     setting = gradients_are(decaying(n, p), seed=n)
@@ -91,25 +103,32 @@ def test_rows_do_not_depend_on_the_chunks(n: int, p: int, chunk_size: int, dimen
 def test_seeds_draw_other_projections_and_rows_are_saved_on_demand() -> None:
     rows = torch.randn(4, 50)
     one, other = (
-        measured([ProjectedGradients(dimension=8, save=True)], gradients_are(rows, seed=seed))[1]["projected_gradients"] for seed in (0, 1)
+        measured([ProjectedGradients(dimension=8, save=True)], gradients_are(rows, seed=seed))[1][
+            "projected_gradients"
+        ]
+        for seed in (0, 1)
     )
     assert not torch.equal(one.arrays["projected_gradients"], other.arrays["projected_gradients"])
-    assert measured([ProjectedGradients(dimension=8)], gradients_are(rows))[1]["projected_gradients"].arrays == {}
+    assert (
+        measured([ProjectedGradients(dimension=8)], gradients_are(rows))[1]["projected_gradients"].arrays
+        == {}
+    )
 
 
 def test_rows_that_would_not_fit_are_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 16 * 10 * 32)
+    monkeypatch.setattr(neighbours, "free_host_memory", lambda: 16 * 10 * 32)
     setting = gradients_are(torch.randn(10, 300))
     with pytest.raises(MeasureError, match="up to 32 columns") as caught:
         measured([ProjectedGradients(dimension=64)], setting)
     assert "set dimension: 32 or less" in str(caught.value)
     measured([ProjectedGradients(dimension=32)], setting)
-    monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 10)
+    monkeypatch.setattr(neighbours, "free_host_memory", lambda: 10)
     with pytest.raises(MeasureError, match="fewer samples"):
         measured([ProjectedGradients(dimension=64)], setting)
 
 
-# -- the spectrum ----------------------------------------------------------------------------------------------------------------------
+# -- the spectrum
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
@@ -120,20 +139,40 @@ def test_of_few_samples_eigenvalues_are_the_covariances(architecture: Architectu
     expected = np.linalg.svd(centred, compute_uv=False) ** 2 / 11
     np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"], expected, atol=1e-5 * expected[0])
     assert found.numbers["trace"] == pytest.approx(expected.sum(), rel=1e-5)
-    assert found.numbers["effective_rank"] == pytest.approx(expected.sum() ** 2 / (expected**2).sum(), rel=1e-5)
+    assert found.numbers["effective_rank"] == pytest.approx(
+        expected.sum() ** 2 / (expected**2).sum(), rel=1e-5
+    )
     np.testing.assert_allclose(found.tables["spectrum"]["share"], expected / expected.sum(), atol=1e-5)
     assert set(found.tables["spectrum"]["standard_error"].tolist()) == {0.0}
 
 
-@given(n=st.integers(2, 30), p=st.integers(1, 20), chunk_size=st.integers(1, 30), few=st.booleans(), stop=st.integers(1, 30))
+@given(
+    n=st.integers(2, 30),
+    p=st.integers(1, 20),
+    chunk_size=st.integers(1, 30),
+    few=st.booleans(),
+    stop=st.integers(1, 30),
+)
 @settings(max_examples=25)
-def test_of_few_samples_or_few_parameters_it_is_exact_however_it_is_cut(n: int, p: int, chunk_size: int, few: bool, stop: int) -> None:
+def test_of_few_samples_or_few_parameters_it_is_exact_however_it_is_cut(
+    n: int, p: int, chunk_size: int, few: bool, stop: int
+) -> None:
     rows = decaying(n, p, n * 31 + p)
-    found = spectrum_of(gradients_are(rows), 20, 30 if few else 0, chunk_size=chunk_size, interrupted_at=None if stop > n else stop)
+    found = spectrum_of(
+        gradients_are(rows),
+        20,
+        30 if few else 0,
+        chunk_size=chunk_size,
+        interrupted_at=None if stop > n else stop,
+    )
     expected, size = eigenvalues(rows), min(n, p)
-    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"][:size], expected[:size], atol=1e-10 * expected[0])
+    np.testing.assert_allclose(
+        found.tables["spectrum"]["eigenvalue"][:size], expected[:size], atol=1e-10 * expected[0]
+    )
     assert found.numbers["trace"] == pytest.approx(expected.sum(), rel=1e-9)
-    assert found.numbers["effective_rank"] == pytest.approx(expected.sum() ** 2 / np.square(expected).sum(), rel=1e-8)
+    assert found.numbers["effective_rank"] == pytest.approx(
+        expected.sum() ** 2 / np.square(expected).sum(), rel=1e-8
+    )
 
 
 def test_projected_eigenvalues_are_as_near_as_is_told() -> None:
@@ -156,9 +195,17 @@ def test_projected_eigenvalues_are_as_near_as_is_told() -> None:
 
 def test_an_eigenvalue_that_stands_clear_is_raised_by_the_lift() -> None:
     scales = torch.cat([torch.ones(1), torch.full((399,), 0.15)]).double()
-    rows = (torch.randn(400, 400, dtype=torch.float64) * scales) @ torch.linalg.qr(torch.randn(400, 400, dtype=torch.float64))[0]
-    tables = [spectrum_of(gradients_are(rows, seed=seed), 64, chunk_size=400).tables["spectrum"] for seed in range(40)]
-    found, errors, lifts = (np.array([float(table[name][0]) for table in tables]) for name in ("eigenvalue", "standard_error", "lift"))
+    rows = (torch.randn(400, 400, dtype=torch.float64) * scales) @ torch.linalg.qr(
+        torch.randn(400, 400, dtype=torch.float64)
+    )[0]
+    tables = [
+        spectrum_of(gradients_are(rows, seed=seed), 64, chunk_size=400).tables["spectrum"]
+        for seed in range(40)
+    ]
+    found, errors, lifts = (
+        np.array([float(table[name][0]) for table in tables])
+        for name in ("eigenvalue", "standard_error", "lift")
+    )
     rounding = errors.mean() / math.sqrt(len(tables))
     assert lifts.mean() > 3 * rounding  # it can be told from nothing
     assert found.mean() - eigenvalues(rows)[0] == pytest.approx(lifts.mean(), abs=3 * rounding)
@@ -179,11 +226,16 @@ def test_the_sum_of_squares_behind_the_effective_rank_has_no_bias() -> None:
 
 def test_the_effective_rank_is_freed_of_what_the_projection_adds() -> None:
     rows = torch.randn(300, 2000, dtype=torch.float64)  # of rank 299: far more than there are columns
-    found = [spectrum_of(gradients_are(rows, seed=seed), 32, chunk_size=300).numbers["effective_rank"] for seed in range(6)]
+    found = [
+        spectrum_of(gradients_are(rows, seed=seed), 32, chunk_size=300).numbers["effective_rank"]
+        for seed in range(6)
+    ]
     expected = spectrum_of(gradients_are(rows), exact_up_to=300).numbers["effective_rank"]
     plain = 32
     assert all(each is None or each > 3 * plain for each in found)
-    assert 1 / np.mean([0 if each is None else 1 / each for each in found]) == pytest.approx(expected, rel=0.35)
+    assert 1 / np.mean([0 if each is None else 1 / each for each in found]) == pytest.approx(
+        expected, rel=0.35
+    )
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
@@ -191,7 +243,9 @@ def test_a_spoilt_sample_is_left_out(exact_up_to: int) -> None:
     rows = decaying(30, 6)
     spoilt = torch.cat([rows[:11], torch.full((1, 6), math.nan, dtype=torch.float64), rows[11:]])
     found, expected = (spectrum_of(gradients_are(each), 6, exact_up_to) for each in (spoilt, rows))
-    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"][:6], expected.tables["spectrum"]["eigenvalue"][:6], rtol=1e-9)
+    np.testing.assert_allclose(
+        found.tables["spectrum"]["eigenvalue"][:6], expected.tables["spectrum"]["eigenvalue"][:6], rtol=1e-9
+    )
     assert found.numbers["samples"] == 30
     assert found.numbers["trace"] == pytest.approx(expected.numbers["trace"], rel=1e-9)
 
@@ -201,7 +255,9 @@ def test_a_sample_whose_loss_alone_is_spoilt_is_left_out(exact_up_to: int) -> No
     rows, target = decaying(30, 6), torch.zeros(30, dtype=torch.float64)
     target[11] = math.nan
     model = nn.Linear(6, 1, bias=False).double()
-    found = spectrum_of(setting_of(model, lambda output, target: output.sum() + target, (rows,), target), 6, exact_up_to)
+    found = spectrum_of(
+        setting_of(model, lambda output, target: output.sum() + target, (rows,), target), 6, exact_up_to
+    )
     expected = eigenvalues(torch.cat([rows[:11], rows[12:]]))
     np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"][:6], expected, rtol=1e-9)
     assert found.numbers["samples"] == 29
@@ -232,7 +288,9 @@ def test_losses_of_tokens_have_one() -> None:
         return F.cross_entropy(output, target)
 
     found = spectrum_of(setting_of(model, loss, (tokens,), target, kind="token"), exact_up_to=10)
-    gradients = torch.cat([value.flatten(1) for value in one_sample_gradients(model, loss, (tokens,), target).values()], 1)
+    gradients = torch.cat(
+        [value.flatten(1) for value in one_sample_gradients(model, loss, (tokens,), target).values()], 1
+    )
     expected = eigenvalues(gradients)[:10]
     np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"], expected, atol=1e-5 * expected[0])
 

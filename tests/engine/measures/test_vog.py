@@ -1,4 +1,6 @@
-"""The variance of input gradients over checkpoints, against torch's autograd in float64, checkpoint by checkpoint and sample by sample."""
+"""The variance of input gradients over checkpoints, against torch's autograd in float64, checkpoint by
+checkpoint and sample by sample.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from scipy.stats import zscore
 from torch import Tensor, nn
 
-from psgrad.engine.measures.known import vog as module
-from psgrad.engine.measures.known.vog import VoG, deviation, standardised
+from psgrad.engine.measures.builtin import vog
+from psgrad.engine.measures.builtin.vog import VoG, deviation, standardised
 from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import WithBuffers, of_checkpoints, perceptron
 from tests.engine.measures.own_passes import columns_of
@@ -54,7 +56,12 @@ def test_chunks_and_where_the_pass_begins_change_nothing(chunk_size: int, start:
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     whole = columns_of(VoG(), setting, 7)["vog.spread_and_label"]
-    torch.testing.assert_close(columns_of(VoG(), setting, chunk_size, start)["vog.spread_and_label"], whole[start:], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        columns_of(VoG(), setting, chunk_size, start)["vog.spread_and_label"],
+        whole[start:],
+        rtol=1e-12,
+        atol=0,
+    )
 
 
 def test_of_ids_the_gradient_is_in_what_the_embedding_looks_up() -> None:
@@ -76,7 +83,9 @@ def test_of_ids_the_gradient_is_in_what_the_embedding_looks_up() -> None:
         steps = []
         for model in models:
             leaf = model.table(sample[None]).detach().requires_grad_()
-            steps.append(torch.autograd.grad(model.head(torch.tanh(leaf).mean(1))[0, label], leaf)[0].flatten().numpy())
+            steps.append(
+                torch.autograd.grad(model.head(torch.tanh(leaf).mean(1))[0, label], leaf)[0].flatten().numpy()
+            )
         expected.append(np.std(steps, axis=0).mean())
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
@@ -131,10 +140,17 @@ def test_a_class_without_spread_has_no_z_scores() -> None:
 
 def test_vog_refuses_fewer_than_three_checkpoints_and_losses_without_classes() -> None:
     x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
-    setting = of_checkpoints([perceptron(0), perceptron(1)], F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
-    with pytest.raises(MeasureError, match=r"vog looks at several checkpoints, and analyze\.checkpoints lists 2\n.*at least 3"):
+    setting = of_checkpoints(
+        [perceptron(0), perceptron(1)], F.cross_entropy, (x,), y, kind="class", classes=3, targets=y
+    )
+    with pytest.raises(
+        MeasureError,
+        match=r"vog looks at several checkpoints, and analyze\.checkpoints lists 2\n.*at least 3",
+    ):
         VoG().prepare(setting)
-    with pytest.raises(MeasureError, match="vog looks at the class of each sample, and this loss has a value"):
+    with pytest.raises(
+        MeasureError, match="vog looks at the class of each sample, and this loss has a value"
+    ):
         VoG().prepare(replace(setting, kind="value"))
 
 
@@ -142,6 +158,6 @@ def test_vog_refuses_a_model_without_an_input_to_differentiate_in(monkeypatch: p
     x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
     models = [perceptron(seed) for seed in range(3)]
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
-    monkeypatch.setattr(module, "places_of", lambda model, inputs: [])
+    monkeypatch.setattr(vog, "places_of", lambda model, inputs: [])
     with pytest.raises(MeasureError, match="found no input of this model to differentiate in"):
         VoG().prepare(setting)

@@ -18,16 +18,24 @@ def fixed(multiplier: float, relation: Any = "replace_one", **options: Any) -> S
 
 
 def truncated(multiplier: float, rate: float, limit: int, size: int, relation: Any = "zero_out") -> StepEvent:
-    return StepEvent(multiplier, Sampling("truncated_poisson", sample_rate=rate, max_batch_size=limit, dataset_size=size), relation)
+    return StepEvent(
+        multiplier,
+        Sampling("truncated_poisson", sample_rate=rate, max_batch_size=limit, dataset_size=size),
+        relation,
+    )
 
 
 def gaussian_delta(epsilon: float, distance: float) -> float:
-    """delta of a Gaussian whose mean moves by `distance` standard deviations: Balle and Wang, arXiv 1805.06530, theorem 8."""
+    """delta of a Gaussian whose mean moves by `distance` standard deviations: Balle and Wang, arXiv
+    1805.06530, theorem 8.
+    """
 
     def below(x: float) -> float:
         return 0.5 * math.erfc(-x / math.sqrt(2))
 
-    return below(distance / 2 - epsilon / distance) - math.exp(epsilon) * below(-distance / 2 - epsilon / distance)
+    return below(distance / 2 - epsilon / distance) - math.exp(epsilon) * below(
+        -distance / 2 - epsilon / distance
+    )
 
 
 def gaussian_epsilon(delta: float, distance: float) -> float:

@@ -27,11 +27,15 @@ def gradients_of(architecture: Architecture, model: nn.Module, batch: Batch) -> 
 
 def median_norm(gradients: Gradients) -> float:
     """A bound at which half of the records are clipped."""
-    return float(torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0).sqrt().median())
+    return float(
+        torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0).sqrt().median()
+    )
 
 
 def clipped_loop(gradients: Gradients, clipping: Clipping) -> Gradients:
-    """name -> [*shape]: a record after the other, each group scaled to its bound, less the margin, where its norm is larger."""
+    """name -> [*shape]: a record after the other, each group scaled to its bound, less the margin, where its
+    norm is larger.
+    """
     sums = {name: torch.zeros_like(value[0]) for name, value in gradients.items()}
     for record in range(len(next(iter(gradients.values())))):
         for group in clipping.groups:
@@ -45,7 +49,9 @@ def clipped_loop(gradients: Gradients, clipping: Clipping) -> Gradients:
 def distance(sums: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> float:
     """The Euclidean distance of two sums in all parameters together, or the norm of one."""
     assert others is None or sums.keys() == others.keys()
-    parts = [value.double() - (others[name].double() if others is not None else 0) for name, value in sums.items()]
+    parts = [
+        value.double() - (others[name].double() if others is not None else 0) for name, value in sums.items()
+    ]
     return float(torch.cat([part.flatten() for part in parts]).norm())
 
 

@@ -1,4 +1,6 @@
-"""Models that draw random numbers in every way that there is, as one takes them from a library or writes them."""
+"""Models that draw random numbers in every way that there is, as one takes them from a library or writes
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Dropout(Around):
 class OtherDropouts(Around):
     def inside(self, x: Tensor) -> Tensor:
         images = F.dropout2d(x.view(1, 4, 1, 2), 0.4)
-        return F.alpha_dropout(F.feature_alpha_dropout(images, 0.3, training=True).flatten(1), 0.2, training=True)
+        return F.alpha_dropout(
+            F.feature_alpha_dropout(images, 0.3, training=True).flatten(1), 0.2, training=True
+        )
 
 
 class AttentionDropout(Around):

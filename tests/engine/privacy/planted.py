@@ -24,7 +24,9 @@ class PlantedGenerator(Generator):
         taken, self.words = self.words[:n], self.words[n:]
         return np.array(taken, dtype=np.uint64)
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         raise AssertionError("no noise was to be drawn")
 
 

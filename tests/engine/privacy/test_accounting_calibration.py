@@ -19,16 +19,21 @@ from psgrad.engine.privacy.accounting import (
     epsilon_rdp,
     noise_multiplier_for,
 )
-from psgrad.engine.privacy.schedules import Schedule
+from psgrad.engine.privacy.sampling import Schedule
 from psgrad.errors import ConfigError
 from tests.engine.privacy.accountants import fixed, gaussian_epsilon, poisson, truncated
 
 
-def steps_of(make: Callable[[float], StepEvent], steps: int, schedule: Schedule = Schedule()) -> Callable[[float], Events]:  # noqa: B008
+def steps_of(
+    make: Callable[[float], StepEvent],
+    steps: int,
+    schedule: Schedule = Schedule(),  # noqa: B008
+) -> Callable[[float], Events]:
     return lambda base: [(make(multiplier), number) for multiplier, number in schedule.runs(base, steps)]
 
 
-# -- the noise that a target needs -----------------------------------------------------------------------------------------------------
+# -- the noise that a target needs
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,11 @@ def test_gaussians_get_the_noise_of_their_closed_form(target: float, steps: int)
 
 @pytest.mark.parametrize("kind", ["exponential", "list"])
 def test_a_schedule_is_solved_for_its_base(kind: str) -> None:
-    schedule = Schedule("exponential", factor=0.97) if kind == "exponential" else Schedule("list", multipliers=(1.0, 1.2, 1.5))
+    schedule = (
+        Schedule("exponential", factor=0.97)
+        if kind == "exponential"
+        else Schedule("list", multipliers=(1.0, 1.2, 1.5))
+    )
     events_for = steps_of(lambda z: poisson(z, 0.1), 3, schedule)
     base = noise_multiplier_for(2.0, 1e-5, events_for)
     value = epsilon_pld(events_for(base), 1e-5).value
@@ -86,7 +95,12 @@ def test_it_takes_few_looks_at_the_slow_accountant(monkeypatch: pytest.MonkeyPat
     ("target", "make", "steps", "wording"),
     [
         (1e-4, lambda z: poisson(z, 1.0), 10**9, r"needs a noise multiplier above 1e\+06"),
-        (1e-4, lambda z: poisson(z, 1.0, mechanism="discrete_gaussian"), 10**9, r"needs a noise multiplier above 1e\+06"),
+        (
+            1e-4,
+            lambda z: poisson(z, 1.0, mechanism="discrete_gaussian"),
+            10**9,
+            r"needs a noise multiplier above 1e\+06",
+        ),
         (1.0, lambda z: poisson(z, 1e-7), 1, "is met without noise to speak of"),
         (1e9, lambda z: fixed(z), 1, "is met without noise to speak of"),
         (3.0, lambda z: poisson(z, 0.1), 0, "for no steps at all"),
@@ -101,7 +115,8 @@ def test_a_target_that_has_no_noise_is_refused(target: float, make: Any, steps: 
         noise_multiplier_for(target, 1e-5, steps_of(make, steps))
 
 
-# -- epsilon after each of many steps --------------------------------------------------------------------------------------------------
+# -- epsilon after each of many steps
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_curve_is_epsilon_after_so_many_steps() -> None:

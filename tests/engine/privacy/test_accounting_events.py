@@ -1,4 +1,6 @@
-"""Events of steps: their ledger lines, from which anyone recomputes epsilon, and what no accountant covers."""
+"""Events of steps: their ledger lines, from which anyone recomputes epsilon, and what no accountant
+covers.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier, epsilon_pld, epsilon_rdp, event_of, merged
-from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.accounting import (
+    StepEvent,
+    adaptive_multiplier,
+    epsilon_pld,
+    epsilon_rdp,
+    event_of,
+    merged,
+)
+from psgrad.engine.privacy.clipping import AdaptiveBound
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import ConfigError
 from tests.engine.privacy.accountants import fixed, poisson, truncated
@@ -30,7 +39,8 @@ EVENTS = [
 ]
 
 
-# -- ledger lines ----------------------------------------------------------------------------------------------------------------------
+# -- ledger lines
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=str)
@@ -38,7 +48,12 @@ def test_a_line_gives_its_event_back(event: StepEvent) -> None:
     line = json.loads(json.dumps(event.line()))
     assert event_of(line) == event
     # A ledger's lines have more: what else is in them does not matter.
-    assert event_of({"kind": "step", "position": 7, "previous": "abc", "clipping": "def", "sensitivity": 2.0, **line}) == event
+    assert (
+        event_of(
+            {"kind": "step", "position": 7, "previous": "abc", "clipping": "def", "sensitivity": 2.0, **line}
+        )
+        == event
+    )
 
 
 @given(st.just(0.0) | st.floats(1e-100, 1e100), st.floats(1e-9, 1.0))
@@ -75,7 +90,9 @@ def test_a_line_that_contradicts_itself_is_refused() -> None:
 
 
 def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float | None, float | None]:
-    """RDP and PLD epsilon of ledger lines with dp-accounting alone: what docs/guides/private-training.md tells an auditor to run."""
+    """RDP and PLD epsilon of ledger lines with dp-accounting alone: what docs/guides/private-training.md
+    tells an auditor to run.
+    """
     import dp_accounting as dpa
     from dp_accounting import pld, rdp
 
@@ -88,19 +105,36 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
 
     def event(line: dict[str, Any], multiplier: float) -> Any:
         if line["scheme"] == "truncated_poisson":
-            return dpa.TruncatedSubsampledGaussianDpEvent(line["dataset_size"], line["sample_rate"], line["max_batch_size"], multiplier)
+            return dpa.TruncatedSubsampledGaussianDpEvent(
+                line["dataset_size"], line["sample_rate"], line["max_batch_size"], multiplier
+            )
         gaussian = dpa.GaussianDpEvent(multiplier)
-        return gaussian if line["scheme"] == "fixed" else dpa.PoissonSampledDpEvent(line["sample_rate"], gaussian)
+        return (
+            gaussian
+            if line["scheme"] == "fixed"
+            else dpa.PoissonSampledDpEvent(line["sample_rate"], gaussian)
+        )
 
     by_moments, by_losses = rdp.RdpAccountant(neighboring_relation=relation), pld.PLDAccountant(relation)
     for line in {json.dumps(line, sort_keys=True) for line in lines}:
         fields, count = json.loads(line), sum(json.dumps(other, sort_keys=True) == line for other in lines)
-        # REPLACE_ONE doubles the sensitivity in PLDAccountant, which wants the noise over one record's bound; RDP wants it over what the
-        # sum moves by, which a line's noise_multiplier is.
+        # REPLACE_ONE doubles the sensitivity in PLDAccountant, which wants the noise over one record's bound;
+        # RDP wants it over what the sum moves by, which a line's noise_multiplier is.
         plain = event(fields, fields["noise_multiplier"])
-        doubled = event(fields, 2 * fields["noise_multiplier"] if fields["relation"] == "replace_one" else fields["noise_multiplier"])
+        doubled = event(
+            fields,
+            (
+                2 * fields["noise_multiplier"]
+                if fields["relation"] == "replace_one"
+                else fields["noise_multiplier"]
+            ),
+        )
         by_losses.compose(doubled, count)
-        by_moments = by_moments.compose(plain, count) if by_moments is not None and by_moments.supports(plain) else None
+        by_moments = (
+            by_moments.compose(plain, count)
+            if by_moments is not None and by_moments.supports(plain)
+            else None
+        )
     return None if by_moments is None else by_moments.get_epsilon(delta), by_losses.get_epsilon(delta)
 
 
@@ -108,7 +142,11 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
     "events",
     [
         [(poisson(2.0, 0.0712), 300)],
-        [(poisson(2.0, 0.02, "zero_out"), 50), (poisson(3.0, 0.02, "zero_out"), 25), (poisson(2.0, 0.04, "zero_out"), 3)],
+        [
+            (poisson(2.0, 0.02, "zero_out"), 50),
+            (poisson(3.0, 0.02, "zero_out"), 25),
+            (poisson(2.0, 0.04, "zero_out"), 3),
+        ],
         [(poisson(1.5, 0.02, "replace_one"), 100)],
         [(truncated(4.0, 0.02, 110, 5_000), 100)],
         [(truncated(2.0, 0.02, 110, 5_000, "replace_one"), 100)],
@@ -130,19 +168,25 @@ def test_epsilon_follows_from_the_lines_with_dp_accounting_alone(events: list[tu
     assert value.value == pytest.approx(pld, rel=1e-9)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiplier", [-1.0, math.nan, math.inf, True, "1"])
 def test_a_multiplier_that_is_none_is_refused(multiplier: Any) -> None:
-    with pytest.raises(ConfigError, match=r"the noise multiplier is .*\n  expected: a finite number, at least 0"):
+    with pytest.raises(
+        ConfigError, match=r"the noise multiplier is .*\n  expected: a finite number, at least 0"
+    ):
         poisson(multiplier, 0.1)
 
 
 @pytest.mark.parametrize(
     ("make", "wording"),
     [
-        (lambda: fixed(1.0, "add_or_remove_one"), "no accountant covers fixed sampling under add_or_remove_one"),
+        (
+            lambda: fixed(1.0, "add_or_remove_one"),
+            "no accountant covers fixed sampling under add_or_remove_one",
+        ),
         (
             lambda: truncated(1.0, 0.1, 10, 50, "add_or_remove_one"),
             "no accountant covers truncated_poisson sampling under add_or_remove_one",
@@ -192,7 +236,8 @@ def test_delta_is_between_0_and_1(accountant: Any, delta: Any) -> None:
         accountant([(poisson(1.0, 0.1), 1)], delta)
 
 
-# -- an adaptive bound's share ---------------------------------------------------------------------------------------------------------
+# -- an adaptive bound's share
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "zero_out"])
@@ -208,7 +253,9 @@ def test_sum_and_count_cost_together_what_is_accounted(relation: Any, multiplier
 
 @pytest.mark.parametrize("count_multiplier", [0.5, 0.25, 0.0])
 def test_a_count_that_costs_all_is_refused(count_multiplier: float) -> None:
-    with pytest.raises(ConfigError, match=r"the count's is .*\n  expected: a count_noise_multiplier above half"):
+    with pytest.raises(
+        ConfigError, match=r"the count's is .*\n  expected: a count_noise_multiplier above half"
+    ):
         adaptive_multiplier(1.0, count_multiplier)
 
 
@@ -217,4 +264,6 @@ def test_no_noise_is_shared_out_as_none() -> None:
 
 
 def test_events_are_values() -> None:
-    assert {poisson(1.0, 0.1): 1}[StepEvent(1.0, Sampling("poisson", sample_rate=0.1), "add_or_remove_one")] == 1
+    assert {poisson(1.0, 0.1): 1}[
+        StepEvent(1.0, Sampling("poisson", sample_rate=0.1), "add_or_remove_one")
+    ] == 1

@@ -1,4 +1,6 @@
-"""Epsilon by loss distributions: against dp-accounting, closed forms, an integral of the densities, and the published figures."""
+"""Epsilon by loss distributions: against dp-accounting, closed forms, an integral of the densities, and the
+published figures.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,18 @@ import numpy as np
 import pytest
 from scipy import integrate, special
 
-from psgrad.engine.privacy.accounting import StepEvent, coarse_epsilon_pld, composed, epsilon_pld, epsilon_rdp, pld_curve
-from psgrad.engine.privacy.accounting.composed import gathered, interval_for
+from psgrad.engine.privacy.accounting import (
+    StepEvent,
+    coarse_epsilon_pld,
+    composition,
+    epsilon_pld,
+    epsilon_rdp,
+    pld_curve,
+)
+from psgrad.engine.privacy.accounting.composition import gathered, interval_for
+from psgrad.engine.privacy.accounting.epsilon import pld_epsilon
 from psgrad.engine.privacy.accounting.events import rounded_down
-from psgrad.engine.privacy.accounting.library import pld_epsilon
-from psgrad.engine.privacy.schedules import Schedule
+from psgrad.engine.privacy.sampling import Schedule
 from psgrad.errors import ConfigError
 from tests.engine.privacy.accountants import fixed, gaussian_delta, gaussian_epsilon, poisson, truncated
 
@@ -25,7 +34,8 @@ def value_of(events: Any, delta: float = 1e-5, coarse: bool = False) -> float:
     return value
 
 
-# -- published figures -----------------------------------------------------------------------------------------------------------------
+# -- published figures
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -43,26 +53,32 @@ def test_known_runs(event: StepEvent, steps: int, delta: float, epsilon: float) 
 
 
 def test_one_noise_under_four_schemes() -> None:
-    # The noise is C, whatever the scheme: the multiplier is 1 where S = C, and 1/2 where a record is replaced and S = 2C.
+    # The noise is C, whatever the scheme: the multiplier is 1 where S = C, and 1/2 where a record is replaced
+    # and S = 2C.
     schemes = [poisson(1.0, 0.01), poisson(0.5, 0.01, "replace_one"), truncated(1.0, 0.01, 140, 10_000)]
-    assert [value_of([(event, 1_000)], coarse=True) for event in schemes] == pytest.approx([1.8282, 2.8434, 1.9712], abs=1e-3)
+    assert [value_of([(event, 1_000)], coarse=True) for event in schemes] == pytest.approx(
+        [1.8282, 2.8434, 1.9712], abs=1e-3
+    )
 
 
 def test_it_lies_inside_of_the_interval_of_another_accountant() -> None:
-    # prv-accountant 0.2.0: lower end, estimate, upper end. Opacus's constant, from its own copy of it, is the upper end a step earlier.
+    # prv-accountant 0.2.0: lower end, estimate, upper end. Opacus's constant, from its own copy of it, is the
+    # upper end a step earlier.
     lower, upper = 6.7584, 6.7791
     assert lower < value_of([(poisson(1.5, 0.04), 2250)], coarse=True) < upper
     assert value_of([(poisson(1.5, 0.04), 2249)], coarse=True) < 6.777395712150674
 
 
-# -- the factor 2 of replaced records --------------------------------------------------------------------------------------------------
+# -- the factor 2 of replaced records
+# --------------------------------------------------------------------------------------------------
 
 
 def test_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
-    """Where a record is replaced, S = 2C is in the noise already. RDP takes noise / S; PLD takes noise / C, and doubles C itself.
+    """Where a record is replaced, S = 2C is in the noise already. RDP takes noise / S; PLD takes noise / C,
+    and doubles C itself.
 
-    Noise of S then is one Gaussian that moves by one standard deviation. If PLD were given noise / S, it would say 10.0; if RDP were given
-    noise / C, 2.2.
+    Noise of S then is one Gaussian that moves by one standard deviation. If PLD were given noise / S, it
+    would say 10.0; if RDP were given noise / C, 2.2.
     """
     exact = gaussian_epsilon(1e-5, 1.0)
     assert value_of([(fixed(1.0, "replace_one"), 1)]) == pytest.approx(exact, rel=1e-4)
@@ -84,8 +100,10 @@ def test_gaussians_compose_to_their_closed_form(relation: Any, multiplier: float
 
 
 def densities(event: StepEvent, side: str) -> tuple[Any, Any]:
-    """The two densities of one step of Poisson sampling, in units of the sum's sensitivity S and from the definition: a record is drawn
-    with probability q, and moves the sum by its bound, which is S, or S / 2 to either side where it is replaced."""
+    """The two densities of one step of Poisson sampling, in units of the sum's sensitivity S and from the
+    definition: a record is drawn with probability q, and moves the sum by its bound, which is S, or S / 2 to
+    either side where it is replaced.
+    """
     q, z = event.sample_rate, event.noise_multiplier
 
     def noise(x: np.ndarray, mean: float) -> np.ndarray:
@@ -118,7 +136,9 @@ def integrated_delta(event: StepEvent, side: str, epsilon: float) -> float:
     ids=lambda part: f"{part.relation}-{part.noise_multiplier}" if isinstance(part, StepEvent) else None,
 )
 @pytest.mark.parametrize("delta", [1e-3, 1e-5])
-def test_one_sampled_step_is_the_integral_of_its_densities(event: StepEvent, sides: list[str], delta: float) -> None:
+def test_one_sampled_step_is_the_integral_of_its_densities(
+    event: StepEvent, sides: list[str], delta: float
+) -> None:
     value = value_of([(event, 1)], delta)
     exact = max(integrated_delta(event, side, value) for side in sides)
     assert exact <= delta * (1 + 1e-6)
@@ -127,7 +147,9 @@ def test_one_sampled_step_is_the_integral_of_its_densities(event: StepEvent, sid
 
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
 def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None:
-    """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one side."""
+    """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one
+    side.
+    """
     grid = np.linspace(-40 * multiplier - 2, 40 * multiplier + 2, 100_001)
 
     def drawn(mean: float) -> np.ndarray:
@@ -138,20 +160,32 @@ def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None
 
     for delta in (1e-1, 1e-3, 1e-5):
         epsilon = value_of([(poisson(multiplier, rate, "replace_one"), 1)], delta)
-        for first, second in ((0.5, -0.5), (0.5, -0.3), (0.5, 0.0), (0.5, 0.4), (0.0, -0.5), (-0.1, -0.5), (0.2, -0.2)):
-            true = integrate.simpson(np.maximum(drawn(first) - math.exp(epsilon) * drawn(second), 0.0), x=grid)
+        for first, second in (
+            (0.5, -0.5),
+            (0.5, -0.3),
+            (0.5, 0.0),
+            (0.5, 0.4),
+            (0.0, -0.5),
+            (-0.1, -0.5),
+            (0.2, -0.2),
+        ):
+            true = integrate.simpson(
+                np.maximum(drawn(first) - math.exp(epsilon) * drawn(second), 0.0), x=grid
+            )
             assert true <= delta * (1 + 1e-6)
             assert (first, second) != (0.5, -0.5) or epsilon == 0 or true >= delta * (1 - 1e-3)
 
 
-# -- never below the truth -------------------------------------------------------------------------------------------------------------
+# -- never below the truth
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("multiplier", "steps"), [(20.0, 1_000), (50.0, 10_000), (200.0, 100_000)])
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9, 1e-11, 1e-13])
 def test_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: int, delta: float) -> None:
-    """A record that is nearly always drawn is composed by transforms, and costs what a Gaussian does, whose composition is known. Where
-    transforms are too coarse for delta there is no figure."""
+    """A record that is nearly always drawn is composed by transforms, and costs what a Gaussian does, whose
+    composition is known. Where transforms are too coarse for delta there is no figure.
+    """
     found = coarse_epsilon_pld([(poisson(multiplier, 1 - 1e-12), steps)], delta)
     exact = gaussian_epsilon(delta, math.sqrt(steps) / multiplier)
     if found.value is None:
@@ -163,20 +197,26 @@ def test_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: in
 
 
 def test_epsilon_is_below_that_of_moments() -> None:
-    for event, steps in ((poisson(0.7, 0.03), 500), (poisson(3.0, 0.2), 1_000), (poisson(10.0, 0.001), 50_000), (poisson(40.0, 0.01), 100)):
+    for event, steps in (
+        (poisson(0.7, 0.03), 500),
+        (poisson(3.0, 0.2), 1_000),
+        (poisson(10.0, 0.001), 50_000),
+        (poisson(40.0, 0.01), 100),
+    ):
         rdp = epsilon_rdp([(event, steps)], 1e-6).value
         assert 0 < value_of([(event, steps)], 1e-6, coarse=True) < rdp  # type: ignore[operator]
 
 
-# -- many unlike steps -----------------------------------------------------------------------------------------------------------------
+# -- many unlike steps
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_many_unlike_steps_are_what_dp_accounting_says() -> None:
-    counts = {poisson(2.0 + place / 10, 0.05): 3 + place for place in range(composed._FEW + 4)}
+    counts = {poisson(2.0 + place / 10, 0.05): 3 + place for place in range(composition._FEW + 4)}
     found = epsilon_pld(list(counts.items()), 1e-5)
     assert found.interval is not None
-    assert found.interval > composed.INTERVAL
-    fine = pld_epsilon(counts, 1e-5, composed.INTERVAL)
+    assert found.interval > composition.INTERVAL
+    fine = pld_epsilon(counts, 1e-5, composition.INTERVAL)
     assert fine <= found.value <= fine * 1.001  # type: ignore[operator]
 
 
@@ -216,7 +256,8 @@ def test_gaussians_over_all_records_are_gathered() -> None:
     }
 
 
-# -- edges -----------------------------------------------------------------------------------------------------------------------------
+# -- edges
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_no_noise_and_no_steps() -> None:
@@ -241,7 +282,8 @@ def test_a_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("multiplier", "rate", "steps"), [(1e4, 0.01, 1000), (0.05, 0.5, 20), (0.02, 1.0, 1000), (1e-3, 0.5, 1), (1e6, 1.0, 1)]
+    ("multiplier", "rate", "steps"),
+    [(1e4, 0.01, 1000), (0.05, 0.5, 20), (0.02, 1.0, 1000), (1e-3, 0.5, 1), (1e6, 1.0, 1)],
 )
 def test_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: float, steps: int) -> None:
     counts = {poisson(multiplier, rate): steps}
@@ -273,7 +315,10 @@ def test_a_delta_too_small_for_so_many_steps_has_a_reason() -> None:
 def test_too_many_steps_have_a_reason() -> None:
     found = epsilon_pld([(poisson(1000.0, 0.01), 1_000_000_000)], 1e-5)
     assert found.value is None
-    assert found.why_not == "1,000,000,000 steps are more than the 10,000,000 that loss distributions are composed for"
+    assert (
+        found.why_not
+        == "1,000,000,000 steps are more than the 10,000,000 that loss distributions are composed for"
+    )
 
 
 def test_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,12 +329,16 @@ def test_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_the_closed_form_of_these_tests_is_right() -> None:
     for epsilon, distance in ((0.5, 1.0), (3.0, 0.7), (8.0, 2.5)):
-        true = special.ndtr(distance / 2 - epsilon / distance) - math.exp(epsilon) * special.ndtr(-distance / 2 - epsilon / distance)
+        true = special.ndtr(distance / 2 - epsilon / distance) - math.exp(epsilon) * special.ndtr(
+            -distance / 2 - epsilon / distance
+        )
         assert gaussian_delta(epsilon, distance) == pytest.approx(true, rel=1e-9)
 
 
 def test_curve_at_a_few_places_is_near_enough_to_be_drawn_between_them() -> None:
-    """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are the hardest."""
+    """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are
+    the hardest.
+    """
     steps = poisson(1.0, 0.01)
     places, spent = (np.array(values) for values in zip(*pld_curve([(steps, 2000)], 1e-5), strict=True))
     assert (places[0], places[-1]) == (1, 2000)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from psgrad.engine.privacy.accounting import epsilon_rdp, moments
-from psgrad.engine.privacy.accounting.moments import ORDERS, step_moments
-from psgrad.engine.privacy.schedules import Schedule
+from psgrad.engine.privacy.accounting import epsilon as moments
+from psgrad.engine.privacy.accounting import epsilon_rdp
+from psgrad.engine.privacy.accounting.epsilon import ORDERS, step_moments
+from psgrad.engine.privacy.sampling import Schedule
 from tests.engine.privacy.accountants import fixed, gaussian_epsilon, poisson, truncated
 
 
@@ -29,7 +30,9 @@ def library_accountant(rate: float, multiplier: float, steps: int = 1) -> Any:
     import dp_accounting as dpa
     from dp_accounting import rdp
 
-    return rdp.RdpAccountant().compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(multiplier)), steps)
+    return rdp.RdpAccountant().compose(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(multiplier)), steps
+    )
 
 
 def test_the_orders_are_those_of_dp_accounting() -> None:
@@ -39,7 +42,12 @@ def test_the_orders_are_those_of_dp_accounting() -> None:
 
 
 @settings(max_examples=12)
-@given(rate=st.floats(1e-4, 0.999), multiplier=st.floats(0.2, 20.0), steps=st.integers(1, 20_000), power=st.floats(-9, -2))
+@given(
+    rate=st.floats(1e-4, 0.999),
+    multiplier=st.floats(0.2, 20.0),
+    steps=st.integers(1, 20_000),
+    power=st.floats(-9, -2),
+)
 def test_epsilon_is_that_of_dp_accounting(rate: float, multiplier: float, steps: int, power: float) -> None:
     expected, order = library_accountant(rate, multiplier, steps).get_epsilon_and_optimal_order(10**power)
     found = epsilon_rdp([(poisson(multiplier, rate), steps)], 10**power)
@@ -57,12 +65,14 @@ def test_epsilon_is_that_of_dp_accounting(rate: float, multiplier: float, steps:
     ],
 )
 def test_known_runs(rate: float, multiplier: float, steps: int, delta: float, epsilon: float) -> None:
-    assert epsilon_rdp([(poisson(multiplier, rate), steps)], delta).value == pytest.approx(epsilon, abs=5.1e-5)
+    assert epsilon_rdp([(poisson(multiplier, rate), steps)], delta).value == pytest.approx(
+        epsilon, abs=5.1e-5
+    )
 
 
 def test_opacus_says_nearly_the_same() -> None:
-    # The constant of Opacus's tests. It lets the terms of the series for fractional orders have their signs; dp-accounting and this
-    # module add them all, which is a little more.
+    # The constant of Opacus's tests. It lets the terms of the series for fractional orders have their signs;
+    # dp-accounting and this module add them all, which is a little more.
     opacus = 7.32911117143
     value = epsilon_rdp([(poisson(1.5, 0.04), 2250)], 1e-5).value
     assert value is not None
@@ -70,7 +80,8 @@ def test_opacus_says_nearly_the_same() -> None:
 
 
 def test_rates_rise_with_the_order_and_fall_with_the_noise() -> None:
-    # At whole orders: in between, the series' terms are all added, and the rates are larger than the true ones.
+    # At whole orders: in between, the series' terms are all added, and the rates are larger than the true
+    # ones.
     whole = np.floor(ORDERS) == ORDERS
     before = np.full(whole.sum(), math.inf)
     for multiplier in (0.3, 0.6, 1.0, 3.0, 50.0):
@@ -84,7 +95,8 @@ def test_rates_rise_with_the_order_and_fall_with_the_noise() -> None:
         before = rates[whole]
 
 
-# -- edges -----------------------------------------------------------------------------------------------------------------------------
+# -- edges
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_no_noise_has_no_epsilon() -> None:
@@ -131,11 +143,14 @@ def test_what_moments_don_t_cover_has_a_reason(event: Any, why: str) -> None:
     assert found.why_not == why
 
 
-# -- noise on the integers -------------------------------------------------------------------------------------------------------------
+# -- noise on the integers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def log_moment(sigma: float, shift: int, rate: float, order: float, removed: bool) -> float:
-    """log of the moment of one step's ratio on the integers, summed one by one: the true one, whatever the formula says."""
+    """log of the moment of one step's ratio on the integers, summed one by one: the true one, whatever the
+    formula says.
+    """
     reach = int(60 * sigma) + 60 + 2 * shift * int(order)
     k = np.arange(-reach, reach + 1, dtype=np.float64)
     log_base = -(k**2) / (2 * sigma**2)
@@ -149,7 +164,9 @@ def log_moment(sigma: float, shift: int, rate: float, order: float, removed: boo
 
 @pytest.mark.parametrize(("sigma", "shift"), [(0.4, 1), (1.0, 1), (2.5, 1), (3.0, 2), (7.0, 5)])
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.7, 1.0])
-def test_moments_on_the_integers_are_those_of_the_continuous_noise(sigma: float, shift: int, rate: float) -> None:
+def test_moments_on_the_integers_are_those_of_the_continuous_noise(
+    sigma: float, shift: int, rate: float
+) -> None:
     rates = step_moments(poisson(sigma / shift, rate, mechanism="discrete_gaussian"))
     for order in (2, 3, 4, 8, 16, 32):
         exact = log_moment(sigma, shift, rate, order, removed=True)
@@ -159,7 +176,10 @@ def test_moments_on_the_integers_are_those_of_the_continuous_noise(sigma: float,
 
 
 def test_between_whole_orders_the_integers_differ_and_are_left_out() -> None:
-    continuous, on_integers = step_moments(poisson(0.3, 1.0)), step_moments(poisson(0.3, 1.0, mechanism="discrete_gaussian"))
+    continuous, on_integers = (
+        step_moments(poisson(0.3, 1.0)),
+        step_moments(poisson(0.3, 1.0, mechanism="discrete_gaussian")),
+    )
     exact = log_moment(0.3, 1, 1.0, 1.5, removed=True)
     assert exact != pytest.approx(0.5 * continuous[ORDERS == 1.5][0], rel=0.1)
     whole = np.floor(ORDERS) == ORDERS
@@ -174,12 +194,15 @@ def test_discrete_noise_costs_little_more() -> None:
     assert discrete.order == math.floor(discrete.order or 0)
 
 
-# -- speed -----------------------------------------------------------------------------------------------------------------------------
+# -- speed
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_s_moments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    monkeypatch.setattr(moments, "rdp_rates", lambda event, orders: computed.append(event) or np.full(len(ORDERS), 1e-3))
+    monkeypatch.setattr(
+        moments, "rdp_rates", lambda event, orders: computed.append(event) or np.full(len(ORDERS), 1e-3)
+    )
     schedule = Schedule("step", every=10, factor=0.987654321)
     for step in range(1, 61):
         epsilon_rdp([(poisson(m, 0.0123), n) for m, n in schedule.runs(1.23, step)], 1e-5)
@@ -187,7 +210,9 @@ def test_a_step_s_moments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> 
     step_moments.cache_clear()
 
 
-def test_orders_that_do_not_converge_are_left_out_in_silence(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_orders_that_do_not_converge_are_left_out_in_silence(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert np.isinf(step_moments(poisson(1.0, 0.1))).any()
     assert capfd.readouterr().err == ""
     assert caplog.records == []

@@ -9,21 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.privacy.adaptive import AdaptiveBound
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.batches import batch_source
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.generators import TorchGenerator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.source import batch_source
 from psgrad.engine.privacy.step import private_sum
 from psgrad.errors import ConfigError
 
 
 def test_the_bound_moves_by_the_formula_of_the_paper() -> None:
-    """C exp(-eta (b - gamma)), where b is the share of norms at most C: of ten, seven are, and of three expected."""
+    """C exp(-eta (b - gamma)), where b is the share of norms at most C: of ten, seven are, and of three
+    expected.
+    """
     bound = AdaptiveBound(2.0, quantile=0.5, learning_rate=0.2, count_multiplier=10)
     below = torch.tensor([True] * 7 + [False] * 3)
-    assert bound.updated(bound.count(below), 10).bound == pytest.approx(2.0 * math.exp(-0.2 * (0.7 - 0.5)), rel=1e-14)
-    assert bound.updated(bound.count(below), 3).bound == pytest.approx(2.0 * math.exp(-0.2 * ((7 - 5) / 3 + 0.5 - 0.5)), rel=1e-14)
+    assert bound.updated(bound.count(below), 10).bound == pytest.approx(
+        2.0 * math.exp(-0.2 * (0.7 - 0.5)), rel=1e-14
+    )
+    assert bound.updated(bound.count(below), 3).bound == pytest.approx(
+        2.0 * math.exp(-0.2 * ((7 - 5) / 3 + 0.5 - 0.5)), rel=1e-14
+    )
 
 
 def test_an_empty_batch_says_a_half() -> None:
@@ -33,18 +38,26 @@ def test_an_empty_batch_says_a_half() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=20), st.booleans(), st.booleans())
-def test_the_count_moves_by_no_more_than_its_sensitivity(others: list[bool], one: bool, another: bool) -> None:
+def test_the_count_moves_by_no_more_than_its_sensitivity(
+    others: list[bool], one: bool, another: bool
+) -> None:
     bound = AdaptiveBound(1.0)
     without, with_one, replaced = (
-        bound.count(torch.tensor(below, dtype=torch.bool)) for below in (others, [*others, one], [*others, another])
+        bound.count(torch.tensor(below, dtype=torch.bool))
+        for below in (others, [*others, one], [*others, another])
     )
-    assert abs(with_one - without) == bound.sensitivity("add_or_remove_one") == bound.sensitivity("zero_out") == 0.5
+    assert (
+        abs(with_one - without)
+        == bound.sensitivity("add_or_remove_one")
+        == bound.sensitivity("zero_out")
+        == 0.5
+    )
     assert abs(with_one - replaced) <= bound.sensitivity("replace_one") == 1.0
 
 
 def test_a_record_in_whose_place_there_is_nothing_moves_the_count_by_no_more_than_its_sensitivity() -> None:
-    """zero_out: D' has a record without a gradient where D has any other. With the same noise, the logarithm of the next bound moves by
-    the count's move over the divisor.
+    """zero_out: D' has a record without a gradient where D has any other. With the same noise, the logarithm
+    of the next bound moves by the count's move over the divisor.
     """
     bound, params = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0), {"weight": torch.zeros(2)}
 
@@ -52,7 +65,9 @@ def test_a_record_in_whose_place_there_is_nothing_moves_the_count_by_no_more_tha
         rows = torch.tensor([[0.3, 0.4], [3.0, 4.0], *([] if row is None else [row])])
         source = batch_source(lambda params, row: params["weight"] @ row, params, rows)
         generator, clipping = make_generator("aes", seed=1), Clipping.flat(params, 1.0)
-        noisy = private_sum(source, clipping, Noise(1.0), "zero_out", generator, adaptive=bound, expected_batch_size=8)
+        noisy = private_sum(
+            source, clipping, Noise(1.0), "zero_out", generator, adaptive=bound, expected_batch_size=8
+        )
         assert noisy.following is not None
         return math.log(noisy.following.bound) * 8
 
@@ -62,7 +77,9 @@ def test_a_record_in_whose_place_there_is_nothing_moves_the_count_by_no_more_tha
 
 
 def test_the_noise_costs_what_the_formula_of_the_paper_takes_for_granted() -> None:
-    """sigma_b of the paper is the count's standard deviation where a record comes or goes; its multiplier is twice that."""
+    """sigma_b of the paper is the count's standard deviation where a record comes or goes; its multiplier is
+    twice that.
+    """
     bound = AdaptiveBound(1.0, count_multiplier=7.0)
     assert bound.standard_deviation("add_or_remove_one") == 7.0
     for relation in ("add_or_remove_one", "replace_one", "zero_out"):
@@ -104,7 +121,10 @@ def test_noise_cannot_move_it_out_of_the_numbers(count: float) -> None:
         ({"bound": math.nan}, "the clipping bound to start from is nan"),
         ({"bound": 1.0, "quantile": 1.5}, "the quantile of the adaptive bound is 1.5"),
         ({"bound": 1.0, "learning_rate": 0.0}, "the learning rate of the adaptive bound is 0.0"),
-        ({"bound": 1.0, "count_multiplier": -1.0}, "the count_noise_multiplier of the adaptive bound is -1.0"),
+        (
+            {"bound": 1.0, "count_multiplier": -1.0},
+            "the count_noise_multiplier of the adaptive bound is -1.0",
+        ),
     ],
 )
 def test_numbers_outside_of_their_range(options: dict[str, float], words: str) -> None:

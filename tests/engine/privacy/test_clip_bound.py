@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import SquareNorms, per_sample_weighted_sum
-from psgrad.engine.objective import Objective
-from psgrad.engine.privacy import clipped
+from psgrad.engine.privacy import clipped_sums
+from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.source import batch_source
-from tests.engine.privacy.clip_attacks import KINDS, Kind, ascend, cancelling, clippings, contribution, with_a_remainder
+from tests.engine.privacy.clip_attacks import (
+    KINDS,
+    Kind,
+    ascend,
+    cancelling,
+    clippings,
+    contribution,
+    with_a_remainder,
+)
 from tests.engine.privacy.clipped_loop import distance
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -24,7 +32,9 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_clip_bound_cancelling_positions(kind: Kind, dtype: torch.dtype) -> None:
-    """Positions that cancel to one part in 10^2 to 10^9, or exactly but for a remainder; alone and in company, in one pass and in two."""
+    """Positions that cancel to one part in 10^2 to 10^9, or exactly but for a remainder; alone and in
+    company, in one pass and in two.
+    """
     random = torch.Generator().manual_seed(0)
     params = kind.make_params(dtype, random)
     others = [kind.record(dtype, random) for _ in range(3)]
@@ -53,7 +63,9 @@ def test_clip_bound_gradient_ascent(kind: Kind, dtype: torch.dtype) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
-    """What the worst record so far adds is made worse by changes at random: of magnitudes, of the share that stays, of entries."""
+    """What the worst record so far adds is made worse by changes at random: of magnitudes, of the share that
+    stays, of entries.
+    """
     random = torch.Generator().manual_seed(3)
     params = kind.make_params(dtype, random)
     others = [kind.record(dtype, random) for _ in range(2)]
@@ -63,7 +75,14 @@ def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
     for _ in range(20):
         move = torch.randn(2, generator=random)
         power, rest = at[0] + 2 * float(move[0]), at[1] + 3 * float(move[1])
-        changed = tuple(x * torch.randn(x.shape, generator=random).mul(0.1).exp().to(x.dtype) if x.is_floating_point() else x for x in base)
+        changed = tuple(
+            (
+                x * torch.randn(x.shape, generator=random).mul(0.1).exp().to(x.dtype)
+                if x.is_floating_point()
+                else x
+            )
+            for x in base
+        )
         found = contribution(kind, params, clipping, others, cancelling(changed, 10.0**power, 2.0**-rest))
         assert found <= 1
         if found > worst:
@@ -72,26 +91,39 @@ def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "count"), [("product, one position", 100_000), ("product, many positions", 5_000), ("dense", 100_000)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("product, one position", 100_000), ("product, many positions", 5_000), ("dense", 100_000)],
+)
 def test_clip_bound_many_aligned_records(name: str, count: int, dtype: torch.dtype) -> None:
-    """Roundings of one sum that all go the same way: it moved by 1.0009 of the bound where it was one product in float32."""
+    """Roundings of one sum that all go the same way: it moved by 1.0009 of the bound where it was one product
+    in float32.
+    """
     kind = KINDS[name]
     random = torch.Generator().manual_seed(1)
     params, record = kind.make_params(dtype, random), kind.record(dtype, random)
     batch = [x.expand(count, *x.shape) for x in record]
     clipping = Clipping.flat(params, 0.1)
-    sums = [batch_source(kind.loss, params, *(x[:n] for x in batch))(clipping).sums for n in (count, count - 1)]
+    sums = [
+        batch_source(kind.loss, params, *(x[:n] for x in batch))(clipping).sums for n in (count, count - 1)
+    ]
     assert 0.99 < distance(*sums) / 0.1 <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["product, one position", "product, few positions", "dense", "convolution, kernel 1", "multiples"])
+@pytest.mark.parametrize(
+    "name", ["product, one position", "product, few positions", "dense", "convolution, kernel 1", "multiples"]
+)
 def test_clip_bound_tiny_times_huge(name: str, dtype: torch.dtype) -> None:
     """Factors whose squares leave their type's range at either end, and whose products do not."""
     kind, random = KINDS[name], torch.Generator().manual_seed(4)
     params = kind.make_params(dtype, random)
     others = [kind.record(dtype, random) for _ in range(2)]
-    for tiny, huge in ((1e-30, 1e36), (1e-24, 1e30)) if dtype == torch.float32 else ((1e-170, 1e200), (1e-150, 1e152), (1e-100, 1e160)):
+    for tiny, huge in (
+        ((1e-30, 1e36), (1e-24, 1e30))
+        if dtype == torch.float32
+        else ((1e-170, 1e200), (1e-150, 1e152), (1e-100, 1e160))
+    ):
         x, k = kind.record(dtype, random)
         for record in ((x * tiny, k * huge), (x * huge, k * tiny)):
             assert contribution(kind, params, Clipping.flat(params, 1.0), others, record) <= 1
@@ -102,20 +134,26 @@ def test_clip_bound_autocast_cancelling_positions(memory: float | None) -> None:
     """Factors in bfloat16 of weights in float32, through a network: the last layer's positions cancel."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
-    objective = Objective(model, lambda output, target: (output.float() * target).sum(), autocast=torch.bfloat16)
+    objective = Objective(
+        model, lambda output, target: (output.float() * target).sum(), autocast=torch.bfloat16
+    )
     x, target = torch.randn(4, 4, 6), torch.randn(4, 4, 5)
     x[0, 2:] = x[0, :2]
     for clipping in clippings(list(objective.params)):
         for power in (0, 10, 30):
             target[0, :2] = torch.randn(2, 5) * 2.0**power
             target[0, 2:] = -target[0, :2] * (1 + 2.0**-7)
-            sums = batch_source(objective.loss, objective.params, (x[:1],), target[:1], has_aux=True, memory=memory)(clipping).sums
+            sums = batch_source(
+                objective.loss, objective.params, (x[:1],), target[:1], has_aux=True, memory=memory
+            )(clipping).sums
             for group in clipping.groups:
                 assert distance({name: sums[name] for name in group.parameters}) <= group.bound
 
 
 def test_clip_bound_a_second_pass_of_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second pass may round its factors otherwise than the first, from which the norms are: here by far more than rounding."""
+    """The second pass may round its factors otherwise than the first, from which the norms are: here by far
+    more than rounding.
+    """
     calls = []
 
     def loss(params: dict[str, Tensor], x: Tensor, k: Tensor) -> Tensor:
@@ -125,7 +163,9 @@ def test_clip_bound_a_second_pass_of_other_numbers(monkeypatch: pytest.MonkeyPat
     params, clipping = {"w": torch.randn(7, 5)}, Clipping.flat(["w"], 0.5)
     for positions in (1, 40):
         calls.clear()
-        sums = batch_source(loss, params, torch.randn(1, positions, 5), torch.randn(1, positions, 7), memory=0)(clipping).sums
+        sums = batch_source(
+            loss, params, torch.randn(1, positions, 5), torch.randn(1, positions, 7), memory=0
+        )(clipping).sums
         assert len(calls) == 2
         assert distance(sums) <= 0.5
 
@@ -151,10 +191,14 @@ def test_clip_bound_factors_that_are_written_into_after_their_norms(positions: i
 
 
 def test_clip_bound_tied_terms_that_cancel_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the records that are computed alone, too: the norm of a sum of terms is that of its value where they cancel."""
-    monkeypatch.setattr(clipped, "MOST_ABSOLUTE", float("inf"))
+    """Without the records that are computed alone, too: the norm of a sum of terms is that of its value where
+    they cancel.
+    """
+    monkeypatch.setattr(clipped_sums, "MOST_ABSOLUTE", float("inf"))
     kind, random = KINDS["a weight and its transpose"], torch.Generator().manual_seed(0)
     params = kind.make_params(torch.float64, random)
     record = kind.record(torch.float64, random)
-    record = tuple(torch.cat([x[:2], y[:2]]) for x, y in zip(record, (record[0], -record[1] * (1 + 1e-9)), strict=True))
+    record = tuple(
+        torch.cat([x[:2], y[:2]]) for x, y in zip(record, (record[0], -record[1] * (1 + 1e-9)), strict=True)
+    )
     assert contribution(kind, params, Clipping.flat(params, 1e-9), [], record) <= 1

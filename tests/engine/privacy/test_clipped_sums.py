@@ -10,12 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.privacy.batches import ClippedSum, batch_source, stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from psgrad.engine.privacy.source import ClippedSum, batch_source, stream_source
-from psgrad.inputs.samples import Block
-from tests.engine.privacy.clipped_loop import Batch, clipped_loop, distance, gradients_of, group_norms, median_norm
+from psgrad.inputs.rows import Block
+from tests.engine.privacy.clipped_loop import (
+    Batch,
+    clipped_loop,
+    distance,
+    gradients_of,
+    group_norms,
+    median_norm,
+)
 from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import Gradients
 
@@ -38,13 +45,17 @@ def architecture(request: pytest.FixtureRequest) -> Architecture:
     return found
 
 
-def sum_of(architecture: Architecture, model: nn.Module, batch: Batch, clipping: Clipping, **options: Any) -> ClippedSum:
+def sum_of(
+    architecture: Architecture, model: nn.Module, batch: Batch, clipping: Clipping, **options: Any
+) -> ClippedSum:
     objective = Objective(model, architecture.loss, autocast=options.pop("autocast", None))
     return batch_source(objective.loss, objective.params, *batch, has_aux=True, **options)(clipping)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_clipped_sums_are_those_of_a_loop_over_records(architecture: Architecture, dtype: torch.dtype) -> None:
+def test_clipped_sums_are_those_of_a_loop_over_records(
+    architecture: Architecture, dtype: torch.dtype
+) -> None:
     model, batch = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
     gradients = gradients_of(architecture, model, batch)
     for grouping in GROUPINGS.values():
@@ -63,7 +74,9 @@ def test_automatic_clipping_divides_by_the_norm_and_the_stability(architecture: 
     gradients = gradients_of(architecture, model, batch)
     norms = torch.cat([value.flatten(1) for value in gradients.values()], 1).norm(dim=1)
     weights = 0.3 * (1 - MARGIN) / (norms + 0.05)
-    found = sum_of(architecture, model, batch, Clipping.flat(gradients, 0.3, rule="automatic", stability=0.05))
+    found = sum_of(
+        architecture, model, batch, Clipping.flat(gradients, 0.3, rule="automatic", stability=0.05)
+    )
     expected = {name: torch.einsum("n,n...->...", weights, value) for name, value in gradients.items()}
     assert distance(found.sums, expected) <= 1e-9 * distance(expected)
     torch.testing.assert_close(found.records.factors[:, 0], weights, rtol=1e-12, atol=0)
@@ -71,7 +84,9 @@ def test_automatic_clipping_divides_by_the_norm_and_the_stability(architecture: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_the_order_of_records_and_the_chunk_size_do_not_show(architecture: Architecture, dtype: torch.dtype) -> None:
+def test_the_order_of_records_and_the_chunk_size_do_not_show(
+    architecture: Architecture, dtype: torch.dtype
+) -> None:
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
     objective = Objective(model, architecture.loss)
     clipping = Clipping.per_layer(objective.params, 0.4)
@@ -90,13 +105,16 @@ def test_the_order_of_records_and_the_chunk_size_do_not_show(architecture: Archi
         found = stream_source(stream, RECORDS)(clipping)
         assert distance(found.sums, whole.sums) <= TOLERANCE[dtype] * distance(whole.sums)
         for name in ("norms", "losses", "factors", "below"):
-            torch.testing.assert_close(getattr(found.records, name), getattr(whole.records, name), rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(
+                getattr(found.records, name), getattr(whole.records, name), rtol=1e-5, atol=1e-8
+            )
 
 
-# -- Opacus ----------------------------------------------------------------------------------------------------------------------------
+# -- Opacus
+# ------------------------------------------------------------------------------------------------------------
 
-# Opacus has no gradient for ViT's class token and positions, which are plain parameters, and takes the positions of GPT for samples: these
-# two get their per-sample gradients from the loop, and Opacus clips them.
+# Opacus has no gradient for ViT's class token and positions, which are plain parameters, and takes the
+# positions of GPT for samples: these two get their per-sample gradients from the loop, and Opacus clips them.
 HAS_A_GRADIENT = ("cnn", "mlp", "resnet")
 
 
@@ -104,10 +122,15 @@ HAS_A_GRADIENT = ("cnn", "mlp", "resnet")
 def opacus() -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield pytest.importorskip("opacus", reason="Opacus, the other implementation that clipped sums are held against, is not installed")
+        yield pytest.importorskip(
+            "opacus",
+            reason="Opacus, the other implementation that clipped sums are held against, is not installed",
+        )
 
 
-def of_opacus(architecture: Architecture, model: nn.Module, batch: Batch, gradients: Gradients, bounds: list[float]) -> dict[str, Tensor]:
+def of_opacus(
+    architecture: Architecture, model: nn.Module, batch: Batch, gradients: Gradients, bounds: list[float]
+) -> dict[str, Tensor]:
     """Opacus's clipped sums, in one group where there is one bound, else with a bound for each parameter."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
@@ -117,13 +140,17 @@ def of_opacus(architecture: Architecture, model: nn.Module, batch: Batch, gradie
     if architecture.name in HAS_A_GRADIENT:
         wrapped = GradSampleModule(model.train(), loss_reduction="sum")
         output = wrapped(*inputs)
-        torch.stack([architecture.loss(one, its) for one, its in zip(output, target, strict=True)]).sum().backward()
+        torch.stack(
+            [architecture.loss(one, its) for one, its in zip(output, target, strict=True)]
+        ).sum().backward()
     else:
         for name, parameter in parameters.items():
             parameter.grad_sample = gradients[name].to(parameter.dtype)  # type: ignore[attr-defined]
     kind, bound = (DPOptimizer, bounds[0]) if len(bounds) == 1 else (DPPerLayerOptimizer, bounds)
     sgd = torch.optim.SGD(parameters.values(), lr=0.0)
-    optimizer = kind(sgd, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=RECORDS, loss_reduction="sum")
+    optimizer = kind(
+        sgd, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=RECORDS, loss_reduction="sum"
+    )
     optimizer.clip_and_accumulate()
     return {name: parameter.summed_grad for name, parameter in parameters.items()}  # type: ignore[attr-defined]
 
@@ -134,27 +161,42 @@ def test_clipped_sums_are_those_of_opacus(architecture: Architecture, grouping: 
     gradients = gradients_of(architecture, model, batch)
     clipping = GROUPINGS[grouping](gradients, median_norm(gradients))
     found = sum_of(architecture, model, batch, clipping)
-    expected = of_opacus(architecture, architecture.build(), batch, gradients, [group.bound for group in clipping.groups])
+    expected = of_opacus(
+        architecture, architecture.build(), batch, gradients, [group.bound for group in clipping.groups]
+    )
     assert distance(found.sums, expected) <= 1e-5 * distance(expected)
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------------------------
+# -- the bound
+# ------------------------------------------------------------------------------------------------------------
 
 SCALES = [0.0, 1e-30, 1e-20, 1.0, 1e20, 1e30, 1e38, float("nan"), float("inf")]
-KINDS = {"float64": (torch.float64, None), "float32": (torch.float32, None), "bfloat16": (torch.float32, torch.bfloat16)}
+KINDS = {
+    "float64": (torch.float64, None),
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.float32, torch.bfloat16),
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_what_a_record_adds_keeps_to_the_bound_at_every_scale(architecture: Architecture, kind: str) -> None:
-    """Without any tolerance. bfloat16 is mixed precision: the factors of gradients are in halves, the weights may not be."""
+    """Without any tolerance. bfloat16 is mixed precision: the factors of gradients are in halves, the weights
+    may not be.
+    """
     dtype, autocast = KINDS[kind]
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(len(SCALES), dtype=dtype)
     names = [name for name, _ in model.named_parameters()]
-    clippings = [Clipping.flat(names, 0.001), Clipping.per_parameter(names, 1.0, rule="automatic"), Clipping.per_layer(names, 0.1)]
+    clippings = [
+        Clipping.flat(names, 0.001),
+        Clipping.per_parameter(names, 1.0, rule="automatic"),
+        Clipping.per_layer(names, 0.1),
+    ]
     for place, scale in enumerate(SCALES):
         objective = Objective(model, lambda *both, s=scale: architecture.loss(*both) * s, autocast=autocast)
         clipping, record = clippings[place % len(clippings)], slice(place, place + 1)
-        source = batch_source(objective.loss, objective.params, tuple(x[record] for x in inputs), target[record], has_aux=True)
+        source = batch_source(
+            objective.loss, objective.params, tuple(x[record] for x in inputs), target[record], has_aux=True
+        )
         found = source(clipping)
         norms = group_norms(found.sums, clipping)
         assert all(norm <= group.bound for norm, group in zip(norms, clipping.groups, strict=True))
@@ -164,7 +206,9 @@ def test_what_a_record_adds_keeps_to_the_bound_at_every_scale(architecture: Arch
 
 @pytest.mark.parametrize("positions", [16, 64, 256])
 def test_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said(positions: int) -> None:
-    """The worst that was found: inputs and cotangents that are one number each, whose products all err to the same side."""
+    """The worst that was found: inputs and cotangents that are one number each, whose products all err to the
+    same side.
+    """
     params = {"w": torch.randn(512, 512), "table": torch.randn(2000, 16)}
     clipping, same = Clipping.per_parameter(params, 1e-3), torch.zeros(1, positions, dtype=torch.int64)
     for number in torch.rand(8) + 0.1:
@@ -172,16 +216,24 @@ def test_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said
         def loss(params: dict[str, Tensor], x: Tensor, index: Tensor, k: float = float(number)) -> Tensor:
             return ((x @ params["w"].t()).sum() + nn.functional.embedding(index, params["table"]).sum()) * k
 
-        sums = batch_source(loss, params, torch.full((1, positions, 512), float(torch.rand(()))), same)(clipping).sums
-        assert all(norm <= group.bound * (1 + 2**-18) for norm, group in zip(group_norms(sums, clipping), clipping.groups, strict=True))
+        sums = batch_source(loss, params, torch.full((1, positions, 512), float(torch.rand(()))), same)(
+            clipping
+        ).sums
+        assert all(
+            norm <= group.bound * (1 + 2**-18)
+            for norm, group in zip(group_norms(sums, clipping), clipping.groups, strict=True)
+        )
 
 
 def test_a_second_pass_in_halves_sums_the_gradients_that_the_norms_are_of(architecture: Architecture) -> None:
-    """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every operator on the way back."""
+    """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every
+    operator on the way back.
+    """
     model, (inputs, target) = architecture.build(), architecture.batch(1)
     clipping = Clipping.flat([name for name, _ in model.named_parameters()], 1e-3)
     kept, again = (
-        sum_of(architecture, model, (inputs, target), clipping, memory=memory, autocast=torch.bfloat16).sums for memory in (None, 0)
+        sum_of(architecture, model, (inputs, target), clipping, memory=memory, autocast=torch.bfloat16).sums
+        for memory in (None, 0)
     )
     assert distance(kept, again) <= 1e-6 * distance(kept)
     assert distance(again) <= 1e-3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from psgrad.engine.gradients import SquareNorms
 from psgrad.engine.privacy.clipping import Clipping, Group, rounded_down
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.errors import ConfigError
 
 NAMES = ["encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "scale"]
@@ -26,7 +26,8 @@ def norms_of(*rows: list[float], dtype: torch.dtype = torch.float64) -> SquareNo
     return SquareNorms(by_parameter, torch.zeros(values.shape[1], dtype=dtype), None, {})
 
 
-# -- groups --------------------------------------------------------------------------------------------------------------------------------
+# -- groups
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_is_the_module_that_owns_the_parameters() -> None:
@@ -41,8 +42,12 @@ def test_a_layer_is_the_module_that_owns_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("make", [Clipping.flat, Clipping.per_layer, Clipping.per_parameter])
-@pytest.mark.parametrize(("relation", "times"), [("add_or_remove_one", 1), ("zero_out", 1), ("replace_one", 2)])
-def test_however_it_is_grouped_the_sensitivity_is_the_norm_that_was_asked_for(make: Any, relation: Relation, times: int) -> None:
+@pytest.mark.parametrize(
+    ("relation", "times"), [("add_or_remove_one", 1), ("zero_out", 1), ("replace_one", 2)]
+)
+def test_however_it_is_grouped_the_sensitivity_is_the_norm_that_was_asked_for(
+    make: Any, relation: Relation, times: int
+) -> None:
     clipping = make(NAMES, 0.7)
     assert clipping.sensitivity(relation) == pytest.approx(0.7 * times, rel=1e-15)
     assert sorted(clipping.parameters) == sorted(NAMES)
@@ -90,7 +95,9 @@ def test_what_else_is_no_clipping() -> None:
 
 
 def test_only_one_group_has_a_bound_that_adapts() -> None:
-    assert Clipping.flat(NAMES, 1.0, rule="automatic").with_bound(2.0) == Clipping.flat(NAMES, 2.0, rule="automatic")
+    assert Clipping.flat(NAMES, 1.0, rule="automatic").with_bound(2.0) == Clipping.flat(
+        NAMES, 2.0, rule="automatic"
+    )
     with pytest.raises(ConfigError, match="a bound that adapts was asked of 4 clipping groups"):
         Clipping.per_layer(NAMES, 1.0).with_bound(2.0)
 
@@ -115,38 +122,54 @@ def test_the_description_is_json_and_its_hash_changes_with_everything_in_it() ->
     }
 
 
-# -- factors -----------------------------------------------------------------------------------------------------------------------------
+# -- factors
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_small_gradients_stay_and_large_ones_get_the_bound() -> None:
     clipping = Clipping.flat(NAMES, 2.0)
-    weights = clipping.weights(norms_of([0.0, 1.2, 3.0, 1e100], [0.0, 1.0, 4.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]))
+    weights = clipping.weights(
+        norms_of([0.0, 1.2, 3.0, 1e100], [0.0, 1.0, 4.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0])
+    )
     assert list(weights) == NAMES
     assert weights["scale"][:2].tolist() == [1.0, 1.0]
-    torch.testing.assert_close(weights["scale"], torch.tensor([1, 1, 0.4, 2e-100], dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        weights["scale"], torch.tensor([1, 1, 0.4, 2e-100], dtype=torch.float64), rtol=1e-14, atol=0
+    )
     assert all(weight is weights["scale"] for weight in weights.values())
 
 
 def test_each_group_has_its_own_norm() -> None:
     clipping = Clipping.by_pattern(NAMES, {"encoder.*": 1.0, "*": 10.0})
     weights = clipping.weights(norms_of([3.0, 0.1], [4.0, 0.1], [12.0, 0.1], [5.0, 30.0], [0.0, 40.0]))
-    inside, outside = torch.tensor([1 / 13, 1], dtype=torch.float64), torch.tensor([1, 0.2], dtype=torch.float64)
+    inside, outside = (
+        torch.tensor([1 / 13, 1], dtype=torch.float64),
+        torch.tensor([1, 0.2], dtype=torch.float64),
+    )
     for name in NAMES:
-        torch.testing.assert_close(weights[name], inside if name.startswith("encoder") else outside, rtol=1e-14, atol=0)
+        torch.testing.assert_close(
+            weights[name], inside if name.startswith("encoder") else outside, rtol=1e-14, atol=0
+        )
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("make", [Clipping.flat, Clipping.per_parameter])
 @pytest.mark.parametrize("rule", ["clip", "automatic"])
-def test_a_norm_that_is_not_finite_in_one_group_takes_the_record_out_of_all(bad: float, make: Any, rule: str) -> None:
+def test_a_norm_that_is_not_finite_in_one_group_takes_the_record_out_of_all(
+    bad: float, make: Any, rule: str
+) -> None:
     weights = make(NAMES, 1.0, rule=rule).weights(norms_of(*([[0.1, bad, 0.0]] + [[0.1, 0.1, 0.0]] * 4)))
     assert all(weight[1] == 0 for weight in weights.values())
     assert all((weight[[0, 2]] > 0).all() for weight in weights.values())
 
 
 def test_automatic_factors_are_finite_at_zero() -> None:
-    weights = Clipping.flat(["w"], 0.5, rule="automatic", stability=0.01).factors(torch.tensor([[0.0, 1e-30, 0.99]], dtype=torch.float64))
-    torch.testing.assert_close(weights, torch.tensor([[50.0, 50.0, 0.5]], dtype=torch.float64), rtol=1e-14, atol=0)
+    weights = Clipping.flat(["w"], 0.5, rule="automatic", stability=0.01).factors(
+        torch.tensor([[0.0, 1e-30, 0.99]], dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        weights, torch.tensor([[50.0, 50.0, 0.5]], dtype=torch.float64), rtol=1e-14, atol=0
+    )
 
 
 @given(
@@ -159,7 +182,9 @@ def test_a_factor_times_its_norm_is_below_the_bound_in_the_type_of_the_sum(
     norms: list[float], bound: float, rule: Any, precision: torch.dtype
 ) -> None:
     """Rounding takes less than the margin off, and adds nothing."""
-    found = Clipping.flat(["w"], bound, rule=rule).factors(torch.tensor([norms], dtype=torch.float64), precision)[0]
+    found = Clipping.flat(["w"], bound, rule=rule).factors(
+        torch.tensor([norms], dtype=torch.float64), precision
+    )[0]
     assert torch.equal(found.to(precision).double(), found)
     for factor, norm in zip(found.tolist(), norms, strict=True):
         exact = bound / (norm + 0.01) if rule == "automatic" else min(1.0, bound / norm) if norm else 1.0
@@ -177,6 +202,8 @@ def test_numbers_are_rounded_down_to_float32(value: float) -> None:
 
 def test_groups_of_other_parameters_are_an_error_that_names_them() -> None:
     clipping = Clipping.flat(["encoder.0.weight", "frozen"], 1.0)
-    with pytest.raises(ConfigError, match=r"in no group: encoder\.0\.bias; without gradient: frozen") as raised:
+    with pytest.raises(
+        ConfigError, match=r"in no group: encoder\.0\.bias; without gradient: frozen"
+    ) as raised:
         clipping.weights(norms_of([1.0], [1.0]))
     assert "every parameter that is trained in one group" in str(raised.value)

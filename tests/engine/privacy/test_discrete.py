@@ -1,4 +1,6 @@
-"""The discrete Gaussian: its probabilities, its comparisons where 64 bits don't settle them, and the grid that keeps the bound."""
+"""The discrete Gaussian: its probabilities, its comparisons where 64 bits don't settle them, and the grid
+that keeps the bound.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from scipy import stats
 
 from psgrad.config import PrivacyConfig
 from psgrad.engine.privacy import discrete
-from psgrad.engine.privacy.discrete import default_grid, discrete_gaussian, exact_exceeds, exact_floor, round_to_grid, tightened
+from psgrad.engine.privacy.discrete import (
+    default_grid,
+    discrete_gaussian,
+    exact_exceeds,
+    exact_floor,
+    round_to_grid,
+    tightened,
+)
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.errors import ConfigError
@@ -27,7 +36,8 @@ ALPHA = 1e-4
 SIGMAS = (0.3, 0.5, 1.0, 2.5, 7.0, 1e3, 2.0**31 + 0.7, 1e12, 2.0**44)
 
 
-# -- the distribution ------------------------------------------------------------------------------------------------------------------
+# -- the distribution
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", [0.25, 0.5, 0.999, 1.0, 1.7, 3.0, 6.2])
@@ -81,15 +91,20 @@ def test_a_standard_deviation_out_of_range_is_refused(sigma: float) -> None:
     assert "grid" in str(caught.value.next_step)
 
 
-# -- exact comparisons -----------------------------------------------------------------------------------------------------------------
+# -- exact comparisons
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
-def test_floating_point_says_what_exact_comparisons_say(sigma: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floating_point_says_what_exact_comparisons_say(
+    sigma: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = 1500
     quick = discrete._kept(tried, sigma, make_generator("aes", seed=5))
     for name in ("_SHORT_SIZE", "_SHORT_KEEP"):
-        monkeypatch.setattr(discrete, name, np.uint64(2**64 - 1))  # no prefix is long enough for floating point
+        monkeypatch.setattr(
+            discrete, name, np.uint64(2**64 - 1)
+        )  # no prefix is long enough for floating point
     assert discrete._kept(tried, sigma, make_generator("aes", seed=5)).tolist() == quick.tolist()
     assert len(quick) > tried / 8
 
@@ -100,10 +115,15 @@ def word_at(value: mpmath.mpf, words: int) -> list[int]:
     return [(whole >> (64 * place)) & (2**64 - 1) for place in range(words - 1, -1, -1)]
 
 
-@pytest.mark.parametrize(("scale", "size"), [(1, 1), (1, 3), (7, 2), (1000, 123), (2**31, 2**30 + 1), (2**40, 2**41 + 12345), (2**44, 3)])
+@pytest.mark.parametrize(
+    ("scale", "size"),
+    [(1, 1), (1, 3), (7, 2), (1000, 123), (2**31, 2**30 + 1), (2**40, 2**41 + 12345), (2**44, 3)],
+)
 @pytest.mark.parametrize("agreeing", [1, 2, 3])
 def test_bits_on_the_edge_of_a_size_are_settled_by_further_bits(scale: int, size: int, agreeing: int) -> None:
-    """U agrees with exp(-size / scale), where floor(scale * E) jumps, in one word, in two, in three; the next word decides."""
+    """U agrees with exp(-size / scale), where floor(scale * E) jumps, in one word, in two, in three; the next
+    word decides.
+    """
     with mpmath.workdps(120):
         words = word_at(mpmath.exp(-mpmath.mpf(size) / scale), agreeing + 1)
     above, below = [*words[:agreeing], 2**64 - 1], [*words[:agreeing], 0]
@@ -114,7 +134,9 @@ def test_bits_on_the_edge_of_a_size_are_settled_by_further_bits(scale: int, size
         assert generator.words == []  # no bit more was taken than was needed, and none less
 
 
-@pytest.mark.parametrize("bound", [Fraction(1, 3), Fraction(1, 10**9), Fraction(7), Fraction(355, 113), Fraction(0.1) ** 2])
+@pytest.mark.parametrize(
+    "bound", [Fraction(1, 3), Fraction(1, 10**9), Fraction(7), Fraction(355, 113), Fraction(0.1) ** 2]
+)
 @pytest.mark.parametrize("agreeing", [1, 2, 3])
 def test_bits_on_the_edge_of_being_kept_are_settled_by_further_bits(bound: Fraction, agreeing: int) -> None:
     with mpmath.workdps(120):
@@ -125,7 +147,11 @@ def test_bits_on_the_edge_of_being_kept_are_settled_by_further_bits(bound: Fract
         assert generator.words == []
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1, 2**44), st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 2**44),
+    st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4),
+)
 @example(0, 2**40, [0, 0, 5, 5])
 @example(2**64 - 1, 2**40, [2**64 - 1, 7, 7, 7])
 @example(2**63, 3, [0, 0, 0, 1])
@@ -147,7 +173,9 @@ def test_a_bound_that_is_met_exactly_is_not_exceeded_by_chance() -> None:
 
 @pytest.mark.parametrize("scale", [1, 50, 2**31, 2**44])
 def test_planted_prefixes_near_every_edge_are_settled_alike(scale: int) -> None:
-    """The vectorised way on prefixes around the jumps of floor(t E), where floating point errs: all sizes are the exact ones."""
+    """The vectorised way on prefixes around the jumps of floor(t E), where floating point errs: all sizes are
+    the exact ones.
+    """
     sigma = scale - 0.5
     sizes = []
     with mpmath.workdps(60):
@@ -165,7 +193,11 @@ def test_planted_prefixes_near_every_edge_are_settled_alike(scale: int) -> None:
     def exactly() -> list[int]:
         generator = PlantedGenerator(further)
         absolutes = [exact_floor(word, 64, scale, generator) for word in sizes]
-        return [size for size in absolutes if exact_exceeds(settled[0] >> 1, 63, discrete._exponent(size, sigma), generator)]
+        return [
+            size
+            for size in absolutes
+            if exact_exceeds(settled[0] >> 1, 63, discrete._exponent(size, sigma), generator)
+        ]
 
     found = kept()
     assert found == exactly()
@@ -188,7 +220,8 @@ def test_prefixes_too_short_for_floating_point_are_settled_exactly(monkeypatch: 
     assert asked == {"exact_floor": sizes[:5], "exact_exceeds": [2, 2**39]}
 
 
-# -- the grid --------------------------------------------------------------------------------------------------------------------------
+# -- the grid
+# ------------------------------------------------------------------------------------------------------------
 
 
 def norm_on(grid: float, steps: torch.Tensor) -> float:
@@ -203,7 +236,9 @@ def norm_on(grid: float, steps: torch.Tensor) -> float:
     st.sampled_from([torch.float32, torch.float64]),
 )
 @example([0.5] * 4, 1.0, 0.25, torch.float64)
-def test_a_rounded_record_keeps_to_the_bound(values: list[float], bound: float, relative: float, dtype: torch.dtype) -> None:
+def test_a_rounded_record_keeps_to_the_bound(
+    values: list[float], bound: float, relative: float, dtype: torch.dtype
+) -> None:
     grid = relative * bound / math.sqrt(len(values))
     gradient = torch.tensor(values, dtype=torch.float64)
     limit = tightened(bound, len(values), grid)
@@ -222,7 +257,13 @@ def test_ties_and_corners_keep_to_the_bound(dimensions: int, relative: float, se
     grid = relative * bound / math.sqrt(dimensions)
     limit = tightened(bound, dimensions, grid)
     generator = torch.Generator().manual_seed(seed)
-    steps = torch.rand(dimensions, generator=generator, dtype=torch.float64) * 2 * limit / grid / math.sqrt(dimensions)
+    steps = (
+        torch.rand(dimensions, generator=generator, dtype=torch.float64)
+        * 2
+        * limit
+        / grid
+        / math.sqrt(dimensions)
+    )
     for half in (0.5, 0.5 + 1e-9, 0.5 - 1e-9):
         corner = (steps.floor() + half) * grid
         corner *= min(1.0, limit / float(corner.norm())) * (1 - 2.0**-50)
@@ -230,7 +271,9 @@ def test_ties_and_corners_keep_to_the_bound(dimensions: int, relative: float, se
 
 
 @given(st.integers(1, 10**9), st.floats(1e-10, 1e10), st.floats(2.0**-31, 1e-3))
-def test_what_is_tightened_is_half_a_step_a_coordinate(dimensions: int, bound: float, relative: float) -> None:
+def test_what_is_tightened_is_half_a_step_a_coordinate(
+    dimensions: int, bound: float, relative: float
+) -> None:
     grid = relative * bound / math.sqrt(dimensions)
     if bound > discrete.LARGEST_BOUND * grid:
         return
@@ -294,5 +337,11 @@ def test_groups_of_unlike_bounds_share_a_grid_that_suits_all() -> None:
     for group in clipping.groups:
         assert tightened(group.bound, 1000, clipping.grid) == pytest.approx(group.bound, rel=1e-3)
     sums = {name: torch.zeros(1000, dtype=torch.int64) for name in parameters}
-    noisy = Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=6))
-    assert ALPHA < stats.chi2(2000).cdf(sum(float(value.square().sum()) for value in noisy.values()) / (4 + 1e-6)) < 1 - ALPHA
+    noisy = Noise(1.0, "discrete_gaussian").add(
+        sums, clipping, "add_or_remove_one", make_generator("aes", seed=6)
+    )
+    assert (
+        ALPHA
+        < stats.chi2(2000).cdf(sum(float(value.square().sum()) for value in noisy.values()) / (4 + 1e-6))
+        < 1 - ALPHA
+    )

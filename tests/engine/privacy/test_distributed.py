@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.distributed import SharedGenerator, paid_once, share_of, shared_source
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import batch_source
 from psgrad.engine.privacy.step import private_sum
 
 COUNT = 23
@@ -95,17 +95,23 @@ def test_the_sum_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
     for part in found:
         for name, value in alone.sums.items():
             torch.testing.assert_close(part["exact"][name], value, rtol=1e-12, atol=1e-12)
-        assert part["norms"].sort().values.tolist() == pytest.approx(alone.records.norms.sort().values.tolist(), rel=1e-12)
+        assert part["norms"].sort().values.tolist() == pytest.approx(
+            alone.records.norms.sort().values.tolist(), rel=1e-12
+        )
 
 
 def test_noise_is_on_the_whole_sum_once(found: list[dict[str, Any]]) -> None:
     first, second = (torch.cat([value.flatten() for value in part["noisy"].values()]) for part in found)
     assert torch.equal(first, second)
-    # 320 draws: their standard deviation is within 20 % of 1.5 * 0.7 but once in 10^6; two draws, or halves of one, would be 41 % off.
+    # 320 draws: their standard deviation is within 20 % of 1.5 * 0.7 but once in 10^6; two draws, or halves
+    # of one, would be 41 % off.
     assert first.std().item() == pytest.approx(1.5 * 0.7, rel=0.2)
 
 
 def test_the_first_process_pays_and_all_stop_where_it_can_not(found: list[dict[str, Any]]) -> None:
     assert [part["payments"] for part in found] == [2, 0]
     assert found[0]["refused"] == "OSError: the disk is full"
-    assert found[1]["refused"] == "RuntimeError: the first process could not write the step into the ledger, so nothing is released"
+    assert (
+        found[1]["refused"]
+        == "RuntimeError: the first process could not write the step into the ledger, so nothing is released"
+    )

@@ -1,4 +1,6 @@
-"""Random generators: the cipher's published stream, no bit used twice, and normals beside the formula in float64 and their distribution."""
+"""Random generators: the cipher's published stream, no bit used twice, and normals beside the formula in
+float64 and their distribution.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from tests.engine.privacy.planted import PlantedGenerator, PlantedStream
 
 KINDS = ("aes", "torch")
 DTYPES = (torch.float32, torch.float64)
-# The error of the first kind of every test of a distribution here. The streams have seeds, so a test passes always or never.
+# The error of the first kind of every test of a distribution here. The streams have seeds, so a test passes
+# always or never.
 ALPHA = 1e-4
 
 
@@ -38,12 +41,15 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# -- the cipher --------------------------------------------------------------------------------------------------------------------------
+# -- the cipher
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_stream_is_aes_in_counter_mode() -> None:
     """NIST SP 800-38A, F.5.5 (CTR-AES256.Encrypt): the output blocks of the first two counters."""
-    generator = SecureGenerator(bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"))
+    generator = SecureGenerator(
+        bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    )
     generator._nonce, generator._counter = bytes.fromhex("f0f1f2f3f4f5f6f7"), 0xF8F9FAFBFCFDFEFF
     expected = bytes.fromhex("0bdf7df1591716335e9a8b15c860c502" + "5a6e699d536119065433863c8f657b94")
     assert generator.uint64(4).tobytes() == expected
@@ -71,7 +77,12 @@ class Watched(SecureGenerator):
         self.used.extend(range(start, start + -(-size // 16)))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["uint64", "uniform", "float32", "float64"]), st.integers(0, 40)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["uint64", "uniform", "float32", "float64"]), st.integers(0, 40)),
+        max_size=8,
+    )
+)
 def test_no_block_of_the_cipher_is_used_twice(calls: list[tuple[str, int]]) -> None:
     generator = Watched()
     for what, n in [*calls, ("float32", 4 * PAIRS + 3)]:
@@ -93,7 +104,8 @@ def test_threads_that_share_a_generator_get_different_bits() -> None:
     assert len(set(found)) == 400
 
 
-# -- whose stream it is --------------------------------------------------------------------------------------------------------------------
+# -- whose stream it is
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,7 +177,8 @@ def test_another_kind_is_refused() -> None:
     assert "aes" in str(caught.value.expected)
 
 
-# -- integers and uniforms -----------------------------------------------------------------------------------------------------------------
+# -- integers and uniforms
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,14 +198,22 @@ def test_uniforms_are_uniform(kind: str) -> None:
 
 
 def test_uniforms_stay_below_one() -> None:
-    assert PlantedGenerator([0, 2**64 - 1, 2**11, 2**63]).uniform(4).tolist() == [0.0, 1 - 2.0**-53, 2.0**-53, 0.5]
+    assert PlantedGenerator([0, 2**64 - 1, 2**11, 2**63]).uniform(4).tolist() == [
+        0.0,
+        1 - 2.0**-53,
+        2.0**-53,
+        0.5,
+    ]
 
 
-# -- normals -------------------------------------------------------------------------------------------------------------------------------
+# -- normals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def angle_of(word: int) -> Fraction:
-    """The angle that 64 bits (a signed integer) stand for, as a share of the circle: the middle of an arc, and how far from it."""
+    """The angle that 64 bits (a signed integer) stand for, as a share of the circle: the middle of an arc,
+    and how far from it.
+    """
     arc, within = (word >> 52) & 0xFFF, word & (2**52 - 1)
     return Fraction(arc, 2**12) + Fraction(within - 2**52 if within >= 2**51 else within, 2**64)
 
@@ -206,14 +227,22 @@ def by_formula(generator: SecureGenerator, total: int) -> np.ndarray:
         pairs = min(PAIRS, -(-total // 2) - start)
         block = raw[start * 16 : (start + pairs) * 16].tobytes()
         size = np.frombuffer(block[: 8 * pairs], dtype=np.int64).astype(np.float64)
-        turn = np.array([float(angle_of(word)) for word in np.frombuffer(block[8 * pairs :], dtype=np.int64).tolist()]) * 2 * math.pi
+        turn = (
+            np.array(
+                [float(angle_of(word)) for word in np.frombuffer(block[8 * pairs :], dtype=np.int64).tolist()]
+            )
+            * 2
+            * math.pi
+        )
         radius = np.sqrt(-2 * np.log(np.minimum(np.abs(size) * 2.0**-63 + 2.0**-65, 1.0)))
         blocks.append(np.stack([radius * np.cos(turn), radius * np.sin(turn)], 1).reshape(-1))
     return np.concatenate(blocks)[:total] if blocks else np.empty(0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (2,), (5, 7), (2 * PAIRS,), (2 * PAIRS + 1,), (3, 2 * PAIRS + 5)])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (2,), (5, 7), (2 * PAIRS,), (2 * PAIRS + 1,), (3, 2 * PAIRS + 5)]
+)
 def test_normals_are_those_of_the_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     key = b"k" * 32
     found = SecureGenerator(key).normal(shape, dtype)
@@ -277,7 +306,9 @@ def exact_radius(word: int, further: int) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("word", [0, 1, -1, 2, 1000, -(2**40), 2**46 - 1, 2**46, 2**47, 2**62, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize(
+    "word", [0, 1, -1, 2, 1000, -(2**40), 2**46 - 1, 2**46, 2**47, 2**62, 2**63 - 1, -(2**63)]
+)
 def test_normals_radius_extreme_bits(word: int, dtype: torch.dtype) -> None:
     # One pair: eight bytes of radius, then an angle of bits 0: cos = 1. The further bits begin with the same.
     pattern = word.to_bytes(8, "little", signed=True) + bytes(8)
@@ -290,7 +321,9 @@ def test_normals_radius_extreme_bits(word: int, dtype: torch.dtype) -> None:
         bits = word.to_bytes(8, "little", signed=True) + (angle[:1] + angle[1:] * 7)[::-1]
         pair = PlantedStream(bits).normal((2,), dtype).double()
         assert pair.isfinite().all()
-        assert pair.norm() == pytest.approx(exact_radius(word, int.from_bytes(bits * 64, "little")), rel=1e-6, abs=1e-9)
+        assert pair.norm() == pytest.approx(
+            exact_radius(word, int.from_bytes(bits * 64, "little")), rel=1e-6, abs=1e-9
+        )
 
 
 def test_normals_reach_all_zero_bits() -> None:
@@ -298,7 +331,8 @@ def test_normals_reach_all_zero_bits() -> None:
     largest = PlantedStream(bytes(16)).normal((2,), torch.float64)[0].item()
     assert largest == pytest.approx(SecureGenerator.reach, rel=1e-15)
     assert stats.norm.logsf(largest) < 10**3 * math.log(1e-2)
-    # What a sum that a record moved by 1/z deviations can't show: for z = .3 and delta = 1e-12, and for much less noise.
+    # What a sum that a record moved by 1/z deviations can't show: for z = .3 and delta = 1e-12, and for much
+    # less noise.
     assert stats.norm.sf(largest - 1 / 0.3) == 0
     assert stats.norm.sf(largest - 50) == 0
     assert stats.norm.sf(math.sqrt(130 * math.log(2)) - 1 / 0.3) > 1e-12  # where U has 64 bits and no more
@@ -306,7 +340,9 @@ def test_normals_reach_all_zero_bits() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_normals_further_bits_of_a_pair_are_its_own(dtype: torch.dtype) -> None:
-    """A small U, in any pair of any block, takes its bits from a stretch of the stream that nothing else takes."""
+    """A small U, in any pair of any block, takes its bits from a stretch of the stream that nothing else
+    takes.
+    """
 
     class Rarely(Watched):
         def _write(self, start: int, size: int, out: np.ndarray) -> None:
@@ -323,10 +359,14 @@ def test_normals_further_bits_of_a_pair_are_its_own(dtype: torch.dtype) -> None:
     assert len(set(far.tolist())) > 240  # and not the one radius that 64 bits of 5 give
 
 
-WORDS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**63 - 1).map(lambda k: 2**63 - 1 - (k >> (k % 64)))  # and radii near 0
+WORDS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**63 - 1).map(
+    lambda k: 2**63 - 1 - (k >> (k % 64))
+)  # and radii near 0
 
 
-@given(st.lists(st.tuples(WORDS, st.integers(0, 52), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=50))
+@given(
+    st.lists(st.tuples(WORDS, st.integers(0, 52), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=50)
+)
 def test_normals_float64_error_is_below_the_stated_bound(words: list[tuple[int, int, int]]) -> None:
     """2^-49 r + 2^-53 / r for a radius r: what `residual_epsilon` states of floating point rests on it."""
     with mpmath.workprec(200):
@@ -335,13 +375,23 @@ def test_normals_float64_error_is_below_the_stated_bound(words: list[tuple[int, 
             bits = k.to_bytes(8, "little", signed=True) + angle.to_bytes(8, "little", signed=True)
             pair = PlantedStream(bits).normal((2,), torch.float64).tolist()
             whole = Fraction(2 * int.from_bytes(bits * 64, "little") + 1, 2**8193)
-            uniform = abs(k) + Fraction(1, 4) if abs(k) >= 2**46 else whole / 2 if k == 0 else abs(k) - Fraction(1, 2) + whole
+            uniform = (
+                abs(k) + Fraction(1, 4)
+                if abs(k) >= 2**46
+                else whole / 2
+                if k == 0
+                else abs(k) - Fraction(1, 2) + whole
+            )
             uniform = min(uniform / 2**63, Fraction(1))
-            radius = mpmath.sqrt(-2 * mpmath.log(mpmath.mpf(uniform.numerator) / mpmath.mpf(uniform.denominator)))
+            radius = mpmath.sqrt(
+                -2 * mpmath.log(mpmath.mpf(uniform.numerator) / mpmath.mpf(uniform.denominator))
+            )
             if radius == 0:
                 continue
             turn = 2 * mpmath.pi * angle_of(angle).numerator / angle_of(angle).denominator
-            for found, expected in zip(pair, (radius * mpmath.cos(turn), radius * mpmath.sin(turn)), strict=True):
+            for found, expected in zip(
+                pair, (radius * mpmath.cos(turn), radius * mpmath.sin(turn)), strict=True
+            ):
                 assert abs(found - expected) < 2.0**-49 * radius + 2.0**-53 / radius
 
 
@@ -355,7 +405,11 @@ def test_normals_are_normal(kind: str, dtype: torch.dtype) -> None:
         expected = 2 * stats.norm.sf(limit)
         assert stats.binomtest(int((np.abs(values) > limit).sum()), n, expected).pvalue > ALPHA
     # Cosines and sines, neighbours, and the sizes of both are uncorrelated.
-    for one, other in [(values[::2], values[1::2]), (values[:-1], values[1:]), (values[:-PAIRS], values[PAIRS:])]:
+    for one, other in [
+        (values[::2], values[1::2]),
+        (values[:-1], values[1:]),
+        (values[:-PAIRS], values[PAIRS:]),
+    ]:
         for way in (np.asarray, np.abs, np.square):
             correlation = np.corrcoef(way(one), way(other))[0, 1]
             assert abs(correlation) * math.sqrt(len(one)) < stats.norm.isf(ALPHA / 2)

@@ -1,4 +1,6 @@
-"""State that a model keeps: whatever it writes, in whatever place, the next run finds what the first one found."""
+"""State that a model keeps: whatever it writes, in whatever place, the next run finds what the first one
+found.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.model_state import ModelState
-from psgrad.engine.privacy.published import PublishedTensors
-from psgrad.engine.privacy.source import batch_source
+from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ModelError
 
 
@@ -149,13 +151,24 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 def shown(value: Any, depth: int = 0) -> Any:
-    """All that can be told of a value, by another way than the guard's: bits as bytes, containers as what they hold."""
+    """All that can be told of a value, by another way than the guard's: bits as bytes, containers as what
+    they hold.
+    """
     if isinstance(value, Tensor):
         array = value.detach().resolve_conj()
         array = (torch.view_as_real(array) if array.is_complex() else array).contiguous()
-        return str(value.dtype), tuple(value.shape), value.stride(), array.view(torch.uint8).numpy().tobytes() if array.numel() else b""
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.stride(),
+            array.view(torch.uint8).numpy().tobytes() if array.numel() else b"",
+        )
     if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, [shown(item) for item in value] if value.dtype == object else value.tobytes()
+        return (
+            value.shape,
+            value.dtype.str,
+            [shown(item) for item in value] if value.dtype == object else value.tobytes(),
+        )
     if isinstance(value, nn.Module):
         marks = dict(vars(value.scale)) if isinstance(value, Keeper) else {}
         return type(value).__name__, [(key, shown(item)) for key, item in vars(value).items()], marks
@@ -173,13 +186,21 @@ def shown(value: Any, depth: int = 0) -> Any:
         return (
             value.__defaults__ and [list(item) for item in value.__defaults__],
             dict(vars(value)),
-            [copy.deepcopy(cell.cell_contents) for cell in value.__closure__ or () if not callable(cell.cell_contents)],
+            [
+                copy.deepcopy(cell.cell_contents)
+                for cell in value.__closure__ or ()
+                if not callable(cell.cell_contents)
+            ],
         )
     return copy.deepcopy(value)
 
 
 def told(model: Keeper) -> Any:
-    return shown(model), {key: shown(value) for key, value in vars(Keeper).items() if not key.startswith("__") and not callable(value)}
+    return shown(model), {
+        key: shown(value)
+        for key, value in vars(Keeper).items()
+        if not key.startswith("__") and not callable(value)
+    }
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
@@ -214,8 +235,17 @@ def test_model_state_puts_several_writes_back(writes: list[str]) -> None:
 
 
 VALUES = st.recursive(
-    st.integers() | st.floats() | st.text(max_size=3) | st.just("tensor") | st.just("array") | st.just("slots"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3) | st.tuples(inner, inner),
+    st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just("tensor")
+    | st.just("array")
+    | st.just("slots"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=12,
 )
 
@@ -258,7 +288,11 @@ def test_model_state_puts_random_structures_back(value: Any, seed: int) -> None:
     assert shown(model) == before or "nan" in str(before)
 
 
-@pytest.mark.parametrize("write", [lambda p: p.add_(1), lambda p: setattr(p, "data", torch.ones(2))], ids=["in place", "another memory"])
+@pytest.mark.parametrize(
+    "write",
+    [lambda p: p.add_(1), lambda p: setattr(p, "data", torch.ones(2))],
+    ids=["in place", "another memory"],
+)
 def test_model_state_refuses_a_write_into_a_parameter(write: Callable[[Tensor], Any]) -> None:
     model = Keeper()
     alias = model.scale
@@ -276,7 +310,9 @@ def test_model_state_names_what_cannot_be_put_back() -> None:
     model.array.setflags(write=True)
     model.array[0, 0] = 2
     model.array.setflags(write=False)
-    with pytest.raises(ModelError, match=r"wrote into array while a record was computed, and it can't be put back"):
+    with pytest.raises(
+        ModelError, match=r"wrote into array while a record was computed, and it can't be put back"
+    ):
         state.restore()
 
 
@@ -307,7 +343,8 @@ def test_model_state_after_an_error_is_as_before() -> None:
     assert model.number == 0.0
 
 
-# -- in a private sum --------------------------------------------------------------------------------------------------------------------
+# -- in a private sum
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Doubling(nn.Module):
@@ -330,7 +367,9 @@ class Doubling(nn.Module):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_private_sum_of_a_model_with_a_memory_is_that_of_the_records(guarded: bool) -> None:
-    """One record, whose branch writes, among others: what each adds is what it adds alone, in whatever order and company."""
+    """One record, whose branch writes, among others: what each adds is what it adds alone, in whatever order
+    and company.
+    """
     torch.manual_seed(0)
     model = Doubling()
     objective = Objective(model, nn.functional.cross_entropy)
@@ -353,7 +392,8 @@ def test_private_sum_of_a_model_with_a_memory_is_that_of_the_records(guarded: bo
         assert apart > 1
 
 
-# -- what is published -------------------------------------------------------------------------------------------------------------------
+# -- what is published
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["largest", "brief", "part.bias"])
@@ -370,7 +410,9 @@ def test_published_tensors_that_are_not_trained_are_the_first_ones_bit_for_bit(n
     tensor.data[0] = -tensor.data[0] if name == "part.bias" else tensor.data[0]
     with pytest.raises(ModelError) as caught:
         published.checked()
-    assert caught.value.arrived.startswith(f"{name}, which is not trained, is not what it was before the first record was read")
+    assert caught.value.arrived.startswith(
+        f"{name}, which is not trained, is not what it was before the first record was read"
+    )
     assert published.differing() == [name]
 
 

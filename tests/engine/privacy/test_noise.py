@@ -1,9 +1,12 @@
-"""The noise on a sum: its standard deviation is multiplier * sensitivity and nothing else, and each draw is by itself."""
+"""The noise on a sum: its standard deviation is multiplier * sensitivity and nothing else, and each draw is
+by itself.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Mechanism, Noise
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.errors import ConfigError
 
 ALPHA = 1e-4
@@ -34,11 +37,16 @@ def sums_for(mechanism: Mechanism, size: int = SIZE) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(size, dtype=dtype) for name in ("w", "v", "u")}
 
 
-def drawn(mechanism: Mechanism, multiplier: float, relation: Relation, generator: Generator, size: int = SIZE) -> dict[str, torch.Tensor]:
-    return Noise(multiplier, mechanism).add(sums_for(mechanism, size), clipping_for(mechanism), relation, generator)
+def drawn(
+    mechanism: Mechanism, multiplier: float, relation: Relation, generator: Generator, size: int = SIZE
+) -> dict[str, torch.Tensor]:
+    return Noise(multiplier, mechanism).add(
+        sums_for(mechanism, size), clipping_for(mechanism), relation, generator
+    )
 
 
-# -- how much --------------------------------------------------------------------------------------------------------------------------
+# -- how much
+# ------------------------------------------------------------------------------------------------------------
 
 
 def deviates(values: np.ndarray, deviation: float) -> float:
@@ -47,8 +55,12 @@ def deviates(values: np.ndarray, deviation: float) -> float:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize(("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)])
-def test_the_noise_is_as_large_as_it_should_be(mechanism: Mechanism, relation: Relation, sensitivity: float) -> None:
+@pytest.mark.parametrize(
+    ("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)]
+)
+def test_the_noise_is_as_large_as_it_should_be(
+    mechanism: Mechanism, relation: Relation, sensitivity: float
+) -> None:
     values = drawn(mechanism, 1.3, relation, make_generator("aes", seed=1))["v"].double().numpy()
     assert deviates(values, 1.3 * sensitivity) > ALPHA
     # The same test has the power to see 5 % too much or too little.
@@ -57,9 +69,12 @@ def test_the_noise_is_as_large_as_it_should_be(mechanism: Mechanism, relation: R
 
 
 def test_the_test_of_the_noise_has_power() -> None:
-    """Normal distributions 5 % apart differ by so much that this many values show it, in 999,999 of a million runs."""
+    """Normal distributions 5 % apart differ by so much that this many values show it, in 999,999 of a million
+    runs.
+    """
     apart = max(abs(stats.norm.cdf(x) - stats.norm.cdf(x / 1.05)) for x in np.linspace(0, 3, 301))
-    # Dvoretzky, Kiefer and Wolfowitz: what is measured is off by more than this with probability 1e-6 at most.
+    # Dvoretzky, Kiefer and Wolfowitz: what is measured is off by more than this with probability 1e-6 at
+    # most.
     off = math.sqrt(math.log(2 / 1e-6) / (2 * SIZE))
     assert apart > 2 * off
 
@@ -78,12 +93,14 @@ def test_the_standard_deviation_is_on_the_sum() -> None:
     assert Noise(1.5).standard_deviation(0.4) == 1.5 * 0.4
 
 
-# -- by itself -------------------------------------------------------------------------------------------------------------------------
+# -- by itself
+# ------------------------------------------------------------------------------------------------------------
 
 
 def uncorrelated(one: torch.Tensor, other: torch.Tensor) -> bool:
     correlations = [
-        np.corrcoef(way(one.double().numpy().ravel()), way(other.double().numpy().ravel()))[0, 1] for way in (np.asarray, np.abs)
+        np.corrcoef(way(one.double().numpy().ravel()), way(other.double().numpy().ravel()))[0, 1]
+        for way in (np.asarray, np.abs)
     ]
     return all(abs(value) * math.sqrt(one.numel()) < stats.norm.isf(ALPHA / 2) for value in correlations)
 
@@ -105,14 +122,17 @@ def test_tensors_steps_and_generators_have_noise_of_their_own(mechanism: Mechani
 
 def test_a_run_that_goes_on_draws_afresh() -> None:
     """Without a seed: what a generator made anew gives has nothing in common with what was there before."""
-    runs = [drawn("gaussian", 1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)]
+    runs = [
+        drawn("gaussian", 1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)
+    ]
     for place, one in enumerate(runs):
         for other in runs[:place]:
             assert not set(one.tolist()) >= set(other.tolist())
             assert (one == other).float().mean() < 0.01
 
 
-# -- what it is added to ---------------------------------------------------------------------------------------------------------------
+# -- what it is added to
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -121,7 +141,12 @@ def test_the_noise_is_added_and_the_sums_stay(dtype: torch.dtype) -> None:
     sums = {"w": torch.full((4, 3), 1000.0, dtype=dtype).t(), "b": torch.tensor(5.0, dtype=dtype)}
     before = {name: value.clone() for name, value in sums.items()}
     noisy = Noise(1.0).add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=4))
-    alone = Noise(1.0).add({name: value * 0 for name, value in sums.items()}, clipping, "add_or_remove_one", make_generator("aes", seed=4))
+    alone = Noise(1.0).add(
+        {name: value * 0 for name, value in sums.items()},
+        clipping,
+        "add_or_remove_one",
+        make_generator("aes", seed=4),
+    )
     for name, value in sums.items():
         assert torch.equal(value, before[name])
         assert noisy[name].dtype == dtype
@@ -134,18 +159,24 @@ def test_discrete_noise_is_a_whole_number_of_steps() -> None:
     grid = 2.0**-12
     clipping = Clipping.flat(["w"], 1.0, grid=grid)
     sums = {"w": torch.tensor([[2**61, -(2**61), 7]], dtype=torch.int64)}
-    noisy = Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=5))
+    noisy = Noise(1.0, "discrete_gaussian").add(
+        sums, clipping, "add_or_remove_one", make_generator("aes", seed=5)
+    )
     assert noisy["w"].dtype == torch.float64
     steps = noisy["w"] / grid
     assert torch.equal(steps, steps.round())
     assert (steps[0, 2] - 7).abs() < 10 / grid
-    torch.testing.assert_close(steps[0, :2], torch.tensor([2.0**61, -(2.0**61)], dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        steps[0, :2], torch.tensor([2.0**61, -(2.0**61)], dtype=torch.float64), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_no_noise_at_a_multiplier_of_zero(mechanism: Mechanism) -> None:
     sums = {name: value + 3 for name, value in sums_for(mechanism, 5).items()}
-    noisy = Noise(0.0, mechanism).add(sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes"))
+    noisy = Noise(0.0, mechanism).add(
+        sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes")
+    )
     step = clipping_for(mechanism).grid or 1.0
     for name, value in noisy.items():
         assert value.tolist() == [3 * step] * 5
@@ -161,11 +192,14 @@ def test_an_empty_tensor_stays_empty(mechanism: Mechanism) -> None:
 def test_the_released_tensors_are_where_the_sums_are(device: torch.device) -> None:
     for mechanism in MECHANISMS:
         sums = {name: value.to(device) for name, value in sums_for(mechanism, 10).items()}
-        noisy = Noise(1.0, mechanism).add(sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes"))
+        noisy = Noise(1.0, mechanism).add(
+            sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes")
+        )
         assert all(value.device == sums[name].device for name, value in noisy.items())
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
@@ -192,7 +226,9 @@ def refusal(act: Callable[[], Any]) -> ConfigError:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
 def test_sums_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     sums = {**sums_for("gaussian", 3), "u": torch.zeros(3, dtype=dtype)}
-    error = refusal(lambda: Noise(1.0).add(sums, clipping_for("gaussian"), "add_or_remove_one", make_generator("aes")))
+    error = refusal(
+        lambda: Noise(1.0).add(sums, clipping_for("gaussian"), "add_or_remove_one", make_generator("aes"))
+    )
     assert error.arrived == f"the sum of u is {dtype}"
     assert error.expected == "torch.float32 or torch.float64 for gaussian noise"
     assert "sum in float32" in str(error.next_step)
@@ -201,7 +237,9 @@ def test_sums_in_half_precision_are_refused(dtype: torch.dtype) -> None:
 def test_discrete_noise_is_for_integers() -> None:
     grid = clipping_for("discrete_gaussian")
     error = refusal(
-        lambda: Noise(1.0, "discrete_gaussian").add(sums_for("gaussian", 3), grid, "add_or_remove_one", make_generator("aes")),
+        lambda: Noise(1.0, "discrete_gaussian").add(
+            sums_for("gaussian", 3), grid, "add_or_remove_one", make_generator("aes")
+        ),
     )
     assert error.arrived == "the sum of w is torch.float32"
     assert "not rounded to the grid" in str(error.cause)
@@ -209,15 +247,21 @@ def test_discrete_noise_is_for_integers() -> None:
 
 def test_mechanism_and_grid_go_together() -> None:
     for mechanism, other in (MECHANISMS, MECHANISMS[::-1]):
-        clipping = clipping_for(other)
-        error = refusal(lambda: Noise(1.0, mechanism).add(sums_for(mechanism, 3), clipping, "add_or_remove_one", make_generator("aes")))  # noqa: B023
-        assert error.arrived.startswith(f"{mechanism} noise on sums {'on a grid' if other == 'discrete_gaussian' else 'with no grid'}")
+        add, sums, clipping = Noise(1.0, mechanism).add, sums_for(mechanism, 3), clipping_for(other)
+        error = refusal(partial(add, sums, clipping, "add_or_remove_one", make_generator("aes")))
+        assert error.arrived.startswith(
+            f"{mechanism} noise on sums {'on a grid' if other == 'discrete_gaussian' else 'with no grid'}"
+        )
         assert error.next_step
 
 
 def test_a_grid_too_fine_for_64_bits_is_refused() -> None:
     clipping = Clipping.flat(["w"], 1.0, grid=2.0**-45)
     sums = {"w": torch.zeros(3, dtype=torch.int64)}
-    error = refusal(lambda: Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes")))
+    error = refusal(
+        lambda: Noise(1.0, "discrete_gaussian").add(
+            sums, clipping, "add_or_remove_one", make_generator("aes")
+        )
+    )
     assert "standard deviation is 1, and the grid" in error.arrived
     assert f"a grid from {2.0**-44:g}" in str(error.expected)

@@ -1,4 +1,6 @@
-"""Where code of one's own keeps things: each place is found, and what is written there is put back; parameters are left alone."""
+"""Where code of one's own keeps things: each place is found, and what is written there is put back;
+parameters are left alone.
+"""
 
 from __future__ import annotations
 
@@ -180,8 +182,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "kept": "COUNT = 0.0\nKNOWN = []\n",
         "late": "def late(): return 3\n",
         "model": (
-            "from reached_own import kept\nimport reached_own\n\n\ndef write():\n    kept.COUNT = 1.0\n    kept.KNOWN.append(1)\n\n\n"
-            "def imports():\n    import reached_own.late\n    return reached_own.late.late()\n"
+            "from reached_own import kept\nimport reached_own\n\n\ndef write():\n    kept.COUNT = 1.0\n   "
+            " kept.KNOWN.append(1)\n\n\ndef imports():\n    import reached_own.late\n    return"
+            " reached_own.late.late()\n"
         ),
     }.items():
         (tmp_path / "reached_own" / f"{name}.py").write_text(text)
@@ -207,11 +210,20 @@ def test_reached_module_that_is_imported_meanwhile_stays_imported(package: Any) 
 
 
 def test_reached_globals_of_installed_packages_are_left_alone() -> None:
-    """What they make may be in other threads' hands: of a function of theirs nothing is followed but what it closes over."""
-    assert not [where for where, _ in reached([np.linalg.norm, torch.nn.functional.dropout, pytest.raises]) if "globals" in where]
+    """What they make may be in other threads' hands: of a function of theirs nothing is followed but what it
+    closes over.
+    """
+    assert not [
+        where
+        for where, _ in reached([np.linalg.norm, torch.nn.functional.dropout, pytest.raises])
+        if "globals" in where
+    ]
 
 
-@pytest.mark.parametrize("alias", [lambda p: p.detach(), lambda p: p.detach().numpy(), lambda p: [p.data[1:]], lambda p: p.data.view(-1)])
+@pytest.mark.parametrize(
+    "alias",
+    [lambda p: p.detach(), lambda p: p.detach().numpy(), lambda p: [p.data[1:]], lambda p: p.data.view(-1)],
+)
 def test_reached_alias_of_a_parameter_is_not_put_back(alias: Callable[[Any], Any]) -> None:
     """What the optimiser made of a parameter stays, also where the model has it under another name."""
     model = nn.Linear(3, 2)
@@ -233,7 +245,8 @@ def test_reached_tensor_beside_a_parameter_in_one_memory_is_put_back() -> None:
     assert memory.tolist() == [0.0] * 6
 
 
-# Random generators -----------------------------------------------------------------------------------------------------------------
+# Random generators
+# ------------------------------------------------------------------------------------------------------------
 
 MADE: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.Generator().manual_seed(0),
@@ -282,7 +295,11 @@ def test_own_generators_are_found_wherever_code_keeps_them() -> None:
 
     rows: Any = Rows(torch.zeros(3))
     rows.kept = torch.Generator()
-    found = [value for _, value in reached([Subset(rows, [0])]) if isinstance(value, (torch.Generator, np.random.Generator, random.Random))]
+    found = [
+        value
+        for _, value in reached([Subset(rows, [0])])
+        if isinstance(value, (torch.Generator, np.random.Generator, random.Random))
+    ]
     assert {id(value) for value in found} == {id(value) for value in (RNG, local, default, rows.kept)}
 
 
@@ -299,7 +316,9 @@ def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: st
 
     def take(rows: np.ndarray) -> RecordBatch:
         found = x[torch.from_numpy(rows)]
-        return RecordBatch((found if augmented else torch.stack([row + drawn(generator) for row in found]),), None)
+        return RecordBatch(
+            (found if augmented else torch.stack([row + drawn(generator) for row in found]),), None
+        )
 
     def augment(row: torch.Tensor) -> torch.Tensor:
         return row + drawn(generator)
@@ -333,6 +352,11 @@ def test_records_that_change_when_they_are_read_again_are_refused() -> None:
     def take(rows: np.ndarray) -> RecordBatch:
         return RecordBatch((torch.tensor([[float(next(reads))] for _ in rows]),), None)
 
-    with pytest.raises(DataError, match="record 0 of the records looked at is another one when it is read again, after others"):
+    with pytest.raises(
+        DataError,
+        match="record 0 of the records looked at is another one when it is read again, after others",
+    ):
         RecordReader(Records.of_rows(4), take).require_memoryless(range(4))
-    RecordReader(Records.of_rows(4), lambda rows: RecordBatch((torch.full((len(rows), 1), torch.nan),), None)).require_memoryless(range(4))
+    RecordReader(
+        Records.of_rows(4), lambda rows: RecordBatch((torch.full((len(rows), 1), torch.nan),), None)
+    ).require_memoryless(range(4))

@@ -1,5 +1,7 @@
-"""Random draws by (record, step): what a record adds to the clipped sum is the same in any company, in any chunk and however often it is
-computed, so that neighbouring batches' sums are within the sensitivity of each other."""
+"""Random draws by (record, step): what a record adds to the clipped sum is the same in any company, in any
+chunk and however often it is computed, so that neighbouring batches' sums are within the sensitivity of each
+other.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
-from psgrad.engine.privacy import clipped, source
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.privacy import batches, clipped_sums
+from psgrad.engine.privacy.batches import RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws
-from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, Rows
-from psgrad.engine.privacy.source import batch_source
 from psgrad.errors import ModelError, TransformError
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 from tests.engine.privacy.test_records import taking
@@ -38,7 +39,9 @@ DRAWS = RecordDraws(SEEDED)
 KINDS = ["rows", "units", "copies"]
 # By default each model with records of one kind; all of them take a minute.
 PAIRS = [
-    pytest.param(name, kind, marks=() if kind == KINDS[place % 3] and name != "LayerDrop" else pytest.mark.sweep)
+    pytest.param(
+        name, kind, marks=() if kind == KINDS[place % 3] and name != "LayerDrop" else pytest.mark.sweep
+    )
     for place, name in enumerate(MODELS)
     for kind in KINDS
 ]
@@ -67,10 +70,25 @@ class Run:
 
     def streams(self, chunk_size: Any = 100) -> RecordStreams:
         def make(loss: Callable[..., Any], read: Any) -> Stream:
-            return Stream(loss, self.objective.params, read, chunk_size=chunk_size, randomness="different", **self.stream_options)
+            return Stream(
+                loss,
+                self.objective.params,
+                read,
+                chunk_size=chunk_size,
+                randomness="different",
+                **self.stream_options,
+            )
 
         take = taking((self.x,), self.y)
-        return RecordStreams(self.records, take, self.objective.loss, self.objective.params, make, randomness="different", **self.options)
+        return RecordStreams(
+            self.records,
+            take,
+            self.objective.loss,
+            self.objective.params,
+            make,
+            randomness="different",
+            **self.options,
+        )
 
     def sum(self, batch: Sequence[int], step: int = 0, chunk_size: Any = 100) -> Tensor:
         """The clipped sum, as one row."""
@@ -83,16 +101,20 @@ def computed_again(second_pass: bool, alone: int | None) -> Iterator[None]:
     """Clipped sums are computed in a second pass, and of so many records one is computed again, by itself."""
     with pytest.MonkeyPatch.context() as patch:
         if second_pass:
-            patch.setattr(source, "Clipper", partial(clipped.Clipper, memory=0))
+            patch.setattr(batches, "Clipper", partial(clipped_sums.Clipper, memory=0))
         if alone is not None:
-            patch.setattr(clipped._Chosen, "cancelling", lambda self, absolute: torch.arange(self.norms.shape[1]) % alone == 0)
+            patch.setattr(
+                clipped_sums._Chosen,
+                "cancelling",
+                lambda self, absolute: torch.arange(self.norms.shape[1]) % alone == 0,
+            )
         yield
 
 
 @contextmanager
 def memory_for(rows: int) -> Iterator[None]:
     """Where more records than that are computed together, memory runs out."""
-    plain = clipped.Clipper.__call__
+    plain = clipped_sums.Clipper.__call__
 
     def computed(self: Any, loss: Any, params: Any, *batch: Any, **options: Any) -> Any:
         found = plain(self, loss, params, *batch, **options)
@@ -101,19 +123,22 @@ def memory_for(rows: int) -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clipped.Clipper, "__call__", computed)
+        patch.setattr(clipped_sums.Clipper, "__call__", computed)
         yield
 
 
 def seeded_anew() -> None:
-    """The global generators are somewhere else, and have drawn since they were seeded, as those of a process that made a model have."""
+    """The global generators are somewhere else, and have drawn since they were seeded, as those of a process
+    that made a model have.
+    """
     torch.seed()
     np.random.seed()
     random.seed()
     torch.rand(3)
 
 
-# What a record adds ---------------------------------------------------------------------------------------------------------------
+# What a record adds
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
@@ -125,7 +150,9 @@ def test_record_draws_sum_is_that_of_each_record_alone(name: str, kind: str) -> 
     seeded_anew()
     for chunk_size, second_pass, alone_of in ((100, False, None), (2, True, None), (100, False, 2)):
         with computed_again(second_pass, alone_of):
-            torch.testing.assert_close(run.sum(everybody, chunk_size=chunk_size), alone.sum(0), rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                run.sum(everybody, chunk_size=chunk_size), alone.sum(0), rtol=0, atol=1e-9
+            )
     with memory_for(1):
         torch.testing.assert_close(run.sum(everybody), alone.sum(0), rtol=0, atol=1e-9)
 
@@ -170,7 +197,9 @@ def test_record_draws_rows_and_copies_of_a_record_draw_for_themselves() -> None:
     run.clipping = Clipping.flat(run.objective.params, 1e9)
     three, one = run.sum([0]), run.sum([3])
     assert (three - one).norm() > 1e-3
-    reader = RecordReader(Records.of_rows(2), taking((run.x,), run.y), augment=jittered, copies=3, draws=DRAWS)
+    reader = RecordReader(
+        Records.of_rows(2), taking((run.x,), run.y), augment=jittered, copies=3, draws=DRAWS
+    )
     reader.draw([0, 1])
     copies = reader(0, 2).inputs[0].flatten(0, 1)
     assert len(copies.unique(dim=0)) == 6
@@ -182,7 +211,9 @@ def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
 
     def summed(which: list[int], step: int = 0, **options: Any) -> Tensor:
         options = {"draws": DRAWS.at(step), "records": which, "randomness": "different"} | options
-        sums = batch_source(run.objective.loss, params, (run.x[which],), run.y[which], has_aux=True, **options)(run.clipping).sums
+        sums = batch_source(
+            run.objective.loss, params, (run.x[which],), run.y[which], has_aux=True, **options
+        )(run.clipping).sums
         return torch.cat([sums[name].flatten() for name in params])
 
     torch.testing.assert_close(summed([3, 1, 6]), run.sum([1, 3, 6]), rtol=0, atol=1e-12)
@@ -195,7 +226,9 @@ def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "Recurrent"])
-def test_record_draws_memory_is_foreseen_for_models_that_draw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_draws_memory_is_foreseen_for_models_that_draw(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured(self: Stream, gradients: Any) -> None:
         raise AssertionError("the pass could not be followed without running it")
 
@@ -206,7 +239,8 @@ def test_record_draws_memory_is_foreseen_for_models_that_draw(name: str, monkeyp
     torch.testing.assert_close(found, Run("units", name).sum(range(4)), rtol=0, atol=1e-9)
 
 
-# How often a draw comes out -------------------------------------------------------------------------------------------------------
+# How often a draw comes out
+# -------------------------------------------------------------------------------------------------------
 
 
 class OneWeight(nn.Module):
@@ -220,19 +254,21 @@ class OneWeight(nn.Module):
         return F.dropout(self.w, 0.5) * x
 
 
-def test_record_draws_mask_frequency_of_records_that_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_draws_mask_frequency_of_records_that_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Records too large for a common sum whenever they are kept: by themselves they draw the same again."""
     x, count, steps = torch.full((4, 1), 1e30), 4, 60
     objective = Objective(OneWeight(), lambda output, target: output.sum())
     kept, again = 0, 0
-    plain = clipped._alone
+    plain = clipped_sums._alone
 
     def alone(*rest: Any) -> Any:
         nonlocal again
         again += 1
         return plain(*rest)
 
-    monkeypatch.setattr(clipped, "_alone", alone)
+    monkeypatch.setattr(clipped_sums, "_alone", alone)
     clipping = Clipping.flat(objective.params, 1e-3)
     for step in range(steps):
         found = batch_source(
@@ -248,10 +284,13 @@ def test_record_draws_mask_frequency_of_records_that_are_computed_again(monkeypa
         )(clipping)
         kept += int((found.records.norms != 0).sum())
     assert again == kept > 0
-    assert abs(kept / (steps * count) - 0.5) < 4.5 * 0.5 / (steps * count) ** 0.5  # beyond it once in 100,000 by chance
+    assert (
+        abs(kept / (steps * count) - 0.5) < 4.5 * 0.5 / (steps * count) ** 0.5
+    )  # beyond it once in 100,000 by chance
 
 
-# Datasets and augmentations -------------------------------------------------------------------------------------------------------
+# Datasets and augmentations
+# -------------------------------------------------------------------------------------------------------
 
 
 class DrawingDataset:
@@ -262,13 +301,17 @@ class DrawingDataset:
 
     def __call__(self, rows: Rows) -> RecordBatch:
         self.reads += 1
-        made = [torch.full((2,), float(row)) + torch.rand(2) + np.random.rand() + random.random() for row in rows]
+        made = [
+            torch.full((2,), float(row)) + torch.rand(2) + np.random.rand() + random.random() for row in rows
+        ]
         return RecordBatch((torch.stack(made),), torch.from_numpy(rows))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented: bool) -> None:
-    options: dict[str, Any] = {"augment": lambda x: x * torch.rand(2) + random.random(), "copies": 2} if augmented else {}
+    options: dict[str, Any] = (
+        {"augment": lambda x: x * torch.rand(2) + random.random(), "copies": 2} if augmented else {}
+    )
     dataset = DrawingDataset()
     reader = RecordReader(Records.of_units(UNITS), dataset, draws=DRAWS, width=8, **options)
     reader.draw([0, 1, 2, 3], step=3)
@@ -302,7 +345,8 @@ def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
     assert dataset.reads == 2
 
 
-# The generators around ------------------------------------------------------------------------------------------------------------
+# The generators around
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Noise", "SeedsItself", "OutsideOfTorch"])
@@ -329,7 +373,9 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("kind", ["batch", "stream"])
-def test_record_draws_are_asked_for_where_a_loss_draws_without_them(name: str, randomness: str, kind: str) -> None:
+def test_record_draws_are_asked_for_where_a_loss_draws_without_them(
+    name: str, randomness: str, kind: str
+) -> None:
     """Else the sum has no bound, and nothing says so."""
     params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
 
@@ -340,8 +386,14 @@ def test_record_draws_are_asked_for_where_a_loss_draws_without_them(name: str, r
     if kind == "batch":
         summed = batch_source(loss, params, (rows,), has_aux=True, randomness=randomness)
     else:
-        stream = Stream(loss, params, lambda start, stop: RecordBatch((rows[start:stop],), None), randomness=randomness, chunk_size=2)
-        summed = source.stream_source(stream, 4)
+        stream = Stream(
+            loss,
+            params,
+            lambda start, stop: RecordBatch((rows[start:stop],), None),
+            randomness=randomness,
+            chunk_size=2,
+        )
+        summed = batches.stream_source(stream, 4)
     before = torch.get_rng_state()
     with pytest.raises(ModelError, match="random numbers") as refused:
         summed(clipping)
@@ -359,9 +411,14 @@ def test_record_draws_are_not_asked_for_where_nothing_draws() -> None:
     quiet = nn.Sequential(nn.Dropout(0.5), nn.RReLU()).eval()
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (params["w"] * quiet(F.scaled_dot_product_attention(*[x.reshape(1, 3, 1)] * 3).flatten())).sum()
+        return (
+            params["w"] * quiet(F.scaled_dot_product_attention(*[x.reshape(1, 3, 1)] * 3).flatten())
+        ).sum()
 
-    sums = [batch_source(loss, params, rows, randomness=how)(Clipping.flat(params, BOUND)).sums["w"] for how in ("error", "different")]
+    sums = [
+        batch_source(loss, params, rows, randomness=how)(Clipping.flat(params, BOUND)).sums["w"]
+        for how in ("error", "different")
+    ]
     assert torch.equal(*sums)
 
 
@@ -374,7 +431,7 @@ def test_record_draws_are_asked_for_where_reading_draws() -> None:
 
     stream = Stream(lambda params, inputs, target: ((params["w"] * inputs[0]).sum(), {}), params, read)
     with pytest.raises(ModelError, match="while a batch was read and summed"):
-        source.stream_source(stream, 4)(Clipping.flat(params, BOUND))
+        batches.stream_source(stream, 4)(Clipping.flat(params, BOUND))
 
 
 @torch.library.custom_op("psgrad_tests::shaken", mutates_args=())
@@ -398,5 +455,7 @@ def test_record_draws_an_operator_that_draws_in_secret_is_refused() -> None:
 def test_record_draws_a_generator_of_the_models_own_is_refused() -> None:
     run, own = Run("rows"), torch.Generator()
     run.model.inside = lambda x: x + torch.rand(8, generator=own)  # type: ignore[method-assign]
-    with pytest.raises((ModelError, TransformError), match=r"aten::rand\.generator draws from a generator of its own"):
+    with pytest.raises(
+        (ModelError, TransformError), match=r"aten::rand\.generator draws from a generator of its own"
+    ):
         run.sum([0, 1])

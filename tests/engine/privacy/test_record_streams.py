@@ -1,4 +1,6 @@
-"""Records in streams by their number of rows: the same clipped sum as in one stream, without filling short ones up to the longest."""
+"""Records in streams by their number of rows: the same clipped sum as in one stream, without filling short
+ones up to the longest.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
-from psgrad.engine.privacy import record_streams
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.privacy import batches
+from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordReader, Records
 from tests.engine.privacy.test_records import rows_gradients, taking, whole
 
@@ -50,12 +52,21 @@ class Data:
 
             return Stream(loss, self.objective.params, noting, chunk_size=4)
 
-        return RecordStreams(self.records, taking((self.x,), self.y), self.objective.loss, self.objective.params, make, **options)
+        return RecordStreams(
+            self.records,
+            taking((self.x,), self.y),
+            self.objective.loss,
+            self.objective.params,
+            make,
+            **options,
+        )
 
     def clipped(self, drawn: list[int], bound: float) -> tuple[Tensor, Tensor]:
         """(the clipped sum, the norms) of users in this order, one row after another."""
         users = torch.stack([whole(self.rows)[self.records.rows_of(record)].mean(0) for record in drawn])
-        return ((bound * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None] * users).sum(0), users.norm(dim=1)
+        return ((bound * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None] * users).sum(0), users.norm(
+            dim=1
+        )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +76,7 @@ def data() -> Data:
 
 @pytest.mark.parametrize("worth", [0, 10, 10**6])
 def test_the_sum_is_that_of_a_loop_over_rows(data: Data, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_streams, "_ROWS_OF_A_PASS", worth)
+    monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", worth)
     streams = data.streams()
     clipping = Clipping.flat(data.rows, 0.2)
     for drawn in (range(10), [3], [], [9, 1, 4], [0, 2, 3]):
@@ -76,12 +87,14 @@ def test_the_sum_is_that_of_a_loop_over_rows(data: Data, worth: int, monkeypatch
             assert not any(value.any() for value in found.sums.values())
             continue
         expected, norms = data.clipped(streams.drawn.tolist(), 0.2)
-        assert (torch.cat([found.sums[name].flatten() for name in data.rows]) - expected).norm() <= 1e-9 * expected.norm()
+        assert (
+            torch.cat([found.sums[name].flatten() for name in data.rows]) - expected
+        ).norm() <= 1e-9 * expected.norm()
         torch.testing.assert_close(found.records.norms, norms, rtol=1e-9, atol=0)
 
 
 def test_short_records_are_not_filled_up_to_the_longest(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_streams, "_ROWS_OF_A_PASS", 0)
+    monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
     data.read.clear()
     data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
     # Widths 30, 32 -> 30, 16, 8, 4, 2, and rows alone, which have no axis of rows.
@@ -96,12 +109,16 @@ def test_few_records_go_along_with_longer_ones(data: Data) -> None:
     assert {shape[1] for shape in data.read} == {30}
 
 
-@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30), copies=st.integers(1, 3), worth=st.integers(0, 300))
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30),
+    copies=st.integers(1, 3),
+    worth=st.integers(0, 300),
+)
 def test_every_record_has_a_place_that_is_wide_enough(sizes: list[int], copies: int, worth: int) -> None:
     records = Records(np.arange(sum(sizes)), np.cumsum(sizes) - np.array(sizes), np.array(sizes))
     streams = RecordStreams(records, lambda rows: None, None, {}, None, augment=lambda x: x, copies=copies)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_streams, "_ROWS_OF_A_PASS", worth)
+        patch.setattr(batches, "_ROWS_OF_A_PASS", worth)
         streams.source(range(len(sizes)))
         parts = streams._parts(streams.drawn)
 
@@ -115,12 +132,14 @@ def test_every_record_has_a_place_that_is_wide_enough(sizes: list[int], copies: 
 
 
 def test_copies_are_counted_as_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_streams, "_ROWS_OF_A_PASS", 0)
+    monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
     data.read.clear()
     streams = data.streams(augment=lambda row: row, copies=3)
     found = streams.source(range(10))(Clipping.flat(data.rows, 0.2))
     expected, _ = data.clipped(streams.drawn.tolist(), 0.2)
-    assert (torch.cat([found.sums[name].flatten() for name in data.rows]) - expected).norm() <= 1e-9 * expected.norm()
+    assert (
+        torch.cat([found.sums[name].flatten() for name in data.rows]) - expected
+    ).norm() <= 1e-9 * expected.norm()
     assert sorted({shape[1] for shape in data.read}) == [4, 8, 16, 32, 64, 90]
 
 

@@ -1,4 +1,6 @@
-"""Records of several rows: their gradient is that of the rows, averaged or summed before the clipping, and each is its own."""
+"""Records of several rows: their gradient is that of the rows, averaged or summed before the clipping, and
+each is its own.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.privacy.batches import stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, record_loss
-from psgrad.engine.privacy.source import stream_source
 from psgrad.errors import DataError
 from tests.models import ARCHITECTURES, Architecture
 
@@ -34,15 +36,21 @@ def taking(inputs: tuple[Tensor, ...], target: Tensor | None) -> Callable[[Any],
     return take
 
 
-def rows_gradients(model: nn.Module, criterion: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor) -> dict[str, Tensor]:
+def rows_gradients(
+    model: nn.Module, criterion: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor
+) -> dict[str, Tensor]:
     """name -> [n, *shape], one row after another by PyTorch's autograd."""
     parameters = dict(model.named_parameters())
     rows = []
     for row in range(len(target)):
         loss = criterion(model(*[x[row : row + 1] for x in inputs])[0], target[row])
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)])
-    return {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
+        rows.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)]
+        )
+    return {
+        name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)
+    }
 
 
 def stream_of(objective: Objective, reader: RecordReader, **options: Any) -> Stream:
@@ -53,11 +61,14 @@ def whole(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).double()
 
 
-# Which rows are whose -------------------------------------------------------------------------------------------------------------
+# Which rows are whose
+# ------------------------------------------------------------------------------------------------------------
 
 
 @given(units=st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), cap=st.none() | st.integers(1, 4))
-def test_a_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(units: list[str], cap: int | None) -> None:
+def test_a_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(
+    units: list[str], cap: int | None
+) -> None:
     records = Records.of_units(np.array(units), cap)
 
     in_order = list(dict.fromkeys(units))
@@ -95,7 +106,8 @@ def test_another_unit_changes_no_unit() -> None:
     assert rows(list("abcabcaxxx")) == {"a": [0, 3], "b": [1, 4], "c": [2, 5], "x": [7, 8]}
 
 
-# The gradient of a record ---------------------------------------------------------------------------------------------------------
+# The gradient of a record
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
@@ -136,7 +148,10 @@ def test_a_layer_keeps_a_factor_of_each_side() -> None:
     reader.draw(range(5))
     gradients = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(0, 5)
     (placed,) = gradients.gradients["0.weight"].terms
-    assert sorted(tuple(x.shape) for x in placed.term.factors) == [(5, 1, 5, 50), (5, 1, 5, 60)]  # users, 1, rows, features
+    assert sorted(tuple(x.shape) for x in placed.term.factors) == [
+        (5, 1, 5, 50),
+        (5, 1, 5, 60),
+    ]  # users, 1, rows, features
 
 
 def test_records_of_one_row_are_read_the_plain_way() -> None:
@@ -162,7 +177,12 @@ def test_what_is_read_depends_neither_on_chunks_nor_on_company() -> None:
         batch = reader(start, stop)
         rows, weights = batch.inputs
         assert batch.target is not None
-        assert rows.shape[1] == weights.shape[1] == batch.target.shape[1] == reader.records.sizes[reader.drawn[start]]
+        assert (
+            rows.shape[1]
+            == weights.shape[1]
+            == batch.target.shape[1]
+            == reader.records.sizes[reader.drawn[start]]
+        )
         for place, record in enumerate(reader.drawn[start:stop]):
             own = reader.records.rows_of(record).tolist()
             filled = own + [own[-1]] * (rows.shape[1] - len(own))
@@ -204,7 +224,9 @@ def test_rows_draw_at_random_each_for_itself() -> None:
     stream = Stream(loss, dict(model.named_parameters()), reader, randomness="different")
     torch.manual_seed(0)
     gradient = stream.gradients(0, 2).materialise()["1.weight"].squeeze(1)
-    kept = gradient * torch.from_numpy(reader.records.sizes[reader.drawn])[:, None] / 2  # each row is dropped, or kept and doubled
+    kept = (
+        gradient * torch.from_numpy(reader.records.sizes[reader.drawn])[:, None] / 2
+    )  # each row is dropped, or kept and doubled
     assert set(kept[0].round().tolist()) == {0, 1, 2, 3, 4, 5}
     assert set(kept[1].round().tolist()) == {0, 1, 2, 3, 4}
     assert (kept - kept.round()).abs().max() < 1e-5
@@ -214,11 +236,14 @@ def test_a_loss_without_aux() -> None:
     def loss(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: None) -> Tensor:
         return (params["w"] * inputs[0]).sum()
 
-    value = record_loss(loss, has_aux=False)({"w": torch.tensor(2.0)}, (torch.tensor([1.0, 10.0]), torch.tensor([0.5, 0.25])), None)
+    value = record_loss(loss, has_aux=False)(
+        {"w": torch.tensor(2.0)}, (torch.tensor([1.0, 10.0]), torch.tensor([0.5, 0.25])), None
+    )
     assert value.item() == 6.0
 
 
-# Augmentation ---------------------------------------------------------------------------------------------------------------------
+# Augmentation
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_copies_are_averaged_inside_the_record() -> None:
@@ -230,25 +255,35 @@ def test_copies_are_averaged_inside_the_record() -> None:
         seen.append(row + torch.randn(3, dtype=torch.float64))
         return seen[-1]
 
-    for records, combine in ((Records.of_rows(14), "mean"), (Records.of_units(USERS), "mean"), (Records.of_units(USERS), "sum")):
+    for records, combine in (
+        (Records.of_rows(14), "mean"),
+        (Records.of_units(USERS), "mean"),
+        (Records.of_units(USERS), "sum"),
+    ):
         seen.clear()
         reader = RecordReader(records, taking((x,), y), combine=combine, augment=noisy, copies=3)  # type: ignore[arg-type]
         reader.draw(range(4))
         gradients = stream_of(Objective(model, nn.functional.mse_loss), reader).gradients(0, 4)
         made = torch.stack(seen)
-        owner = np.concatenate([np.repeat(place, 3 * records.sizes[r]) for place, r in enumerate(reader.drawn)])
+        owner = np.concatenate(
+            [np.repeat(place, 3 * records.sizes[r]) for place, r in enumerate(reader.drawn)]
+        )
         targets = torch.cat([y[np.repeat(records.rows_of(r), 3)] for r in reader.drawn])
         each = rows_gradients(model, nn.functional.mse_loss, (made,), targets)["weight"]
         assert len(made) == len(owner)
         for place, record in enumerate(reader.drawn):
             own = each[owner == place]
             expected = own.mean(0) if combine == "mean" else own.reshape(-1, 3, 2, 3).mean(1).sum(0)
-            torch.testing.assert_close(gradients.materialise()["weight"][place], expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                gradients.materialise()["weight"][place], expected, rtol=1e-10, atol=1e-12
+            )
             assert len(own) == 3 * records.sizes[record]
 
 
 def test_one_copy_takes_the_place_of_its_row() -> None:
-    reader = RecordReader(Records.of_rows(3), taking((torch.arange(3.0)[:, None],), None), augment=lambda row: (row * 10,))
+    reader = RecordReader(
+        Records.of_rows(3), taking((torch.arange(3.0)[:, None],), None), augment=lambda row: (row * 10,)
+    )
     reader.draw([0, 2])
     assert not reader.several
     assert [x.tolist() for x in reader(0, 2).inputs] == [[[0.0], [20.0]]]
@@ -256,7 +291,9 @@ def test_one_copy_takes_the_place_of_its_row() -> None:
 
 def test_a_row_is_not_changed_by_its_copy() -> None:
     x = torch.ones(2, 3)
-    reader = RecordReader(Records.of_rows(2), lambda rows: RecordBatch((x,), None), augment=lambda row: row.zero_(), copies=2)
+    reader = RecordReader(
+        Records.of_rows(2), lambda rows: RecordBatch((x,), None), augment=lambda row: row.zero_(), copies=2
+    )
     reader.draw([0, 1])
     reader(0, 2)
     assert x.sum() == 6
@@ -266,9 +303,15 @@ def test_a_row_is_not_changed_by_its_copy() -> None:
     ("augment", "expected"),
     [
         (lambda row: row.view(7), "my.py:crop raised RuntimeError: shape '[7]' is invalid"),
-        (lambda row: None, "my.py:crop returned NoneType\n  expected: 1 tensors, as many as a row has inputs"),
+        (
+            lambda row: None,
+            "my.py:crop returned NoneType\n  expected: 1 tensors, as many as a row has inputs",
+        ),
         (lambda row: (row, row), "my.py:crop returned Tensor, Tensor\n  expected: 1 tensors"),
-        (lambda row: row[: int(row[0])], "my.py:crop returned the shapes [2], and [1] before\n  expected: one shape for all copies"),
+        (
+            lambda row: row[: int(row[0])],
+            "my.py:crop returned the shapes [2], and [1] before\n  expected: one shape for all copies",
+        ),
     ],
 )
 def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expected: str) -> None:
@@ -280,7 +323,8 @@ def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expecte
     assert expected in str(caught.value)
 
 
-# In a stream ----------------------------------------------------------------------------------------------------------------------
+# In a stream
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
@@ -293,10 +337,15 @@ def test_what_is_clipped_is_a_user(name: str, combine: str) -> None:
     records = Records.of_units(USERS, 4)
     reader = RecordReader(records, taking(inputs, target), combine=combine)  # type: ignore[arg-type]
     reader.draw([4, 1, 0, 3])
-    found = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(Clipping.flat(rows, 0.3))
+    found = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(
+        Clipping.flat(rows, 0.3)
+    )
 
     users = torch.stack(
-        [part.mean(0) if combine == "mean" else part.sum(0) for part in (whole(rows)[records.rows_of(r)] for r in reader.drawn)]
+        [
+            part.mean(0) if combine == "mean" else part.sum(0)
+            for part in (whole(rows)[records.rows_of(r)] for r in reader.drawn)
+        ]
     )
     clipped = (users * (0.3 * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
     summed = torch.cat([found.sums[name].flatten() for name in rows])
@@ -317,7 +366,9 @@ def test_a_poisoned_row_takes_its_user_out_of_the_sum() -> None:
 
     poisoned = x.clone()
     poisoned[USERS == 2] = torch.nan  # the third user to be met
-    torch.testing.assert_close(summed(poisoned, [0, 1, 2, 3, 4]), summed(x, [0, 1, 3, 4]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        summed(poisoned, [0, 1, 2, 3, 4]), summed(x, [0, 1, 3, 4]), rtol=1e-6, atol=1e-6
+    )
 
 
 class Summed:

@@ -17,14 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from psgrad.engine.objective import Objective
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.generators import SecureGenerator, TorchGenerator
-from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta, require_tail
+from psgrad.engine.privacy.refusals import (
+    require_expected_batch_size,
+    require_separate_records,
+    require_small_delta,
+    require_tail,
+)
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, ModelError
 from tests.models import ARCHITECTURES, Architecture
 
-# Numbers --------------------------------------------------------------------------------------------------------------------------
+# Numbers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_delta_is_below_one_over_the_records() -> None:
@@ -35,7 +41,10 @@ def test_delta_is_below_one_over_the_records() -> None:
     assert str(caught.value).splitlines() == [
         "privacy.delta is 0.001, and the dataset has 1000 records",
         "  expected: less than 1 / 1000 = 0.001",
-        "  likely cause: with such a delta it would be within the guarantee to publish one record, picked at random, as it is",
+        (
+            "  likely cause: with such a delta it would be within the guarantee to publish one record, picked"
+            " at random, as it is"
+        ),
         "  next step: set privacy.delta well below that, such as 1e-4",
     ]
 
@@ -73,7 +82,9 @@ def test_a_divisor_that_is_far_from_the_batches(divisor: float, sampling: Sampli
     assert str(caught.value).startswith("privacy.expected_batch_size is ")
 
 
-@pytest.mark.parametrize(("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)])
+@pytest.mark.parametrize(
+    ("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)]
+)
 def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> None:
     require_expected_batch_size(divisor, sampling, 1000)
 
@@ -81,7 +92,12 @@ def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> No
 @pytest.mark.parametrize(
     ("steps", "delta", "reach", "refused"),
     [
-        ([(0.3, 1)], 1e-12, math.sqrt(130 * math.log(2)), True),  # U of 64 bits: the tail beyond 6.2 deviations is 4e-10
+        (
+            [(0.3, 1)],
+            1e-12,
+            math.sqrt(130 * math.log(2)),
+            True,
+        ),  # U of 64 bits: the tail beyond 6.2 deviations is 4e-10
         ([(0.3, 10**6)], 1e-12, SecureGenerator.reach, False),
         ([(1.0, 1000)], 1e-5, TorchGenerator.reach, False),
         ([(1.0, 10**7)], 1e-5, TorchGenerator.reach, True),  # the sum over steps
@@ -90,7 +106,9 @@ def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> No
         ([(0.0, 5)], 1e-12, 0.1, False),
     ],
 )
-def test_require_tail_refuses_noise_that_ends_too_early(steps: list[tuple[float, int]], delta: float, reach: float, refused: bool) -> None:
+def test_require_tail_refuses_noise_that_ends_too_early(
+    steps: list[tuple[float, int]], delta: float, reach: float, refused: bool
+) -> None:
     exact = sum(count * mpmath.erfc((reach - 1 / z) / mpmath.sqrt(2)) / 2 for z, count in steps if z)
     assert (exact > delta / 1000) == refused
     if not refused:
@@ -98,11 +116,14 @@ def test_require_tail_refuses_noise_that_ends_too_early(steps: list[tuple[float,
         return
     with pytest.raises(ConfigError) as caught:
         require_tail(steps, delta, reach)
-    assert caught.value.arrived.startswith(f"the noise multiplier is {min(z for z, _ in steps):g}: a record may move the sum by")
+    assert caught.value.arrived.startswith(
+        f"the noise multiplier is {min(z for z, _ in steps):g}: a record may move the sum by"
+    )
     assert f"ends at {reach:.3g} deviations" in str(caught.value.expected)
 
 
-# Models -------------------------------------------------------------------------------------------------------------------------
+# Models
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Around(nn.Module):
@@ -174,7 +195,9 @@ class Bank(nn.Module):
         return x + self.seen[0]
 
 
-def check(model: nn.Module, loss: Callable[..., Tensor] = F.cross_entropy, rows: int = 4, **options: Any) -> None:
+def check(
+    model: nn.Module, loss: Callable[..., Tensor] = F.cross_entropy, rows: int = 4, **options: Any
+) -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)
     require_separate_records(Objective(model, loss, **options), (x,), y)
@@ -227,16 +250,26 @@ def test_running_statistics_in_train_mode(layer: nn.Module, kind: str) -> None:
     assert f"({kind}" in message
     assert "is in train mode, and its running statistics follow the data" in message
     assert (
-        "expected: parameters and buffers that a forward pass leaves alone: what the data writes into them is published without" in message
+        "expected: parameters and buffers that a forward pass leaves alone: what the data writes into them is"
+        " published without" in message
     )
-    assert "next step: set model.mode: eval, build it with track_running_stats=False, or replace it by nn.GroupNorm" in message
+    assert (
+        "next step: set model.mode: eval, build it with track_running_stats=False, or replace it by"
+        " nn.GroupNorm" in message
+    )
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_statistics_of_the_batch(mode: bool) -> None:
     message = refusal(Around(nn.BatchNorm1d(6, track_running_stats=False)).train(mode))
-    assert "the layer middle (BatchNorm1d) takes its statistics from the batch, on which every record's output then depends" in message
-    assert "next step: replace it by nn.GroupNorm, or build it with track_running_stats=True and set model.mode: eval" in message
+    assert (
+        "the layer middle (BatchNorm1d) takes its statistics from the batch, on which every record's output"
+        " then depends" in message
+    )
+    assert (
+        "next step: replace it by nn.GroupNorm, or build it with track_running_stats=True and set model.mode:"
+        " eval" in message
+    )
 
 
 @pytest.mark.parametrize("replace", [True, False])
@@ -270,15 +303,23 @@ def test_a_parameter_that_a_forward_pass_changes() -> None:
 
     model = Around(Projected(6, 6))
     before = model.middle.weight.detach().clone()
-    assert "a forward pass changes the parameter middle.weight of the layer middle (Projected)" in refusal(model)
+    assert "a forward pass changes the parameter middle.weight of the layer middle (Projected)" in refusal(
+        model
+    )
     assert torch.equal(model.middle.weight, before)
 
 
 def test_a_memory_bank() -> None:
     message = refusal(Around(Bank()))
     assert "the loss of row " in message
-    assert "once others have passed\n  expected: a loss of each record that depends on no other record" in message
-    assert "likely cause: the model or the loss keeps something of what it has seen (a memory bank, a running average)" in message
+    assert (
+        "once others have passed\n  expected: a loss of each record that depends on no other record"
+        in message
+    )
+    assert (
+        "likely cause: the model or the loss keeps something of what it has seen (a memory bank, a running"
+        " average)" in message
+    )
 
 
 def test_a_loss_with_a_memory() -> None:
@@ -335,7 +376,9 @@ def test_a_loss_over_the_batch_that_the_model_computes(drop: float) -> None:
         return F.cross_entropy(output["logits"], target) + output["balance"]
 
     assert "changes with the other rows of its batch" in refusal(Balanced(drop), balanced)
-    check(Balanced(drop), lambda output, target: F.cross_entropy(output["logits"], target))  # of which the loss makes no use
+    check(
+        Balanced(drop), lambda output, target: F.cross_entropy(output["logits"], target)
+    )  # of which the loss makes no use
 
 
 def test_a_number_for_each_row() -> None:
@@ -362,7 +405,10 @@ def test_a_number_for_each_row() -> None:
 
 def test_what_fails_alone_is_told_and_what_takes_no_batch_passes() -> None:
     message = refusal(Around(nn.Linear(5, 6)))
-    assert "the model or the loss raised RuntimeError on row 0 of the rows looked at: mat1 and mat2 shapes" in message
+    assert (
+        "the model or the loss raised RuntimeError on row 0 of the rows looked at: mat1 and mat2 shapes"
+        in message
+    )
 
     def one(x: Tensor) -> Tensor:
         if len(x) != 1:
@@ -410,9 +456,14 @@ class LayerDrop(nn.Module):
         return self.second(x + self.first(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("rate", "by_an_if", "training"), [(0.5, True, True), (0.0, True, True), (0.5, True, False), (0.5, False, True)])
+@pytest.mark.parametrize(
+    ("rate", "by_an_if", "training"),
+    [(0.5, True, True), (0.0, True, True), (0.5, True, False), (0.5, False, True)],
+)
 def test_a_branch_on_a_random_draw_is_no_harm(rate: float, by_an_if: bool, training: bool) -> None:
-    """A record's draws are its own, also where the batch splits by what was drawn: see test_record_draws.py."""
+    """A record's draws are its own, also where the batch splits by what was drawn: see
+    test_record_draws.py.
+    """
     torch.manual_seed(0)
     model, x, y = LayerDrop(rate, by_an_if).train(training), torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     before = torch.get_rng_state()

@@ -1,4 +1,6 @@
-"""Released numbers on a public grid: which values can come out does not depend on a record, and their probabilities are the Gaussian's."""
+"""Released numbers on a public grid: which values can come out does not depend on a record, and their
+probabilities are the Gaussian's.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 from psgrad.engine.privacy import generators, rounding
-from psgrad.engine.privacy.adaptive import AdaptiveBound
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.batches import GradientSource, batch_source
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.rounding import grid_of, noisy, residual_epsilon, to_nearest
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.errors import ConfigError
 
@@ -41,13 +42,16 @@ class Draws(Generator):
     def uint64(self, n: int) -> np.ndarray:
         raise AssertionError("normals alone are drawn")
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         assert dtype == torch.float64
         taken, self.values = self.values[: math.prod(shape)], self.values[math.prod(shape) :]
         return taken.reshape(tuple(shape)).clone()
 
 
-# -- the attack ----------------------------------------------------------------------------------------------------------------------------
+# -- the attack
+# ------------------------------------------------------------------------------------------------------------
 
 
 OUTPUTS, MULTIPLIER = 12_000, 2.0
@@ -72,9 +76,14 @@ def finest(values: Tensor) -> int:
 
 
 def memberships_guessed(released: Released, dtype: torch.dtype, games: int = 40) -> int:
-    """How many of so many coins the best rule of this kind gets right: a column whose finest bit is above a threshold is the target's."""
+    """How many of so many coins the best rule of this kind gets right: a column whose finest bit is above a
+    threshold is the target's.
+    """
     coins = np.random.default_rng(5).random(games) < 0.5
-    places = [finest(released(dtype, seed, bool(coin), make_generator("aes", seed=seed))) for seed, coin in enumerate(coins)]
+    places = [
+        finest(released(dtype, seed, bool(coin), make_generator("aes", seed=seed)))
+        for seed, coin in enumerate(coins)
+    ]
     return max(int(np.count_nonzero((np.array(places) > threshold) == coins)) for threshold in range(-90, 10))
 
 
@@ -82,12 +91,16 @@ def noisy_column(dtype: torch.dtype, seed: int, target: bool, generator: Generat
     """The last column of a released noisy sum."""
     params = {"w": torch.zeros(OUTPUTS, 4, dtype=dtype)}
     source = columns_source(params, target, seed)
-    return private_sum(source, Clipping.flat(params, 1.0), Noise(MULTIPLIER), "add_or_remove_one", generator).sums["w"][:, -1]
+    return private_sum(
+        source, Clipping.flat(params, 1.0), Noise(MULTIPLIER), "add_or_remove_one", generator
+    ).sums["w"][:, -1]
 
 
 def weights_column(dtype: torch.dtype, seed: int, target: bool, generator: Generator) -> Tensor:
     """What plain SGD added to the column, from the weights before and after it."""
-    weights = nn.Parameter(torch.zeros(OUTPUTS, 4, dtype=dtype))  # a difference of weights then has all bits that the update had
+    weights = nn.Parameter(
+        torch.zeros(OUTPUTS, 4, dtype=dtype)
+    )  # a difference of weights then has all bits that the update had
     training = PrivateTraining(
         {"w": weights},
         lambda drawn: columns_source({"w": weights.detach()}, target, seed),
@@ -110,10 +123,15 @@ def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("released", "dtype"), [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float64)]
+    ("released", "dtype"),
+    [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float64)],
 )
-def test_released_bits_do_not_tell_membership(released: Released, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column that one record alone fills: without the rounding, its finest bits tell in nearly every game whether the record is there."""
+def test_released_bits_do_not_tell_membership(
+    released: Released, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column that one record alone fills: without the rounding, its finest bits tell in nearly every game
+    whether the record is there.
+    """
     assert memberships_guessed(released, dtype) < 31  # 40 coins come out so, or better, once in 3,000 times
     monkeypatch.setattr("psgrad.engine.privacy.noise.noisy", unrounded)
     assert memberships_guessed(released, dtype) >= 39
@@ -121,7 +139,9 @@ def test_released_bits_do_not_tell_membership(released: Released, dtype: torch.d
 
 @given(st.floats(-3, 3), st.sampled_from([0.4, 1.0, 1.94, 37.0]), st.integers(-3000, 3000))
 def test_noisy_every_step_within_reach_comes_out(value: float, deviation: float, wanted: int) -> None:
-    """The values that can come out are those of the grid, whatever is summed: some draw leads from any value to any step."""
+    """The values that can come out are those of the grid, whatever is summed: some draw leads from any value
+    to any step.
+    """
     grid = grid_of(deviation)
     drawn = (wanted * grid - value) / deviation
     released = noisy(torch.tensor([value], dtype=torch.float64), deviation, Draws([drawn]))
@@ -154,10 +174,14 @@ def test_noisy_is_the_nearest_step_to_sum_and_noise(values: list[float], deviati
 
 
 def test_noisy_probability_of_each_step_is_the_gaussians() -> None:
-    """Sums between two steps move no probability: the share of each step is that of the Gaussian around the sum itself."""
+    """Sums between two steps move no probability: the share of each step is that of the Gaussian around the
+    sum itself.
+    """
     deviation, n = 1.0, 400_000
     for place, value in enumerate((0.0, grid_of(1.0) * 0.3, 12345.678)):
-        released = noisy(torch.full((n,), value, dtype=torch.float64), deviation, make_generator("aes", seed=place))
+        released = noisy(
+            torch.full((n,), value, dtype=torch.float64), deviation, make_generator("aes", seed=place)
+        )
         steps = ((released - math.floor(value)) / grid_of(1.0)).numpy()
         rest = value - math.floor(value)
         edges = np.array([-np.inf, *np.arange(-3, 3.01, 0.25), np.inf])
@@ -180,8 +204,12 @@ def test_to_nearest_large_sum_leaves_the_noise_its_precision() -> None:
     st.lists(st.tuples(st.floats(-(2.0**18), 2.0**18), st.floats(-1e5, 1e5)), min_size=1, max_size=20),
     st.sampled_from([2.0**-880, 2.0**-13, 1.0, 2.0**880]),
 )
-def test_to_nearest_small_sums_and_large_ones_are_rounded_alike(numbers: list[tuple[float, float]], grid: float) -> None:
-    """A sum below 2^18 steps is not taken apart, one above it is: the same step comes out, but where two are as near. On any device."""
+def test_to_nearest_small_sums_and_large_ones_are_rounded_alike(
+    numbers: list[tuple[float, float]], grid: float
+) -> None:
+    """A sum below 2^18 steps is not taken apart, one above it is: the same step comes out, but where two are
+    as near. On any device.
+    """
     values, drawn = np.array(numbers).T * grid
     small, large = drawn.copy(), np.append(drawn, 0.0)
     to_nearest(values, small, grid)
@@ -203,12 +231,16 @@ def test_noisy_pieces_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None
     released = noisy(values, 0.01, Draws(drawn))
     assert released.shape == (20, 3)
     torch.testing.assert_close(
-        released, values + 0.01 * torch.tensor(drawn, dtype=torch.float64).reshape(20, 3), rtol=0, atol=grid_of(0.01)
+        released,
+        values + 0.01 * torch.tensor(drawn, dtype=torch.float64).reshape(20, 3),
+        rtol=0,
+        atol=grid_of(0.01),
     )
 
 
 @pytest.mark.parametrize(
-    ("deviation", "grid"), [(1.0, 2.0**-12), (1.999, 2.0**-12), (2.0, 2.0**-11), (0.7, 2.0**-13), (2.0**-800, 2.0**-812)]
+    ("deviation", "grid"),
+    [(1.0, 2.0**-12), (1.999, 2.0**-12), (2.0, 2.0**-11), (0.7, 2.0**-13), (2.0**-800, 2.0**-812)],
 )
 def test_grid_of_is_a_power_of_two_near_a_4096th(deviation: float, grid: float) -> None:
     assert grid_of(deviation) == grid
@@ -230,7 +262,9 @@ def test_adaptive_count_is_released_on_a_grid() -> None:
         below = torch.tensor([True, False, True])
         drawn = make_generator("aes", seed=seed).normal((1,), torch.float64).item()
         count = round((0.5 + adaptive.standard_deviation("add_or_remove_one") * drawn) / grid) * grid
-        assert adaptive.next(below, 8.0, "add_or_remove_one", make_generator("aes", seed=seed)) == adaptive.updated(count, 8.0)
+        assert adaptive.next(
+            below, 8.0, "add_or_remove_one", make_generator("aes", seed=seed)
+        ) == adaptive.updated(count, 8.0)
 
 
 def test_residual_epsilon_grows_as_a_root_and_is_small() -> None:
@@ -242,7 +276,9 @@ def test_residual_epsilon_grows_as_a_root_and_is_small() -> None:
 
 
 def test_residual_epsilon_bounds_steps_that_are_off_by_the_stated_factor() -> None:
-    """Probabilities of steps that are all off by a factor 1 +- eta, alternately: the ratio of 4,000 of them keeps to the bound."""
+    """Probabilities of steps that are all off by a factor 1 +- eta, alternately: the ratio of 4,000 of them
+    keeps to the bound.
+    """
     random, eta, numbers, delta = np.random.default_rng(0), rounding._OFF, 4000, 1e-3
     signs = random.integers(0, 2, (2000, numbers)) * 2 - 1  # of which one comes out as often as the other
     ratios = eta * signs.sum(1)

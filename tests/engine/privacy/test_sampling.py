@@ -1,4 +1,6 @@
-"""How records are drawn: exactly as accounted, each by itself, over the whole dataset, and refused where it can't be."""
+"""How records are drawn: exactly as accounted, each by itself, over the whole dataset, and refused where it
+can't be.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,15 @@ def of(scheme: str, count: int) -> Sampling:
     """One of each scheme, for a dataset of so many records."""
     return {
         "poisson": Sampling("poisson", sample_rate=0.3),
-        "truncated_poisson": Sampling("truncated_poisson", sample_rate=0.3, max_batch_size=max(1, count // 3), dataset_size=count),
+        "truncated_poisson": Sampling(
+            "truncated_poisson", sample_rate=0.3, max_batch_size=max(1, count // 3), dataset_size=count
+        ),
         "fixed": Sampling("fixed", batch_size=max(1, count // 3)),
     }[scheme]
 
 
-# -- what comes out --------------------------------------------------------------------------------------------------------------------
+# -- what comes out
+# ------------------------------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["poisson", "truncated_poisson", "fixed"]), st.integers(1, 300), st.integers(0, 10**6))
@@ -70,7 +75,9 @@ def test_steps_are_independent(scheme: str) -> None:
     drawn = draws(of(scheme, 40), 40, 4000)
     for lag in (1, 2):
         table = np.array([[(~drawn[:-lag] & ~drawn[lag:]).sum(), (~drawn[:-lag] & drawn[lag:]).sum()]])
-        table = np.vstack([table, [[(drawn[:-lag] & ~drawn[lag:]).sum(), (drawn[:-lag] & drawn[lag:]).sum()]]])
+        table = np.vstack(
+            [table, [[(drawn[:-lag] & ~drawn[lag:]).sum(), (drawn[:-lag] & drawn[lag:]).sum()]]]
+        )
         assert stats.chi2_contingency(table, correction=False).pvalue > ALPHA
 
 
@@ -93,19 +100,30 @@ def test_truncated_poisson_keeps_every_subset_alike() -> None:
     scheme = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
     seen = Counter(tuple(np.flatnonzero(step).tolist()) for step in draws(scheme, 5, 8000))
     # Batches of 0 and 1 as they are, and of 2 what Poisson leaves: 26 of 32, shared by ten pairs.
-    expected = {(): 1 / 32, **{(record,): 1 / 32 for record in range(5)}, **dict.fromkeys(combinations(range(5), 2), 26 / 320)}
+    expected = {
+        (): 1 / 32,
+        **{(record,): 1 / 32 for record in range(5)},
+        **dict.fromkeys(combinations(range(5), 2), 26 / 320),
+    }
     assert seen.keys() <= expected.keys()
-    assert stats.chisquare([seen[batch] for batch in expected], [8000 * p for p in expected.values()]).pvalue > ALPHA
+    assert (
+        stats.chisquare([seen[batch] for batch in expected], [8000 * p for p in expected.values()]).pvalue
+        > ALPHA
+    )
 
 
-@pytest.mark.parametrize(("count", "size"), [(0, 0), (5, 0), (1, 1), (9, 9), (2, 1), (1000, 999), (100_000, 3)])
+@pytest.mark.parametrize(
+    ("count", "size"), [(0, 0), (5, 0), (1, 1), (9, 9), (2, 1), (1000, 999), (100_000, 3)]
+)
 def test_subsets_of_any_size(count: int, size: int) -> None:
     subset = random_subset(count, size, make_generator("aes", seed=3))
     assert len(subset) == len(set(subset.tolist())) == size
     assert subset.dtype == np.int64
 
 
-@pytest.mark.parametrize("scheme", [Sampling("poisson", sample_rate=0.5), Sampling("poisson", sample_rate=1.0)])
+@pytest.mark.parametrize(
+    "scheme", [Sampling("poisson", sample_rate=0.5), Sampling("poisson", sample_rate=1.0)]
+)
 def test_no_records_are_an_empty_batch(scheme: Sampling) -> None:
     drawn = scheme.draw(0, make_generator("aes"))
     assert (drawn.shape, drawn.dtype) == ((0,), np.int64)
@@ -121,11 +139,15 @@ def test_a_rate_of_one_draws_all_and_a_tiny_one_nearly_none() -> None:
 def test_a_dataset_larger_than_a_piece_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5))
     monkeypatch.setattr(sampling, "_LOTS", 32)  # pieces of whole cipher blocks, so that the bits are the same
-    assert Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5)).tolist() == whole.tolist()
+    assert (
+        Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5)).tolist()
+        == whole.tolist()
+    )
     assert whole.max() > 90
 
 
-# -- exact bits ------------------------------------------------------------------------------------------------------------------------
+# -- exact bits
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lot_below_the_rate_is_in() -> None:
@@ -135,10 +157,16 @@ def test_a_lot_below_the_rate_is_in() -> None:
 
 @given(st.floats(1e-18, 1.0))
 def test_no_record_is_drawn_more_often_than_accounted(rate: float) -> None:
-    """The probability in integers: the smallest lot that is out, over 2^64, is at most the rate, and less than one lot below it."""
+    """The probability in integers: the smallest lot that is out, over 2^64, is at most the rate, and less
+    than one lot below it.
+    """
     limit = int(rate * 2.0**64)
     lots = [lot for lot in (limit - 1, limit) if 0 <= lot < 2**64]
-    drawn = Sampling("poisson", sample_rate=rate).draw(len(lots), PlantedGenerator(lots)) if rate < 1 else np.array([0])
+    drawn = (
+        Sampling("poisson", sample_rate=rate).draw(len(lots), PlantedGenerator(lots))
+        if rate < 1
+        else np.array([0])
+    )
     numerator, denominator = rate.as_integer_ratio()
     expected = [place for place, lot in enumerate(lots) if (lot + 1) * denominator <= numerator << 64]
     assert drawn.tolist() == expected
@@ -150,7 +178,8 @@ def test_lots_beyond_the_last_whole_multiple_are_left_out() -> None:
     assert random_subset(3, 1, PlantedGenerator(words)).tolist() == [2]
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,8 +196,14 @@ def test_lots_beyond_the_last_whole_multiple_are_left_out() -> None:
             {"scheme": "truncated_poisson", "sample_rate": 0.1, "max_batch_size": 5},
             "dataset_size is missing for truncated_poisson",
         ),
-        ({"scheme": "poisson", "sample_rate": 0.1, "batch_size": 5}, "batch_size is given, and poisson sampling has none"),
-        ({"scheme": "fixed", "sample_rate": 0.1, "batch_size": 5}, "sample_rate is given, and fixed sampling has none"),
+        (
+            {"scheme": "poisson", "sample_rate": 0.1, "batch_size": 5},
+            "batch_size is given, and poisson sampling has none",
+        ),
+        (
+            {"scheme": "fixed", "sample_rate": 0.1, "batch_size": 5},
+            "sample_rate is given, and fixed sampling has none",
+        ),
         ({"scheme": "poisson", "sample_rate": 0.0}, "sample_rate is 0.0"),
         ({"scheme": "poisson", "sample_rate": 128}, "sample_rate is 128"),
         ({"scheme": "poisson", "sample_rate": float("nan")}, "sample_rate is nan"),

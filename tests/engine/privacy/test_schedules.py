@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.privacy.schedules import Schedule
+from psgrad.engine.privacy.sampling import Schedule
 from psgrad.errors import ConfigError
 
 SCHEDULES = [
@@ -34,7 +34,9 @@ def test_each_kind_s_multipliers() -> None:
 @given(steps=st.integers(0, 7))
 def test_runs_are_the_steps_in_order(schedule: Schedule, steps: int) -> None:
     runs = schedule.runs(1.25, steps)
-    assert [multiplier for multiplier, count in runs for _ in range(count)] == [schedule.multiplier(1.25, step) for step in range(steps)]
+    assert [multiplier for multiplier, count in runs for _ in range(count)] == [
+        schedule.multiplier(1.25, step) for step in range(steps)
+    ]
     assert all(one[0] != other[0] for one, other in itertools.pairwise(runs))
     assert all(count > 0 for _, count in runs)
 
@@ -48,7 +50,10 @@ def test_a_description_gives_the_schedule_back(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("fields", "wording"),
     [
-        ({"kind": "cosine"}, "the schedule's kind is 'cosine'\n  expected: one of constant, step, exponential, list"),
+        (
+            {"kind": "cosine"},
+            "the schedule's kind is 'cosine'\n  expected: one of constant, step, exponential, list",
+        ),
         ({"kind": "step", "every": 3}, "a schedule of kind step needs factor"),
         ({"kind": "exponential", "factor": 0.9, "every": 2}, "a schedule of kind exponential takes no every"),
         ({"kind": "constant", "factor": 0.9}, "a schedule of kind constant takes no factor"),

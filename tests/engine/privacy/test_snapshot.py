@@ -1,4 +1,6 @@
-"""Checkpoints of private training: every optimiser goes on from one as if it had never stopped; what is damaged or foreign is refused."""
+"""Checkpoints of private training: every optimiser goes on from one as if it had never stopped; what is
+damaged or foreign is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "SGD with lr as a tensor": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), momentum=0.5, foreach=False),
+    "SGD with lr as a tensor": lambda p: torch.optim.SGD(
+        p, lr=torch.tensor(0.1), momentum=0.5, foreach=False
+    ),
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.8, 0.99)),
     "Adam with amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
     "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),
@@ -35,7 +39,9 @@ OPTIMIZERS: dict[str, Make] = {
     "RAdam": lambda p: torch.optim.RAdam(p),
     "ASGD": lambda p: torch.optim.ASGD(p, t0=2.0),
     "Rprop": lambda p: torch.optim.Rprop(p),
-    "two groups": lambda p: torch.optim.SGD([{"params": p[:1], "lr": 0.5}, {"params": p[1:]}], lr=0.1, momentum=0.9),
+    "two groups": lambda p: torch.optim.SGD(
+        [{"params": p[:1], "lr": 0.5}, {"params": p[1:]}], lr=0.1, momentum=0.9
+    ),
 }
 
 
@@ -60,14 +66,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in trainable(model):
-            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+                parameter.dtype
+            )
         optimizer.step()
 
 
 def identical(a: Any, b: Any) -> bool:
     """Same structure, types and bits, devices included."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and bool(torch.equal(a, b))
+        return (
+            isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.device == b.device
+            and bool(torch.equal(a, b))
+        )
     if isinstance(a, dict):
         return list(a) == list(b) and all(identical(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -77,7 +91,9 @@ def identical(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_if_it_had_never_stopped(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_training_goes_on_as_if_it_had_never_stopped(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     model = Net().to(device, dtype)
     optimizer = OPTIMIZERS[name](trainable(model))
     train(model, optimizer, range(3))
@@ -103,8 +119,14 @@ def test_an_optimiser_without_state_is_kept_too() -> None:
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -112,11 +134,19 @@ values = st.recursive(
 @given(
     shapes=st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(DTYPES)), max_size=4),
     state=values,
-    metadata=st.dictionaries(st.text(max_size=5), st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), max_size=3),
+    metadata=st.dictionaries(
+        st.text(max_size=5),
+        st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        max_size=3,
+    ),
 )
-def test_the_round_trip_is_exact(shapes: list[tuple[list[int], torch.dtype]], state: Any, metadata: dict[str, Any]) -> None:
+def test_the_round_trip_is_exact(
+    shapes: list[tuple[list[int], torch.dtype]], state: Any, metadata: dict[str, Any]
+) -> None:
     tensors = {f"t/{i}.ü": (10 * torch.randn(shape)).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
-    before = Snapshot(tensors, "x", [["a"]], {"state": state, "nested": (list(tensors.values()), {})}, metadata)
+    before = Snapshot(
+        tensors, "x", [["a"]], {"state": state, "nested": (list(tensors.values()), {})}, metadata
+    )
     after = Snapshot.from_bytes(before.to_bytes())
     assert identical(dict(sorted(after.tensors.items())), tensors)
     assert identical(after.state, before.state)
@@ -144,7 +174,9 @@ def test_views_of_one_memory_are_kept_as_what_they_show() -> None:
         "repeated": whole[:1].expand(3, 4),
     }
     after = Snapshot.from_bytes(Snapshot(tensors, "x", [], {}, {}).to_bytes()).tensors
-    assert {name: tensor.tolist() for name, tensor in after.items()} == {name: tensor.tolist() for name, tensor in tensors.items()}
+    assert {name: tensor.tolist() for name, tensor in after.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
 
 
 def test_a_tied_weight_stays_tied() -> None:
@@ -161,14 +193,17 @@ def test_a_tied_weight_stays_tied() -> None:
 
 
 def test_what_is_no_plain_value_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"the optimiser's state, 'schedule' is of type function") as refusal:
+    with pytest.raises(
+        CheckpointError, match=r"the optimiser's state, 'schedule' is of type function"
+    ) as refusal:
         Snapshot({}, "x", [], {"schedule": lambda step: step}, {}).to_bytes()
     assert "without running code" in str(refusal.value)
     with pytest.raises(ValueError, match="not JSON compliant"):
         Snapshot({}, "x", [], {}, {"bound": float("nan")}).to_bytes()
 
 
-# Files that are refused ------------------------------------------------------------------------------------------------------------
+# Files that are refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 def a_file(**metadata: Any) -> bytes:
@@ -202,7 +237,9 @@ def test_a_part_that_the_disk_lost_is_refused() -> None:
         Snapshot.from_bytes(data[:-64] + bytes(64))
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"not a checkpoint at all", bytes(100), json.dumps({"a": 1}).encode()])
+@pytest.mark.parametrize(
+    "data", [b"", b"PK\x03\x04", b"not a checkpoint at all", bytes(100), json.dumps({"a": 1}).encode()]
+)
 def test_other_files_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="is damaged, or no checkpoint"):
         Snapshot.from_bytes(data)
@@ -214,7 +251,8 @@ def test_weights_alone_are_no_checkpoint() -> None:
     assert "don't say where training stood" in str(refusal.value)
 
 
-# Models that are refused -----------------------------------------------------------------------------------------------------------
+# Models that are refused
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Other(Net):
@@ -232,9 +270,18 @@ def set_(name: str, value: Any) -> Callable[[Any], None]:
     [
         (set_("third", nn.Linear(1, 1)), r"third.weight is missing from it; third.bias is missing from it"),
         (set_("first", None), "first.weight is unknown to the model"),
-        (set_("first", nn.Linear(3, 5)), r"first.weight is float32 \[4, 3\] in it and float32 \[5, 3\] in the model"),
-        (set_("scale", nn.Parameter(torch.ones((), dtype=torch.float64))), r"scale is float32 \[\] in it and float64 \[\] in the model"),
-        (set_("scale", nn.Parameter(torch.ones(()), requires_grad=False)), "the optimiser has other parameters"),
+        (
+            set_("first", nn.Linear(3, 5)),
+            r"first.weight is float32 \[4, 3\] in it and float32 \[5, 3\] in the model",
+        ),
+        (
+            set_("scale", nn.Parameter(torch.ones((), dtype=torch.float64))),
+            r"scale is float32 \[\] in it and float64 \[\] in the model",
+        ),
+        (
+            set_("scale", nn.Parameter(torch.ones(()), requires_grad=False)),
+            "the optimiser has other parameters",
+        ),
     ],
 )
 def test_another_model_is_refused_and_left_as_it_is(change: Callable[[Any], None], words: str) -> None:
@@ -251,12 +298,16 @@ def test_another_model_is_refused_and_left_as_it_is(change: Callable[[Any], None
 
 def test_many_differences_are_counted() -> None:
     with pytest.raises(CheckpointError, match="; and 5 more"):
-        Snapshot.from_bytes(a_file()).restore({f"x{i}": torch.ones(1) for i in range(2)}, torch.optim.SGD([torch.ones(1)]))
+        Snapshot.from_bytes(a_file()).restore(
+            {f"x{i}": torch.ones(1) for i in range(2)}, torch.optim.SGD([torch.ones(1)])
+        )
 
 
 def test_another_optimiser_is_refused() -> None:
     model = Net()
-    with pytest.raises(CheckpointError, match=r"made with torch.optim.adam.Adam, and the optimiser is torch.optim.sgd.SGD"):
+    with pytest.raises(
+        CheckpointError, match=r"made with torch.optim.adam.Adam, and the optimiser is torch.optim.sgd.SGD"
+    ):
         Snapshot.from_bytes(a_file()).restore(tensors_of(model), torch.optim.SGD(trainable(model)))
 
 

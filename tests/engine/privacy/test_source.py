@@ -1,4 +1,6 @@
-"""Sources of clipped sums: empty batches, records that are no numbers, memory that runs out, parameters that change, the grid."""
+"""Sources of clipped sums: empty batches, records that are no numbers, memory that runs out, parameters that
+change, the grid.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import streaming
-from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective
-from psgrad.engine.privacy import clipped as module
+from psgrad.engine.execution import streaming
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.privacy import clipped_sums
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source, stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source, stream_source
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import ModelError
-from psgrad.inputs.samples import Block
+from psgrad.inputs.rows import Block
 from tests.engine.privacy.clipped_loop import clipped_loop, distance, group_norms
 from tests.oracles import one_sample_gradients
 
@@ -38,13 +40,17 @@ def model(device: torch.device) -> nn.Module:
 @pytest.fixture
 def batch(device: torch.device) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return torch.randn(RECORDS, 6, dtype=torch.float64, device=device), torch.randint(3, (RECORDS,), device=device)
+    return torch.randn(RECORDS, 6, dtype=torch.float64, device=device), torch.randint(
+        3, (RECORDS,), device=device
+    )
 
 
 def stream_of(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Stream:
     inputs, target = (value.cpu() for value in batch)
     objective = Objective(model, F.cross_entropy)
-    return Stream(objective.loss, objective.params, lambda i, j: Block((inputs[i:j],), target[i:j]), **options)
+    return Stream(
+        objective.loss, objective.params, lambda i, j: Block((inputs[i:j],), target[i:j]), **options
+    )
 
 
 def in_memory(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> GradientSource:
@@ -65,34 +71,51 @@ def assert_same(found: ClippedSum, expected: dict[str, Tensor], tolerance: float
     assert distance(found.sums, expected) <= tolerance * max(distance(expected), 1e-300)
 
 
-# -- batches -------------------------------------------------------------------------------------------------------------------------------
+# -- batches
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grid", [None, 2.0**-20])
-def test_an_empty_batch_is_zeros_of_the_parameters_shapes(model: nn.Module, batch: tuple[Tensor, Tensor], grid: float | None) -> None:
+def test_an_empty_batch_is_zeros_of_the_parameters_shapes(
+    model: nn.Module, batch: tuple[Tensor, Tensor], grid: float | None
+) -> None:
     nothing = (batch[0][:0], batch[1][:0])
     clipping = Clipping.per_layer(names_of(model), 1.0, grid=grid)
     for source in (in_memory(model, nothing), stream_source(stream_of(model, nothing), 0)):
         found = source(clipping)
-        assert {name: value.shape for name, value in found.sums.items()} == {n: p.shape for n, p in model.named_parameters()}
-        assert {value.dtype for value in found.sums.values()} == {torch.float64 if grid is None else torch.int64}
+        assert {name: value.shape for name, value in found.sums.items()} == {
+            n: p.shape for n, p in model.named_parameters()
+        }
+        assert {value.dtype for value in found.sums.values()} == {
+            torch.float64 if grid is None else torch.int64
+        }
         assert not any(value.any() for value in found.sums.values())
         assert found.records.factors.shape == (0, 2)
         assert found.records.norms.shape == found.records.losses.shape == found.records.below.shape == (0,)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, "auto"])
-def test_the_columns_tell_of_each_record_in_order(model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any) -> None:
+def test_the_columns_tell_of_each_record_in_order(
+    model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any
+) -> None:
     clipping = Clipping.per_layer(names_of(model), 2.2)
     found = stream_source(stream_of(model, batch, chunk_size=chunk_size), RECORDS)(clipping)
     gradients = one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1])
     norms = torch.stack(
-        [torch.cat([gradients[name].flatten(1) for name in group.parameters], 1).norm(dim=1) for group in clipping.groups], 1
+        [
+            torch.cat([gradients[name].flatten(1) for name in group.parameters], 1).norm(dim=1)
+            for group in clipping.groups
+        ],
+        1,
     ).cpu()
     bound = clipping.groups[0].bound
     torch.testing.assert_close(found.records.norms, norms.norm(dim=1), rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.records.factors, (bound * (1 - MARGIN) / norms).clamp(max=1), rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.records.losses, F.cross_entropy(model(batch[0]), batch[1], reduction="none").detach().cpu())
+    torch.testing.assert_close(
+        found.records.factors, (bound * (1 - MARGIN) / norms).clamp(max=1), rtol=1e-10, atol=0
+    )
+    torch.testing.assert_close(
+        found.records.losses, F.cross_entropy(model(batch[0]), batch[1], reduction="none").detach().cpu()
+    )
     assert found.records.below.tolist() == (norms <= bound).all(1).tolist()
     assert 0 < found.records.below.sum() < RECORDS
 
@@ -109,7 +132,9 @@ def test_a_stream_goes_on_with_parameters_that_an_optimiser_has_changed(
                 parameter.mul_(1.5)
 
 
-def test_a_small_first_batch_does_not_make_small_chunks_of_later_ones(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_a_small_first_batch_does_not_make_small_chunks_of_later_ones(
+    model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
     stream, clipping = stream_of(model, batch, memory=1 << 20), Clipping.flat(names_of(model), 0.5)
     stream_source(stream, 2)(clipping)
     assert stream.chunk_size > RECORDS
@@ -134,7 +159,7 @@ def test_after_many_batches_the_chunk_size_is_predicted_once(
 def test_a_chunk_that_runs_out_of_memory_counts_once(
     model: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = module.per_sample_weighted_sum
+    real = clipped_sums.per_sample_weighted_sum
 
     def limited(loss: Any, params: Any, inputs: Any, target: Tensor, **options: Any) -> Any:
         found = real(loss, params, inputs, target, **options)
@@ -142,7 +167,7 @@ def test_a_chunk_that_runs_out_of_memory_counts_once(
             raise MemoryError
         return found
 
-    monkeypatch.setattr(module, "per_sample_weighted_sum", limited)
+    monkeypatch.setattr(clipped_sums, "per_sample_weighted_sum", limited)
     clipping = Clipping.flat(names_of(model), 0.5)
     stream = stream_of(model, batch, chunk_size=8)
     found = stream_source(stream, RECORDS)(clipping)
@@ -166,7 +191,8 @@ def test_the_sums_of_half_precision_parameters_are_float64() -> None:
     assert not found.sums["unused"].any()
 
 
-# -- records that are no numbers -----------------------------------------------------------------------------------------------------------
+# -- records that are no numbers
+# -----------------------------------------------------------------------------------------------------------
 
 WIDE = {"w": torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) / 100, "b": torch.zeros(300)}
 POSITIONS, PLACE = 4, 2
@@ -180,10 +206,15 @@ def bilinear(params: dict[str, Tensor], x: Tensor, k: Tensor) -> Tensor:
 def planted(left: list[float], right: list[float]) -> tuple[Tensor, Tensor]:
     """Five ordinary records, and one whose factors have this value at each position."""
     generator = torch.Generator().manual_seed(1)
-    x, k = torch.randn(5, POSITIONS, 200, generator=generator), torch.randn(5, POSITIONS, 300, generator=generator)
+    x, k = (
+        torch.randn(5, POSITIONS, 200, generator=generator),
+        torch.randn(5, POSITIONS, 300, generator=generator),
+    )
     left_rows = torch.tensor(left).repeat(POSITIONS // len(left))[:, None].expand(POSITIONS, 200)
     right_rows = torch.tensor(right).repeat(POSITIONS // len(right))[:, None].expand(POSITIONS, 300)
-    return torch.cat([x[:PLACE], left_rows[None], x[PLACE:]]), torch.cat([k[:PLACE], right_rows[None], k[PLACE:]])
+    return torch.cat([x[:PLACE], left_rows[None], x[PLACE:]]), torch.cat(
+        [k[:PLACE], right_rows[None], k[PLACE:]]
+    )
 
 
 MONSTERS: dict[str, tuple[list[float], list[float], bool]] = {
@@ -203,7 +234,9 @@ MONSTERS: dict[str, tuple[list[float], list[float], bool]] = {
 @pytest.mark.parametrize("memory", [None, 0], ids=["kept", "two passes"])
 @pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_parameter], ids=["flat", "per parameter"])
 @pytest.mark.parametrize("monster", list(MONSTERS))
-def test_whatever_a_record_holds_it_adds_no_more_than_the_bound(monster: str, clip: Callable[..., Clipping], memory: float | None) -> None:
+def test_whatever_a_record_holds_it_adds_no_more_than_the_bound(
+    monster: str, clip: Callable[..., Clipping], memory: float | None
+) -> None:
     left, right, adds = MONSTERS[monster]
     x, k = planted(left, right)
     clipping = clip(WIDE, 0.5)
@@ -212,7 +245,10 @@ def test_whatever_a_record_holds_it_adds_no_more_than_the_bound(monster: str, cl
     rest = batch_source(bilinear, WIDE, x[others], k[others], memory=memory)(clipping)
     alone = batch_source(bilinear, WIDE, x[[PLACE]], k[[PLACE]], memory=memory)(clipping)
     assert all(value.isfinite().all() for value in found.sums.values())
-    assert all(norm <= group.bound for norm, group in zip(group_norms(alone.sums, clipping), clipping.groups, strict=True))
+    assert all(
+        norm <= group.bound
+        for norm, group in zip(group_norms(alone.sums, clipping), clipping.groups, strict=True)
+    )
     rounding = 1e-6 * distance(rest.sums)
     assert distance(found.sums, {name: rest.sums[name] + alone.sums[name] for name in rest.sums}) <= rounding
     assert (distance(alone.sums) > 0.1) == adds
@@ -223,7 +259,9 @@ def test_whatever_a_record_holds_it_adds_no_more_than_the_bound(monster: str, cl
         assert not math.isfinite(found.records.norms[PLACE])
 
 
-def test_a_batch_of_nothing_but_bad_records_sums_to_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_a_batch_of_nothing_but_bad_records_sums_to_zero(
+    model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
     spoilt = (batch[0] * math.nan, batch[1])
     clipping = Clipping.per_layer(names_of(model), 1.0)
     for source in (
@@ -242,13 +280,13 @@ def test_only_a_record_that_cancels_is_computed_alone(monkeypatch: pytest.Monkey
     rows = torch.tensor([0] * 40 + [PLACE] + [1] * 23)
     sizes: dict[str, list[int]] = {"per_sample_weighted_sum": [], "per_sample_gradients": []}
     for name, seen in sizes.items():
-        real = getattr(module, name)
+        real = getattr(clipped_sums, name)
 
         def counted(*arguments: Any, real: Any = real, seen: list[int] = seen, **options: Any) -> Any:
             seen.append(len(arguments[2]))
             return real(*arguments, **options)
 
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(clipped_sums, name, counted)
     batch_source(bilinear, WIDE, x[rows], k[rows])(Clipping.flat(WIDE, 1.0))
     assert sizes == {"per_sample_weighted_sum": [64], "per_sample_gradients": [1]}
 
@@ -267,7 +305,8 @@ def test_records_that_disagree_on_a_branch_are_clipped_like_others() -> None:
     assert_same(batch_source(loss, weight, rows)(clipping), clipped_loop({"w": gradients}, clipping))
 
 
-# -- the grid ------------------------------------------------------------------------------------------------------------------------------
+# -- the grid
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_layer])
@@ -294,13 +333,22 @@ def test_on_a_grid_records_are_rounded_one_by_one_and_sums_are_integers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_a_grid_the_sum_is_exactly_that_of_its_records_in_any_company(dtype: torch.dtype, device: torch.device) -> None:
-    """A kernel that rounds a record's gradient by the size of the batch would move the sum by more than one record."""
+def test_on_a_grid_the_sum_is_exactly_that_of_its_records_in_any_company(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """A kernel that rounds a record's gradient by the size of the batch would move the sum by more than one
+    record.
+    """
     model = nn.Sequential(nn.Linear(60, 130), nn.Tanh(), nn.Linear(130, 70)).to(device, dtype)
-    batch = (torch.randn(RECORDS, 60, dtype=dtype, device=device), torch.randint(70, (RECORDS,), device=device))
+    batch = (
+        torch.randn(RECORDS, 60, dtype=dtype, device=device),
+        torch.randint(70, (RECORDS,), device=device),
+    )
     clipping = Clipping.flat(names_of(model), 1.0, grid=2.0**-30)
     whole = in_memory(model, batch)(clipping).sums
-    single = [in_memory(model, (batch[0][i : i + 1], batch[1][i : i + 1]))(clipping).sums for i in range(RECORDS)]
+    single = [
+        in_memory(model, (batch[0][i : i + 1], batch[1][i : i + 1]))(clipping).sums for i in range(RECORDS)
+    ]
     chunks = stream_source(stream_of(model, batch, chunk_size=4), RECORDS)(clipping).sums
     for name, value in whole.items():
         assert torch.equal(value, torch.stack([sums[name] for sums in single]).sum(0))
@@ -332,23 +380,41 @@ def test_a_record_that_is_no_number_leaves_the_integers_alone(monster: str) -> N
     assert not found.records.factors[PLACE].any() or monster == "huge contributions that cancel to nothing"
 
 
-def test_a_grid_changes_the_sum_by_no_more_than_its_rounding(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_a_grid_changes_the_sum_by_no_more_than_its_rounding(
+    model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
     grid = 2.0**-24
     clipping = Clipping.flat(names_of(model), 0.5, grid=grid)
     sums = in_memory(model, batch)(clipping).sums
     plain = in_memory(model, batch)(replace(clipping, grid=None)).sums
     dimensions = sum(value.numel() for value in plain.values())
-    assert distance({name: value.double() * grid for name, value in sums.items()}, plain) <= RECORDS * math.sqrt(dimensions) * grid
+    assert (
+        distance({name: value.double() * grid for name, value in sums.items()}, plain)
+        <= RECORDS * math.sqrt(dimensions) * grid
+    )
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_no_product_of_a_clipped_sum_has_its_factors_rounded(precision: str) -> None:
-    """A norm and a sum of factors that a GPU rounds to TF32, as it does in convolutions unless told otherwise, differ by a thousandth."""
-    ops = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    """A norm and a sum of factors that a GPU rounds to TF32, as it does in convolutions unless told
+    otherwise, differ by a thousandth.
+    """
+    ops = [
+        torch.backends.cuda.matmul,
+        torch.backends.mkldnn.matmul,
+        torch.backends.cudnn.conv,
+        torch.backends.cudnn.rnn,
+    ]
     during: list[tuple[str, bool, list[str]]] = []
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        during.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, [op.fp32_precision for op in ops]))
+        during.append(
+            (
+                torch.get_float32_matmul_precision(),
+                torch.backends.cudnn.allow_tf32,
+                [op.fp32_precision for op in ops],
+            )
+        )
         return params["weight"] @ x
 
     params = {"weight": torch.ones(3)}
@@ -370,7 +436,9 @@ def test_frozen_switches_are_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
     before = torch.backends.cudnn.allow_tf32
     params = {"weight": torch.ones(3)}
-    found = batch_source(lambda params, x: params["weight"] @ x, params, torch.ones(2, 3))(Clipping.flat(params, 1.0))
+    found = batch_source(lambda params, x: params["weight"] @ x, params, torch.ones(2, 3))(
+        Clipping.flat(params, 1.0)
+    )
     assert found.sums["weight"].norm() == pytest.approx(2.0)
     assert torch.backends.cudnn.allow_tf32 is before
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import batch_source
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import ConfigError
@@ -31,7 +31,9 @@ def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Modu
         model[0].zero_grad()
     return model, PrivateTraining(
         head,
-        lambda drawn: batch_source(lambda params, row: functional_call(model, params, (row,)).square().sum(), head, rows[drawn]),
+        lambda drawn: batch_source(
+            lambda params, row: functional_call(model, params, (row,)).square().sum(), head, rows[drawn]
+        ),
         10,
         clipping=Clipping.flat(head, 1.0),
         noise=lambda step: Noise(1.0),
@@ -44,7 +46,10 @@ def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Modu
 
 
 def test_an_optimiser_of_more_than_is_noised_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the optimiser has 2 trainable parameters that are not among those of the private training"):
+    with pytest.raises(
+        ConfigError,
+        match="the optimiser has 2 trainable parameters that are not among those of the private training",
+    ):
         training_of_the_head(optimizer_has_all=True, frozen=False)
 
 
@@ -81,8 +86,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is kept of freed memory is the C library's choice")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="what is kept of freed memory is the C library's choice"
+)
 def test_private_sum_new_pages_of_memory() -> None:
     """A step gets the memory of the step before: new pages from the system would take a fifth of its time."""
-    found = subprocess.run([sys.executable, "-c", STEPS_OF_TEN_MEBIBYTES], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", STEPS_OF_TEN_MEBIBYTES], capture_output=True, text=True, check=True
+    )
     assert float(found.stdout) < 100

@@ -1,4 +1,6 @@
-"""What every test of transforms is held to: nothing of a transform is left behind, whatever happened in it."""
+"""What every test of transforms is held to: nothing of a transform is left behind, whatever happened
+in it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,17 @@ FUNCTION_BASE = torch.autograd.Function.__mro__[1]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    before = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled())
+    before = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
     yield
-    after = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled())
+    after = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
     assert after == before
     assert state.stack == []
     assert not state.interpreting

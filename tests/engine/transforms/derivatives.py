@@ -1,4 +1,6 @@
-"""What is differentiated of a program, each by an oracle and by the transforms under test. The oracle is torch.autograd."""
+"""What is differentiated of a program, each by an oracle and by the transforms under test. The oracle is
+torch.autograd.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Answer(NamedTuple):
 
 
 class Derivative(NamedTuple):
-    """One kind of derivative: the directions it needs, the oracle and the transforms, each `(program, tensors, directions)`."""
+    """One kind of derivative: the directions it needs, the oracle and the transforms, each `(program,
+    tensors, directions)`.
+    """
 
     directions: Callable[[Program], Tensors]
     oracle: Callable[[Program, Tensors, Tensors], Answer]
@@ -61,7 +65,8 @@ def _detached(values: Tensors) -> tuple[Tensor, ...]:
     return tuple(value.detach() for value in values)
 
 
-# -- vjp ----------------------------------------------------------------------------------------------------------------------------
+# -- vjp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _pull_by_autograd(program: Program, tensors: Tensors, seeds: Tensors) -> Answer:
@@ -77,7 +82,9 @@ def _pull_by_autograd(program: Program, tensors: Tensors, seeds: Tensors) -> Ans
 def _pull_by_psgrad(program: Program, tensors: Tensors, seeds: Tensors) -> Answer:
     def function(*leaves: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         values = program(*program.with_leaves(tensors, leaves))
-        return _tracked(program, values), [value for i, value in enumerate(values) if i not in program.tracked]
+        return _tracked(program, values), [
+            value for i, value in enumerate(values) if i not in program.tracked
+        ]
 
     results, pull, constants = vjp(function, *program.leaves(tensors), has_aux=True)
     return Answer(_merged(program, results, constants), pull(tuple(seeds)) if program.tracked else ())
@@ -91,11 +98,15 @@ def _merged(program: Program, results: Tensors, constants: Tensors) -> tuple[Ten
 
 PULL = Derivative(_seeds, _pull_by_autograd, _pull_by_psgrad)
 
-# -- grad of a fixed projection of the results ----------------------------------------------------------------------------------------
+# -- grad of a fixed projection of the results
+# ----------------------------------------------------------------------------------------
 
 
 def _projection(program: Program) -> list[Tensor]:
-    wide = [program.results[i].to(torch.complex128 if program.results[i].is_complex() else torch.float64) for i in program.tracked]
+    wide = [
+        program.results[i].to(torch.complex128 if program.results[i].is_complex() else torch.float64)
+        for i in program.tracked
+    ]
     return _like(wide, 3)
 
 
@@ -123,11 +134,14 @@ def _gradient_by_psgrad(program: Program, tensors: Tensors, projection: Tensors)
 
 GRADIENT = Derivative(_projection, _gradient_by_autograd, _gradient_by_psgrad)
 
-# -- jvp ----------------------------------------------------------------------------------------------------------------------------
+# -- jvp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _push_by_autograd(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
-    """By dual numbers where PyTorch has them for the operator, else by its second derivative, else by the rows of the Jacobian."""
+    """By dual numbers where PyTorch has them for the operator, else by its second derivative, else by the
+    rows of the Jacobian.
+    """
     for way in (_push_by_duals, _push_by_pulling_twice) if program.has_duals else ():
         with suppress(NotImplementedError, RuntimeError):
             return way(program, tensors, tangents)
@@ -138,7 +152,10 @@ def _push_by_duals(program: Program, tensors: Tensors, tangents: Tensors) -> Ans
     given = [tensor.detach().clone() for tensor in tensors]
     set_seed(0)
     with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(leaf, tangent) for leaf, tangent in zip(program.leaves(given), tangents, strict=True)]
+        duals = [
+            forward_ad.make_dual(leaf, tangent)
+            for leaf, tangent in zip(program.leaves(given), tangents, strict=True)
+        ]
         values = [forward_ad.unpack_dual(value) for value in program(*program.with_leaves(given, duals))]
         pushed = [torch.zeros_like(dual.primal) if dual.tangent is None else dual.tangent for dual in values]
         return Answer(tuple(dual.primal for dual in values), _tracked(program, pushed))
@@ -150,14 +167,20 @@ def _push_by_pulling_twice(program: Program, tensors: Tensors, tangents: Tensors
     set_seed(0)
     values = program(*given)
     seeds = [torch.zeros_like(value, requires_grad=True) for value in _tracked(program, values)]
-    pulled = torch.autograd.grad(_tracked(program, values), leaves, seeds, create_graph=True, materialize_grads=True)
+    pulled = torch.autograd.grad(
+        _tracked(program, values), leaves, seeds, create_graph=True, materialize_grads=True
+    )
     moved = [(g, tangent) for g, tangent in zip(pulled, tangents, strict=True) if g.requires_grad]
-    found = torch.autograd.grad([g for g, _ in moved], seeds, [tangent for _, tangent in moved], materialize_grads=True)
+    found = torch.autograd.grad(
+        [g for g, _ in moved], seeds, [tangent for _, tangent in moved], materialize_grads=True
+    )
     return Answer(_detached(values), found)
 
 
 def _push_by_rows(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
-    """Each element's tangent is the product of its gradient and the tangents of the differentiable tensors."""
+    """Each element's tangent is the product of its gradient and the tangents of the differentiable
+    tensors.
+    """
     given, leaves = _fresh(program, tensors)
     set_seed(0)
     values = program(*given)
@@ -166,13 +189,17 @@ def _push_by_rows(program: Program, tensors: Tensors, tangents: Tensors) -> Answ
         seed = torch.zeros_like(value, memory_format=torch.contiguous_format)
         seed.view(-1)[place] = unit
         found = torch.autograd.grad(value, leaves, seed, retain_graph=True, materialize_grads=True)
-        return torch.stack([(g.conj() * tangent).sum().real for g, tangent in zip(found, tangents, strict=True)]).sum()
+        return torch.stack(
+            [(g.conj() * tangent).sum().real for g, tangent in zip(found, tangents, strict=True)]
+        ).sum()
 
     pushed = []
     for value in _tracked(program, values):
         tangent = torch.zeros_like(value, memory_format=torch.contiguous_format).detach()
         for place in range(value.numel()):
-            tangent.view(-1)[place] = product(value, place, 1) + (1j * product(value, place, 1j) if value.is_complex() else 0)
+            tangent.view(-1)[place] = product(value, place, 1) + (
+                1j * product(value, place, 1j) if value.is_complex() else 0
+            )
         pushed.append(tangent)
     return Answer(_detached(values), tuple(pushed))
 
@@ -180,7 +207,9 @@ def _push_by_rows(program: Program, tensors: Tensors, tangents: Tensors) -> Answ
 def _push_by_psgrad(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
     def function(*leaves: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         values = program(*program.with_leaves(tensors, leaves))
-        return _tracked(program, values), [value for i, value in enumerate(values) if i not in program.tracked]
+        return _tracked(program, values), [
+            value for i, value in enumerate(values) if i not in program.tracked
+        ]
 
     results, pushed, constants = jvp(function, tuple(program.leaves(tensors)), tuple(tangents), has_aux=True)
     return Answer(_merged(program, results, constants), tuple(pushed))
@@ -188,7 +217,8 @@ def _push_by_psgrad(program: Program, tensors: Tensors, tangents: Tensors) -> An
 
 PUSH = Derivative(_tangents, _push_by_autograd, _push_by_psgrad)
 
-# -- vjp of vjp ---------------------------------------------------------------------------------------------------------------------
+# -- vjp of vjp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _seeds_and_probes(program: Program) -> list[Tensor]:
@@ -200,18 +230,27 @@ def _pull_twice_by_autograd(program: Program, tensors: Tensors, directions: Tens
     """The cotangents as values, and theirs in turn: in the differentiable tensors and in the seeds."""
     given, leaves = _fresh(program, tensors)
     count = len(program.tracked)
-    seeds, probes = [seed.detach().clone().requires_grad_() for seed in directions[:count]], directions[count:]
+    seeds, probes = (
+        [seed.detach().clone().requires_grad_() for seed in directions[:count]],
+        directions[count:],
+    )
     set_seed(0)
-    found = torch.autograd.grad(_tracked(program, program(*given)), leaves, seeds, create_graph=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        _tracked(program, program(*given)), leaves, seeds, create_graph=True, materialize_grads=True
+    )
     smooth = [i for i, g in enumerate(found) if g.requires_grad]
-    again = torch.autograd.grad([found[i] for i in smooth], [*leaves, *seeds], [probes[i] for i in smooth], materialize_grads=True)
+    again = torch.autograd.grad(
+        [found[i] for i in smooth], [*leaves, *seeds], [probes[i] for i in smooth], materialize_grads=True
+    )
     return Answer(_detached(found), again)
 
 
 def _cotangents(program: Program, tensors: Tensors) -> Callable[..., tuple[Tensor, ...]]:
     """The cotangents by our vjp, as a function of the differentiable tensors and the seeds."""
     count = len(program.differentiable)
-    return lambda *both: _pull_by_psgrad(program, program.with_leaves(tensors, both[:count]), both[count:]).derivatives
+    return lambda *both: (
+        _pull_by_psgrad(program, program.with_leaves(tensors, both[:count]), both[count:]).derivatives
+    )
 
 
 def _pull_twice_by_psgrad(program: Program, tensors: Tensors, directions: Tensors) -> Answer:
@@ -222,7 +261,8 @@ def _pull_twice_by_psgrad(program: Program, tensors: Tensors, directions: Tensor
 
 PULL_TWICE = Derivative(_seeds_and_probes, _pull_twice_by_autograd, _pull_twice_by_psgrad)
 
-# -- jvp of vjp ---------------------------------------------------------------------------------------------------------------------
+# -- jvp of vjp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _seeds_and_both_tangents(program: Program) -> list[Tensor]:
@@ -232,11 +272,15 @@ def _seeds_and_both_tangents(program: Program) -> list[Tensor]:
 
 
 def _push_pulled_by_autograd(program: Program, tensors: Tensors, directions: Tensors) -> Answer:
-    """Second derivatives are symmetric: pulling the tangents back a second time gives what they move the cotangents by."""
+    """Second derivatives are symmetric: pulling the tangents back a second time gives what they move the
+    cotangents by.
+    """
     seeds, tangents, moves = _split(program, directions)
     values, again = _pull_twice_by_autograd(program, tensors, [*seeds, *tangents])
     by_seeds = _pull_by_autograd(program, tensors, moves).derivatives
-    return Answer(values, tuple(bend + move for bend, move in zip(again[: len(tangents)], by_seeds, strict=True)))
+    return Answer(
+        values, tuple(bend + move for bend, move in zip(again[: len(tangents)], by_seeds, strict=True))
+    )
 
 
 def _push_pulled_by_psgrad(program: Program, tensors: Tensors, directions: Tensors) -> Answer:

@@ -1,4 +1,6 @@
-"""Kernels below all levels: the calls that reach them, and those that return other numbers for memory that is not contiguous."""
+"""Kernels below all levels: the calls that reach them, and those that return other numbers for memory that is
+not contiguous.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from psgrad.engine.transforms.interpreter import Tracer, interpret
 from psgrad.engine.transforms.operators import Op, facts, is_random
 
-# Of an order among equal elements, and of a factorisation's storage, nothing is promised; both follow the layout of the argument.
+# Of an order among equal elements, and of a factorisation's storage, nothing is promised; both follow the
+# layout of the argument.
 WITHOUT_ONE_ANSWER = "sort argsort median nanmedian kthvalue topk _linalg_det _linalg_slogdet"
 # A view that PyTorch refuses where it has none; who calls it asks before.
 REFUSES = "_unsafe_view"
 # Chosen only where the last axis is contiguous: PyTorch's own choice between attention kernels looks at that.
-CHOSEN_BY_LAYOUT = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
+CHOSEN_BY_LAYOUT = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
+)
 UNINITIALISED = "empty_like new_empty empty new_empty_strided"
 EXEMPT = frozenset(f"{WITHOUT_ONE_ANSWER} {REFUSES} {CHOSEN_BY_LAYOUT} {UNINITIALISED}".split())
 
@@ -37,7 +42,9 @@ def name_of(op: Op) -> str:
 
 
 class Kernels(TorchDispatchMode):
-    """While it is on: calls that return new tensors are kept, at most `most` of each operator, one for each signature."""
+    """While it is on: calls that return new tensors are kept, at most `most` of each operator, one for each
+    signature.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -66,7 +73,9 @@ class Kernels(TorchDispatchMode):
 
 
 def layouts(x: Tensor) -> Iterator[Tensor]:
-    """Tensors of the shape of `x` in memory that is expanded, sliced or transposed; the expanded ones with other values."""
+    """Tensors of the shape of `x` in memory that is expanded, sliced or transposed; the expanded ones with
+    other values.
+    """
     for axis in range(x.dim()):
         if x.shape[axis] > 1:
             yield x.narrow(axis, 0, 1).expand(x.shape)
@@ -81,8 +90,14 @@ def layouts(x: Tensor) -> Iterator[Tensor]:
 
 
 def arguments_read_as_contiguous(call: Call) -> set[int]:
-    """The positions of those arguments for which the kernel raises or returns other numbers where they are not contiguous."""
-    return {i for i, x in enumerate(call.args) if isinstance(x, Tensor) and any(_differs(call, i, odd) for odd in layouts(x))}
+    """The positions of those arguments for which the kernel raises or returns other numbers where they are
+    not contiguous.
+    """
+    return {
+        i
+        for i, x in enumerate(call.args)
+        if isinstance(x, Tensor) and any(_differs(call, i, odd) for odd in layouts(x))
+    }
 
 
 def _differs(call: Call, position: int, odd: Tensor) -> bool:
@@ -91,7 +106,9 @@ def _differs(call: Call, position: int, odd: Tensor) -> bool:
 
     try:
         wanted = run(odd.contiguous())
-        litter = [torch.full((size,), 7.25) for size in (1, 16, 256, 4096)]  # what memory that nobody writes to may hold next time
+        litter = [
+            torch.full((size,), 7.25) for size in (1, 16, 256, 4096)
+        ]  # what memory that nobody writes to may hold next time
         del litter
         repeated = run(odd.contiguous())
     except Exception:  # values out of the operator's domain
@@ -106,7 +123,11 @@ def _differs(call: Call, position: int, odd: Tensor) -> bool:
 
 def same(one: Any, other: Any) -> bool:
     pairs = list(zip(tree_leaves(one), tree_leaves(other), strict=True))
-    return all(torch.allclose(x, y, 1e-8, 1e-9, equal_nan=True) for x, y in pairs if isinstance(x, Tensor) and x.dtype != torch.bool)
+    return all(
+        torch.allclose(x, y, 1e-8, 1e-9, equal_nan=True)
+        for x, y in pairs
+        if isinstance(x, Tensor) and x.dtype != torch.bool
+    )
 
 
 def reads_as_contiguous(kernels: Kernels) -> dict[str, set[int]]:

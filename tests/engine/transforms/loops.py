@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 
-def gradients_by_loop(function: Callable[..., Tensor], *samples: Tensor, argnums: Sequence[int] = (0,)) -> tuple[Tensor, ...]:
-    """The gradients of `function(*one sample)` in the arguments named, stacked; all arguments are [n, ...]."""
+def gradients_by_loop(
+    function: Callable[..., Tensor], *samples: Tensor, argnums: Sequence[int] = (0,)
+) -> tuple[Tensor, ...]:
+    """The gradients of `function(*one sample)` in the arguments named, stacked; all arguments are [n,
+    ...].
+    """
     rows = []
     for one in zip(*samples, strict=True):
         given = [t.clone().requires_grad_(i in argnums) for i, t in enumerate(one)]

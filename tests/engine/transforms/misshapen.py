@@ -1,4 +1,6 @@
-"""Calls of operators with per-sample shapes that the operator refuses, and what the transforms make of them."""
+"""Calls of operators with per-sample shapes that the operator refuses, and what the transforms make
+of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def misshapen(tensors: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
             continue
         others = [x.unsqueeze(0), x.unsqueeze(-1)]
         if x.dim():
-            others += [torch.cat([x, x.narrow(axis, 0, min(1, x.shape[axis]))], axis) for axis in {0, x.dim() - 1}]
+            others += [
+                torch.cat([x, x.narrow(axis, 0, min(1, x.shape[axis]))], axis) for axis in {0, x.dim() - 1}
+            ]
             if x.numel():
                 others += [x.select(0, 0), x.select(-1, 0), x.flatten()[0]]
         for other in others:
@@ -40,7 +44,9 @@ def refused_by_the_operator(program: Program, tensors: list[Tensor]) -> bool:
 
 def under_vmap(program: Program, tensors: list[Tensor], where: tuple[int | None, ...]) -> Any:
     set_seed(0)
-    stacked = [torch.stack([x, x]) if axis is not None else x.clone() for x, axis in zip(tensors, where, strict=True)]
+    stacked = [
+        torch.stack([x, x]) if axis is not None else x.clone() for x, axis in zip(tensors, where, strict=True)
+    ]
     return vmap(lambda *xs: tuple(program(*xs)), where, randomness="same")(*stacked)
 
 
@@ -58,13 +64,20 @@ def complaint(run: Callable[[], Any]) -> str | None:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         meant = "raise" in (frame.line or "") or "psgrad/engine" not in frame.filename
-        return None if meant else f"{type(error).__name__}: {error} ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
+        return (
+            None
+            if meant
+            else f"{type(error).__name__}: {error} ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
+        )
     return "accepted"
 
 
 def complaints(program: Program) -> Iterator[str]:
     count = len(program.tensors)
-    ways: set[tuple[int | None, ...]] = {(0,) * count, *(tuple(0 if i == only else None for i in range(count)) for only in range(count))}
+    ways: set[tuple[int | None, ...]] = {
+        (0,) * count,
+        *(tuple(0 if i == only else None for i in range(count)) for only in range(count)),
+    }
     for tensors in misshapen(program.tensors):
         if not refused_by_the_operator(program, tensors):
             continue

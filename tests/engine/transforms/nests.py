@@ -1,7 +1,8 @@
 """Nests of transforms around a function of two vectors, each a program for ours and for torch.func alike.
 
-All of them give derivatives of something that is linear in what the function returns: so where a rule says that a function's derivative
-is three times what it is, the result is three times that of torch.func, and it is seen that the rule was used.
+All of them give derivatives of something that is linear in what the function returns: so where a rule says
+that a function's derivative is three times what it is, the result is three times that of torch.func, and it
+is seen that the rule was used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-X = torch.tensor([[0.3, -1.2, 0.7], [1.1, 0.2, -0.4], [-0.6, 0.9, 1.5], [0.1, -0.8, -1.3]], dtype=torch.float64)
+X = torch.tensor(
+    [[0.3, -1.2, 0.7], [1.1, 0.2, -0.4], [-0.6, 0.9, 1.5], [0.1, -0.8, -1.3]], dtype=torch.float64
+)
 Y = torch.tensor([0.5, -0.9, 1.4], dtype=torch.float64)
 YS = torch.stack([Y, Y + 1, Y * 2, Y - 0.5])
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -39,13 +42,17 @@ NESTS: dict[str, Callable[[Any, Function], Any]] = {
     "vmap(grad), both mapped": lambda t, f: t.vmap(t.grad(weighted(f), (0, 1)))(X, YS),
     "grad(vmap)": lambda t, f: t.grad(mapped(t, f), (0, 1))(X, Y),
     "grad(vmap), both mapped": lambda t, f: t.grad(mapped(t, f, 0), (0, 1))(X, YS),
-    "grad(vmap(vmap))": lambda t, f: t.grad(lambda x, y: t.vmap(lambda y: t.vmap(lambda x: weighted(f)(x, y))(x).sum())(y).sum(), (0, 1))(
-        X, YS
-    ),
+    "grad(vmap(vmap))": lambda t, f: t.grad(
+        lambda x, y: t.vmap(lambda y: t.vmap(lambda x: weighted(f)(x, y))(x).sum())(y).sum(), (0, 1)
+    )(X, YS),
     "vmap(grad(vmap))": lambda t, f: t.vmap(t.grad(mapped(t, f), (0, 1)), (None, 0))(X, YS),
     "grad(grad)": lambda t, f: t.grad(lambda x, y: t.grad(weighted(f))(x, y).sum(), (0, 1))(X[0], Y),
-    "grad(vmap(grad))": lambda t, f: t.grad(lambda x, y: t.vmap(t.grad(weighted(f)), (0, None))(x, y).sum(), (0, 1))(X, Y),
-    "vmap(grad(grad))": lambda t, f: t.vmap(t.grad(lambda x, y: t.grad(weighted(f))(x, y).sum(), (0, 1)), (0, None))(X, Y),
+    "grad(vmap(grad))": lambda t, f: t.grad(
+        lambda x, y: t.vmap(t.grad(weighted(f)), (0, None))(x, y).sum(), (0, 1)
+    )(X, Y),
+    "vmap(grad(grad))": lambda t, f: t.vmap(
+        t.grad(lambda x, y: t.grad(weighted(f))(x, y).sum(), (0, 1)), (0, None)
+    )(X, Y),
     "jvp": lambda t, f: t.jvp(f, (X[0], Y), (X[1], X[2]))[1],
     "jvp in one argument": lambda t, f: t.jvp(lambda y: f(X[0], y), (Y,), (X[2],))[1],
     "vmap(jvp)": lambda t, f: t.vmap(lambda x, v: t.jvp(f, (x, Y), (v, Y))[1])(X, X.flip(0)),
@@ -65,4 +72,6 @@ NESTS: dict[str, Callable[[Any, Function], Any]] = {
 
 def agree(ours: Any, theirs: Any, factor: float = 1.0) -> None:
     """The same tree, `factor` times the same numbers."""
-    torch.testing.assert_close(ours, torch.utils._pytree.tree_map(lambda x: factor * x, theirs), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        ours, torch.utils._pytree.tree_map(lambda x: factor * x, theirs), rtol=1e-10, atol=1e-12
+    )

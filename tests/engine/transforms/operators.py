@@ -1,4 +1,6 @@
-"""PyTorch's operator database as programs: calls of its operators, in place and through views too, as functions of tensors."""
+"""PyTorch's operator database as programs: calls of its operators, in place and through views too, as
+functions of tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.seeds import set_seed
 # Samples of one database entry that are looked at.
 MOST_SAMPLES = 4
 
-# What is wrong with PyTorch's own jvp of some operators. The oracle is then the Jacobian, row by row, from its reverse mode.
+# What is wrong with PyTorch's own jvp of some operators. The oracle is then the Jacobian, row by row, from
+# its reverse mode.
 WITHOUT_DUALS = {
     "logcumsumexp": "right to 1e-6 only",
     "masked.logaddexp": "nan at masked places",
@@ -39,7 +42,9 @@ def _name(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """One call of an operator as a function of all tensors among its arguments; it returns all tensors of its result."""
+    """One call of an operator as a function of all tensors among its arguments; it returns all tensors of its
+    result.
+    """
 
     name: str
     has_duals: bool
@@ -62,7 +67,10 @@ class Program:
 
         set_seed(0)
         # Cloned behind the leaf, as an operator may write in place; the layout stays as it was.
-        cloned = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        cloned = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
         results = _tensors(call(*tree_unflatten(cloned, spec)))
         return cls(
             name,
@@ -78,7 +86,11 @@ class Program:
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         leaves, spec = tree_flatten(self.arguments)
         given = iter(tensors)
-        return _tensors(self.call(*tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)))
+        return _tensors(
+            self.call(
+                *tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+            )
+        )
 
     def with_leaves(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, with `leaves` in the places of the differentiable ones."""
@@ -92,8 +104,14 @@ class Program:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """In float64, where the database has weights in float32 beside it: those would round by more than an error may be."""
-    return tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.dtype == torch.float32 else tensor
+    """In float64, where the database has weights in float32 beside it: those would round by more than an
+    error may be.
+    """
+    return (
+        tensor.detach().double().requires_grad_(tensor.requires_grad)
+        if tensor.dtype == torch.float32
+        else tensor
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -101,20 +119,30 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def programs(entry: Any, dtype: torch.dtype = torch.float64) -> Iterator[Program]:
-    """The entry's first sample calls; each also in place and written through, where PyTorch can differentiate that.
+    """The entry's first sample calls; each also in place and written through, where PyTorch can differentiate
+    that.
 
-    The database says how to stay where an operator is defined (symmetric matrices, places that no mask hides): its wrapper.
+    The database says how to stay where an operator is defined (symmetric matrices, places that no mask
+    hides): its wrapper.
     """
     set_seed(0)
     has_duals = _name(entry) not in WITHOUT_DUALS
     samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
     for number, sample in enumerate(list(islice(samples, MOST_SAMPLES))):
-        yield Program.of(f"call {number}", partial(entry.gradcheck_wrapper, entry.get_op()), sample, has_duals)
-        for variant, function in (("in place", _in_place(entry)), ("written through", _written_through(entry, sample))):
+        yield Program.of(
+            f"call {number}", partial(entry.gradcheck_wrapper, entry.get_op()), sample, has_duals
+        )
+        for variant, function in (
+            ("in place", _in_place(entry)),
+            ("written through", _written_through(entry, sample)),
+        ):
             if function is not None:
                 try:
                     yield Program.of(f"call {number} {variant}", function, sample, has_duals)
-                except (RuntimeError, TypeError):  # another shape or dtype than the target's; not a write that PyTorch allows
+                except (
+                    RuntimeError,
+                    TypeError,
+                ):  # another shape or dtype than the target's; not a write that PyTorch allows
                     continue
 
 
@@ -135,12 +163,19 @@ def _overlaps(view: Tensor) -> bool:
 
 
 def _written_through(entry: Any, sample: Any) -> Callable[..., Any] | None:
-    """For a view: what its base becomes when the view is written to, and what another view of that base then says."""
+    """For a view: what its base becomes when the view is written to, and what another view of that base then
+    says.
+    """
     if not isinstance(sample.input, Tensor) or not entry.supports_autograd:
         return None
     target = sample.input.detach().clone()
     view = entry(target, *sample.args, **sample.kwargs)
-    if not isinstance(view, Tensor) or view is target or not torch._C._is_alias_of(view, target) or _overlaps(view):
+    if (
+        not isinstance(view, Tensor)
+        or view is target
+        or not torch._C._is_alias_of(view, target)
+        or _overlaps(view)
+    ):
         return None
 
     def written(x: Tensor, *args: Any, **kwargs: Any) -> Any:

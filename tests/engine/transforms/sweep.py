@@ -1,4 +1,5 @@
-"""The sweep over PyTorch's operator database: which derivatives are compared, alone and over samples, and the verdict on each.
+"""The sweep over PyTorch's operator database: which derivatives are compared, alone and over samples, and the
+verdict on each.
 
 The oracles come from outside: torch.autograd on one sample, and a Python loop over samples.
 """
@@ -14,7 +15,15 @@ from torch import Tensor
 
 from psgrad.engine.transforms import vjp, vmap
 from psgrad.errors import PsgradError
-from tests.engine.transforms.derivatives import GRADIENT, PULL, PULL_TWICE, PUSH, PUSH_PULLED, Answer, Derivative
+from tests.engine.transforms.derivatives import (
+    GRADIENT,
+    PULL,
+    PULL_TWICE,
+    PUSH,
+    PUSH_PULLED,
+    Answer,
+    Derivative,
+)
 from tests.engine.transforms.operators import Program, programs
 from tests.seeds import set_seed
 
@@ -53,7 +62,9 @@ UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 
 
 def agree(one: Answer, other: Answer, *, values_are_defined: bool = True) -> bool:
-    """Whether two answers are the same but for rounding; without defined values only their shapes and dtypes count."""
+    """Whether two answers are the same but for rounding; without defined values only their shapes and dtypes
+    count.
+    """
     if not values_are_defined:
         return [(x.shape, x.dtype) for x in one.values] == [(y.shape, y.dtype) for y in other.values]
     pairs = [(one.values, other.values), (one.derivatives, other.derivatives)]
@@ -61,10 +72,13 @@ def agree(one: Answer, other: Answer, *, values_are_defined: bool = True) -> boo
 
 
 def close(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, RELATIVE, ABSOLUTE, equal_nan=True)
+    return (
+        x.shape == y.shape and x.dtype == y.dtype and torch.allclose(x, y, RELATIVE, ABSOLUTE, equal_nan=True)
+    )
 
 
-# -- over samples -----------------------------------------------------------------------------------------------------------------
+# -- over samples
+# ------------------------------------------------------------------------------------------------------------
 
 
 def other_sample(tensor: Tensor) -> Tensor:
@@ -73,7 +87,9 @@ def other_sample(tensor: Tensor) -> Tensor:
 
 
 def ways_to_map(program: Program, alone: bool) -> Iterator[tuple[Where, ...]]:
-    """Axes for the program's tensors: all of them mapped in front, all behind, and each alone where asked for."""
+    """Axes for the program's tensors: all of them mapped in front, all behind, and each alone where asked
+    for.
+    """
     count = len(program.tensors)
     if count:
         yield (0,) * count
@@ -97,26 +113,34 @@ class TwoSamples:
     loop: tuple[Answer, Answer]
 
     @classmethod
-    def of(cls, program: Program, derivative: Derivative, where: tuple[Where, ...], *, equal: bool) -> TwoSamples:
+    def of(
+        cls, program: Program, derivative: Derivative, where: tuple[Where, ...], *, equal: bool
+    ) -> TwoSamples:
         """With `equal` both samples have the same tensors, and other directions at most."""
         shared = None in where
         ours = list(derivative.directions(program))
         theirs = ours if shared else [-2 * direction for direction in ours]
         first = derivative.oracle(program, program.tensors, ours)
         others = [
-            other_sample(tensor) if axis is not None and not equal else tensor for tensor, axis in zip(program.tensors, where, strict=True)
+            other_sample(tensor) if axis is not None and not equal else tensor
+            for tensor, axis in zip(program.tensors, where, strict=True)
         ]
         try:
             second = derivative.oracle(program, others, theirs)
         except Exception:  # out of the operator's domain, or a result of another shape: the same sample twice
             others, second = list(program.tensors), derivative.oracle(program, program.tensors, theirs)
         pairs = zip(program.tensors, others, strict=True)
-        tensors = [torch.stack(pair, axis) if axis is not None else pair[0] for pair, axis in zip(pairs, where, strict=True)]
+        tensors = [
+            torch.stack(pair, axis) if axis is not None else pair[0]
+            for pair, axis in zip(pairs, where, strict=True)
+        ]
         directions = ours if shared else [torch.stack(pair) for pair in zip(ours, theirs, strict=True)]
         return cls(program, derivative, where, tensors, directions, None if shared else 0, (first, second))
 
     def vmap(self) -> Answer:
-        def one(tensors: Sequence[Tensor], directions: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        def one(
+            tensors: Sequence[Tensor], directions: Sequence[Tensor]
+        ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             answer = self.derivative.ours(self.program, tensors, directions)
             return tuple(answer.values), tuple(answer.derivatives)
 
@@ -137,11 +161,18 @@ class TwoSamples:
         return Answer(values, pull(tuple(self.directions)))
 
     def confirms(self, stacked: Answer, *, values_are_defined: bool) -> bool:
-        samples = [Answer(tuple(v[i] for v in stacked.values), tuple(d[i] for d in stacked.derivatives)) for i in range(2)]
-        return all(agree(a, b, values_are_defined=values_are_defined) for a, b in zip(samples, self.loop, strict=True))
+        samples = [
+            Answer(tuple(v[i] for v in stacked.values), tuple(d[i] for d in stacked.derivatives))
+            for i in range(2)
+        ]
+        return all(
+            agree(a, b, values_are_defined=values_are_defined)
+            for a, b in zip(samples, self.loop, strict=True)
+        )
 
 
-# -- the verdict --------------------------------------------------------------------------------------------------------------------
+# -- the verdict
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -168,9 +199,14 @@ class Verdict:
 
 
 def judge(
-    entry: Any, rows: Sequence[str] = tuple(ROWS), *, equal_samples: bool = False, dtype: torch.dtype = torch.float64
+    entry: Any,
+    rows: Sequence[str] = tuple(ROWS),
+    *,
+    equal_samples: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Verdict]:
-    """The verdict on an entry in each of `rows`. Where nothing is differentiable, the vjp rows compare values alone.
+    """The verdict on an entry in each of `rows`. Where nothing is differentiable, the vjp rows compare values
+    alone.
 
     equal_samples: for operators that vmap can only handle where their data says the same for both samples.
     """
@@ -178,7 +214,9 @@ def judge(
     for number, program in enumerate(programs(entry, dtype)):
         for row in rows:
             if program.tracked or row in ("vjp", "vmap(vjp)"):
-                _judge_row(entry, row, program, verdicts[row], equal_samples, alone=number < MOST_MAPPED_ALONE)
+                _judge_row(
+                    entry, row, program, verdicts[row], equal_samples, alone=number < MOST_MAPPED_ALONE
+                )
     return verdicts
 
 

@@ -1,4 +1,6 @@
-"""The networks that people train: each sample's gradient is the loop's, in any nesting, and no operator runs sample by sample."""
+"""The networks that people train: each sample's gradient is the loop's, in any nesting, and no operator runs
+sample by sample.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
-from psgrad.engine.objective import Objective
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.errors import UnsupportedOperatorError
 from tests.architectures import ARCHITECTURES
-from tests.engine.gradients.agreement import SMALLEST_SHARE, TOLERANCES, assert_close, assert_vectors_close, flat, rows
+from tests.engine.gradients.agreement import (
+    SMALLEST_SHARE,
+    TOLERANCES,
+    assert_close,
+    assert_vectors_close,
+    flat,
+    rows,
+)
 from tests.models import CLASSES, Architecture
 from tests.oracles import Gradients, one_sample_gradients, trainable
 
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+each_architecture = pytest.mark.parametrize(
+    "architecture", ARCHITECTURES, ids=lambda architecture: architecture.name
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,9 @@ class Case:
 
     def exact(self) -> Case:
         """The same weights and data in float64: a loop over these has no error that is not psgrad's own."""
-        inputs, target = tree_map(lambda value: value.double() if value.is_floating_point() else value, (self.inputs, self.target))
+        inputs, target = tree_map(
+            lambda value: value.double() if value.is_floating_point() else value, (self.inputs, self.target)
+        )
         return Case(self.architecture, copy.deepcopy(self.model).double(), inputs, target)
 
     def moved(self, params: Gradients) -> Case:
@@ -69,7 +82,12 @@ class Case:
     def deferred(self) -> PerSampleGradients:
         randomness = self.architecture.randomness
         return per_sample_gradients(
-            self.objective.loss, self.objective.params, self.inputs, self.target, has_aux=True, randomness=randomness
+            self.objective.loss,
+            self.objective.params,
+            self.inputs,
+            self.target,
+            has_aux=True,
+            randomness=randomness,
         )
 
     def by_loop(self) -> Gradients:
@@ -80,13 +98,17 @@ class Case:
         parameters = trainable(self.model)
         output = tree_map(lambda value: value[0], self.model(*(value[:1] for value in self.inputs)))
         loss = self.architecture.loss(output, self.target[0])
-        found = torch.autograd.grad(loss, list(parameters.values()), create_graph=twice, materialize_grads=True)
+        found = torch.autograd.grad(
+            loss, list(parameters.values()), create_graph=twice, materialize_grads=True
+        )
         return dict(zip(parameters, found, strict=True))
 
 
 @each_architecture
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_gradients_equal_the_loop(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+def test_gradients_equal_the_loop(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device
+) -> None:
     case = Case.of(architecture, 5, dtype, device)
     expected = case.exact().by_loop()
     whole = flat(expected).norm(dim=1)
@@ -96,26 +118,50 @@ def test_gradients_equal_the_loop(architecture: Architecture, dtype: torch.dtype
     assert_vectors_close("deferred", found.materialise(), expected, whole, TOLERANCES[dtype])
     for name, square in found.square_norms(per="parameter").items():
         norm = rows(expected[name]).norm(dim=1)
-        assert_close(f"norm of {name}", square.sqrt(), norm, torch.maximum(norm, SMALLEST_SHARE * whole), TOLERANCES[dtype])
+        assert_close(
+            f"norm of {name}",
+            square.sqrt(),
+            norm,
+            torch.maximum(norm, SMALLEST_SHARE * whole),
+            TOLERANCES[dtype],
+        )
 
     mapped = vmap(grad(case.loss), in_dims=(None, 0, 0), randomness=architecture.randomness)
-    assert_vectors_close("vmap(grad)", mapped(case.objective.params, case.inputs, case.target), expected, whole, TOLERANCES[dtype])
+    assert_vectors_close(
+        "vmap(grad)",
+        mapped(case.objective.params, case.inputs, case.target),
+        expected,
+        whole,
+        TOLERANCES[dtype],
+    )
 
 
 @each_architecture
-def test_an_ensemble_has_the_gradients_of_each_member(architecture: Architecture, device: torch.device) -> None:
-    """Two levels of samples: members with weights of their own, and for each of them the samples of a batch."""
+def test_an_ensemble_has_the_gradients_of_each_member(
+    architecture: Architecture, device: torch.device
+) -> None:
+    """Two levels of samples: members with weights of their own, and for each of them the samples of a
+    batch.
+    """
     case = Case.of(architecture, 3, torch.float64, device)
-    members = {name: torch.stack([value, value + 0.1 * torch.randn_like(value)]) for name, value in case.objective.params.items()}
+    members = {
+        name: torch.stack([value, value + 0.1 * torch.randn_like(value)])
+        for name, value in case.objective.params.items()
+    }
     of_samples = vmap(grad(case.loss), in_dims=(None, 0, 0), randomness=architecture.randomness)
-    found = vmap(of_samples, in_dims=(0, None, None), randomness=architecture.randomness)(members, case.inputs, case.target)
+    found = vmap(of_samples, in_dims=(0, None, None), randomness=architecture.randomness)(
+        members, case.inputs, case.target
+    )
     for member in range(2):
         expected = case.moved({name: value[member] for name, value in members.items()}).by_loop()
         whole = flat(expected).norm(dim=1)
-        assert_vectors_close(f"member {member}", {name: value[member] for name, value in found.items()}, expected, whole, 1e-9)
+        assert_vectors_close(
+            f"member {member}", {name: value[member] for name, value in found.items()}, expected, whole, 1e-9
+        )
 
 
-# Where PyTorch has no second derivative, or (that of weight norm) a wrong one: differences of its first ones tell.
+# Where PyTorch has no second derivative, or (that of weight norm) a wrong one: differences of its first ones
+# tell.
 WITHOUT_SECOND_DERIVATIVE_IN_TORCH = {
     "mlp-hardsigmoid",
     "mlp-with-multi-margin",
@@ -128,7 +174,8 @@ WITHOUT_SECOND_DERIVATIVE_IN_TORCH = {
 }
 # Nor has psgrad: refused by name.
 WITHOUT_SECOND_DERIVATIVE = {"mlp-with-ctc"}
-# no_grad speaks of reverse mode alone, in PyTorch as here: what it hides from a gradient has a tangent all the same.
+# no_grad speaks of reverse mode alone, in PyTorch as here: what it hides from a gradient has a tangent all
+# the same.
 HIDES_FROM_REVERSE_MODE = {"deep-equilibrium"}
 
 
@@ -138,7 +185,9 @@ HIDES_FROM_REVERSE_MODE = {"deep-equilibrium"}
     ids=lambda architecture: architecture.name,
 )
 def test_tangents_and_second_derivatives(architecture: Architecture, device: torch.device) -> None:
-    """Along one direction: the loss's tangent, and the gradient's, by forward and by reverse mode over reverse mode."""
+    """Along one direction: the loss's tangent, and the gradient's, by forward and by reverse mode over
+    reverse mode.
+    """
     case = Case.of(architecture, 1, torch.float64, device)
     params = case.objective.params
     along = {name: torch.randn_like(value) for name, value in params.items()}
@@ -148,7 +197,9 @@ def test_tangents_and_second_derivatives(architecture: Architecture, device: tor
             gradient = case.autograd_of_first(twice=False)
             step, tolerance = 1e-5, 1e-6
             below, above = (
-                case.moved({name: value + by * along[name] for name, value in params.items()}).autograd_of_first(twice=False)
+                case.moved(
+                    {name: value + by * along[name] for name, value in params.items()}
+                ).autograd_of_first(twice=False)
                 for by in (-step, step)
             )
             curvature = {name: (above[name] - below[name]) / (2 * step) for name in along}
@@ -162,7 +213,9 @@ def test_tangents_and_second_derivatives(architecture: Architecture, device: tor
     whole = flat(expected).norm(dim=1)
 
     def agrees(way: str, found: Gradients) -> None:
-        assert_vectors_close(way, {name: value[None] for name, value in found.items()}, expected, whole, tolerance)
+        assert_vectors_close(
+            way, {name: value[None] for name, value in found.items()}, expected, whole, tolerance
+        )
 
     agrees("reverse over reverse", vjp(grad(case.loss_of_first), params)[1](along)[0])
     if architecture.name not in HIDES_FROM_REVERSE_MODE:
@@ -182,7 +235,9 @@ def test_a_second_derivative_that_is_not_known_is_refused(name: str, device: tor
 
 
 def test_each_sample_may_draw_for_itself(device: torch.device) -> None:
-    """With randomness='different', the noise of a variational autoencoder is one native draw with an axis of samples."""
+    """With randomness='different', the noise of a variational autoencoder is one native draw with an axis of
+    samples.
+    """
     params = {"encoder": torch.randn(4, 3, device=device), "decoder": torch.randn(3, 2, device=device)}
     x = torch.randn(5, 1, 3, device=device)
 
@@ -201,7 +256,9 @@ def test_each_sample_may_draw_for_itself(device: torch.device) -> None:
 
 
 class KernelCalls(TorchDispatchMode):
-    """Counts the operators that run on plain tensors, by name: what is left when all transforms have had their say."""
+    """Counts the operators that run on plain tensors, by name: what is left when all transforms have had
+    their say.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +280,9 @@ def calls_for(architecture: Architecture, samples: int, device: torch.device) ->
 
 
 @each_architecture
-def test_as_many_kernels_run_for_two_samples_as_for_five(architecture: Architecture, device: torch.device) -> None:
+def test_as_many_kernels_run_for_two_samples_as_for_five(
+    architecture: Architecture, device: torch.device
+) -> None:
     calls = calls_for(architecture, 2, device)
     assert calls.total() > 5
     assert calls == calls_for(architecture, 5, device)
@@ -243,7 +302,9 @@ class SampleBySample(nn.Module):
 
 
 def test_the_count_would_show_a_loop(device: torch.device) -> None:
-    looping = Architecture("loop", SampleBySample, lambda n: (torch.randn(n, 3), torch.zeros(n, dtype=torch.int64)))
+    looping = Architecture(
+        "loop", SampleBySample, lambda n: (torch.randn(n, 3), torch.zeros(n, dtype=torch.int64))
+    )
     assert [calls_for(looping, samples, device)["aten::sin"] for samples in (2, 5)] == [2, 5]
 
 

@@ -1,4 +1,6 @@
-"""A PyTorch that lacks what the transforms are built on is refused by name, at import; and the list of what that is is whole."""
+"""A PyTorch that lacks what the transforms are built on is refused by name, at import; and the list of what
+that is is whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import psgrad.engine
-from psgrad.engine.transforms.assumptions import PRIVATE, missing
+from psgrad.engine.transforms.private_torch import PRIVATE, missing
 
 WITHOUT = """
 import {module} as module
@@ -36,7 +38,9 @@ except TransformError as error:
 )
 def test_a_pytorch_without_it_is_refused_by_name(module: str, name: str) -> None:
     program = WITHOUT.format(module=module, name=name)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stderr == ""
     assert done.stdout.startswith("PyTorch ")
     assert f"has no {module}.{name}\n" in done.stdout
@@ -51,7 +55,13 @@ def test_the_list_is_whole() -> None:
     for file in Path(psgrad.engine.__file__).parent.rglob("*.py"):
         source = file.read_text()
         used = set(re.findall(r"\btorch\._C\.[\w.]*\w", source))
-        for module, names in re.findall(r"^\s*from (torch(?:\.\w+)*\._\w+(?:\.\w+)*) import ([\w, ]+)", source, re.MULTILINE):
+        for module, names in re.findall(
+            r"^\s*from (torch(?:\.\w+)*\._\w+(?:\.\w+)*) import ([\w, ]+)", source, re.MULTILINE
+        ):
             used |= {f"{module}.{name.split()[0]}" for name in names.split(",")}
-        unlisted = {name for name in used if not any(name == known or name.startswith(f"{known}.") for known in listed)}
+        unlisted = {
+            name
+            for name in used
+            if not any(name == known or name.startswith(f"{known}.") for known in listed)
+        }
         assert unlisted <= {"torch._inductor.compile"}, file  # asked for only where a user asks for it

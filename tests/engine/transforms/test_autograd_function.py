@@ -1,4 +1,6 @@
-"""torch.autograd.Function with setup_context, inside transforms: its own backward, jvp and vmap are what counts."""
+"""torch.autograd.Function with setup_context, inside transforms: its own backward, jvp and vmap are what
+counts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Tripled(torch.autograd.Function):
-    """`plain`, with three times its derivative; a second result without one; and a number that is none of either's business."""
+    """`plain`, with three times its derivative; a second result without one; and a number that is none of
+    either's business.
+    """
 
     generate_vmap_rule = True
 
@@ -49,7 +53,11 @@ class Tripled(torch.autograd.Function):
         assert others[1] is None
         in_x, in_y = slopes(*ctx.saved_tensors)
         wanted = ctx.needs_input_grad
-        return ctx.factor * g * in_x if wanted[0] else None, ctx.factor * g * in_y if wanted[1] else None, None
+        return (
+            ctx.factor * g * in_x if wanted[0] else None,
+            ctx.factor * g * in_y if wanted[1] else None,
+            None,
+        )
 
 
 class WithJvp(Tripled):
@@ -80,13 +88,19 @@ class OnlyJvp(torch.autograd.Function):
 
 
 class InNumpy(torch.autograd.Function):
-    """Its forward is invisible to anybody, and it says itself how a batch is computed; the result is kept for the backward."""
+    """Its forward is invisible to anybody, and it says itself how a batch is computed; the result is kept for
+    the backward.
+    """
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, b = x.numpy(), y.numpy()
         c = np.cos(a * b)
-        return torch.tensor(np.sin(a * b) + a * a * b), torch.tensor(c * b + 2 * a * b), torch.tensor(c * a + a * a)
+        return (
+            torch.tensor(np.sin(a * b) + a * a * b),
+            torch.tensor(c * b + 2 * a * b),
+            torch.tensor(c * a + a * a),
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -102,7 +116,10 @@ class InNumpy(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, x: Tensor, y: Tensor) -> Any:
         assert info.randomness == "error"
         x, y = (a if d is None else a.movedim(d, -1) for a, d in zip((x, y), in_dims, strict=True))
-        x, y = (a if d is not None else a.unsqueeze(-1).expand(*a.shape, info.batch_size) for a, d in zip((x, y), in_dims, strict=True))
+        x, y = (
+            a if d is not None else a.unsqueeze(-1).expand(*a.shape, info.batch_size)
+            for a, d in zip((x, y), in_dims, strict=True)
+        )
         return InNumpy.apply(x.contiguous(), y.contiguous()), (-1, -1, -1)
 
 
@@ -123,7 +140,9 @@ apply_tripled = Tripled.apply
 
 
 def test_one_that_was_bound_before_any_transform() -> None:
-    """PyTorch 2.14 calls it from C, where nothing can be in between: refused, as a gradient of its own would be wrong."""
+    """PyTorch 2.14 calls it from C, where nothing can be in between: refused, as a gradient of its own would
+    be wrong.
+    """
     loss = lambda x: apply_tripled(x, Y)[0].sum()
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):
         agree(grad(loss)(X[0]), grad(lambda x: Tripled.apply(x, Y)[0].sum())(X[0]))
@@ -134,7 +153,11 @@ def test_one_that_was_bound_before_any_transform() -> None:
 
 
 FIRST_ORDER = [
-    name for name in NESTS if not any(word in name for word in ("grad(grad", "grad(vmap(grad", "hessian", "jac", "third", "grad(jvp"))
+    name
+    for name in NESTS
+    if not any(
+        word in name for word in ("grad(grad", "grad(vmap(grad", "hessian", "jac", "third", "grad(jvp")
+    )
 ]
 
 
@@ -187,7 +210,10 @@ def test_pytorchs_autograd_differentiates_what_comes_out() -> None:
     expected = torch.func.grad(lambda x: (3 * slopes(x, Y)[1] * WEIGHTS).sum())(X[0])
     agree(torch.autograd.grad(way_back(WEIGHTS)[0].sum(), leaf)[0], expected)
     gradient = grad(lambda x: weighted(apply)(x, Y))(leaf)
-    agree(torch.autograd.grad(gradient.sum(), leaf)[0], torch.func.grad(lambda x: (3 * slopes(x, Y)[0] * WEIGHTS).sum())(X[0]))
+    agree(
+        torch.autograd.grad(gradient.sum(), leaf)[0],
+        torch.func.grad(lambda x: (3 * slopes(x, Y)[0] * WEIGHTS).sum())(X[0]),
+    )
 
 
 def test_gradients_that_are_not_asked_for() -> None:
@@ -235,10 +261,13 @@ def test_gradients_that_were_broadcast_are_summed_as_pytorch_does() -> None:
         leaf = scale.clone().requires_grad_()
         expected = torch.autograd.grad(Times.apply(Y, leaf).sum(), leaf)[0]
         agree(grad(lambda s: Times.apply(Y, s).sum())(scale), expected)
-        agree(grad(lambda s: vmap(lambda y: Times.apply(y, s).sum())(Y.expand(4, 3)).sum())(scale), 4 * expected)
+        agree(
+            grad(lambda s: vmap(lambda y: Times.apply(y, s).sum())(Y.expand(4, 3)).sum())(scale), 4 * expected
+        )
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Once(torch.autograd.Function):
@@ -285,17 +314,28 @@ def function(**methods: Any) -> Any:
         "backward": lambda ctx, g: g * 2,
         **methods,
     }
-    return type("Given", (torch.autograd.Function,), {name: staticmethod(method) for name, method in given.items()})
+    return type(
+        "Given", (torch.autograd.Function,), {name: staticmethod(method) for name, method in given.items()}
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "too few gradients": ({"forward": lambda x, y=2.0: x * y}, "backward returned 1 gradients, forward takes 2 arguments"),
-    "too many gradients": ({"backward": lambda ctx, g: (g, g)}, "backward returned 2 gradients, forward takes 1 arguments"),
+    "too few gradients": (
+        {"forward": lambda x, y=2.0: x * y},
+        "backward returned 1 gradients, forward takes 2 arguments",
+    ),
+    "too many gradients": (
+        {"backward": lambda ctx, g: (g, g)},
+        "backward returned 2 gradients, forward takes 1 arguments",
+    ),
     "a wrong shape": ({"backward": lambda ctx, g: g[:2]}, "gave a cotangent of shape"),
     "mark_dirty": ({"setup_context": lambda ctx, inputs, output: ctx.mark_dirty(inputs[0])}, "mark_dirty"),
     "a write into the argument": ({"forward": lambda x: x.mul_(2)}, "writes in place into an argument"),
     "a write into the gradient": ({"backward": lambda ctx, g: g.mul_(2)}, "writes in place into an argument"),
-    "neither backward nor jvp": ({"backward": torch.autograd.Function.backward}, "has no rule for its derivative"),
+    "neither backward nor jvp": (
+        {"backward": torch.autograd.Function.backward},
+        "has no rule for its derivative",
+    ),
 }
 
 
@@ -327,7 +367,10 @@ def test_closing_over_what_is_differentiated_is_refused() -> None:
 
 
 def test_a_wrong_vmap_is_named() -> None:
-    for result, words in ((lambda x: x, "vmap returned a Tensor"), (lambda x: ((x, x), (0,)), "2 outputs and 1 out_dims")):
+    for result, words in (
+        (lambda x: x, "vmap returned a Tensor"),
+        (lambda x: ((x, x), (0,)), "2 outputs and 1 out_dims"),
+    ):
         kind = function(vmap=lambda info, in_dims, x, result=result: result(x))
         with pytest.raises(TransformError, match=words):
             vmap(lambda x, kind=kind: kind.apply(x))(X)

@@ -1,4 +1,6 @@
-"""Forward mode is the transpose of reverse mode: <v, J u> = <J^T v, u>, except the conventions in docs/explanation/transforms.md."""
+"""Forward mode is the transpose of reverse mode: <v, J u> = <J^T v, u>, except the conventions in
+docs/explanation/transforms.md.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
 
 
 def transposes(program: Program) -> bool:
-    """Whether <v, J u> and <J^T v, u> are the same number, for random u and v. Operators that draw draw the same twice."""
+    """Whether <v, J u> and <J^T v, u> are the same number, for random u and v. Operators that draw draw the
+    same twice.
+    """
     seeds, tangents = derivatives._seeds(program), derivatives._tangents(program)
     pulled = derivatives.PULL.ours(program, program.tensors, seeds).derivatives
     set_seed(0)
@@ -63,7 +67,9 @@ CONVENTIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
         (1, 1, 2),
     ),
 }
-ENTRIES = "nn.functional.max_unpool1d nn.functional.max_unpool2d nn.functional.max_unpool3d"  # of the database, among the conventions
+ENTRIES = (  # of the database, among the conventions
+    "nn.functional.max_unpool1d nn.functional.max_unpool2d nn.functional.max_unpool3d"
+)
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "transforms.md"
 
 
@@ -84,8 +90,16 @@ def test_modes_differ_by_the_listed_convention_as_those_of_torch_func_do(name: s
 
 
 def test_the_page_lists_the_conventions() -> None:
-    listed = [line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `embedding`")]
-    listed += [line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `max_unpool")]
+    listed = [
+        line.split("|")[1].strip()
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `embedding`")
+    ]
+    listed += [
+        line.split("|")[1].strip()
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `max_unpool")
+    ]
     assert listed == list(CONVENTIONS)
 
 
@@ -101,7 +115,9 @@ def test_forward_mode_is_the_transpose_of_reverse_mode_for_all_operators() -> No
 
 
 def test_a_jvp_that_is_no_transpose_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derivatives, "jvp", lambda *args, **keywords: (*_doubled(transforms.jvp(*args, **keywords)),))
+    monkeypatch.setattr(
+        derivatives, "jvp", lambda *args, **keywords: (*_doubled(transforms.jvp(*args, **keywords)),)
+    )
     assert set(differing(["sin"])) == {"sin"}
 
 

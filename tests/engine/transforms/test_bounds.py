@@ -1,4 +1,6 @@
-"""What a value on its bound passes on is PyTorch's choice, which is another since 2.14: ours is that of the PyTorch that is there."""
+"""What a value on its bound passes on is PyTorch's choice, which is another since 2.14: ours is that of the
+PyTorch that is there.
+"""
 
 from __future__ import annotations
 
@@ -40,5 +42,7 @@ def test_on_the_bound(name: str) -> None:
     leaf = X.clone().requires_grad_()
     expected = torch.autograd.grad(function(leaf).sum(), leaf)[0]
     assert torch.equal(grad(lambda x: function(x).sum())(X), expected)
-    assert torch.equal(vmap(grad(lambda x: function(x).sum()))(torch.stack([X, X])), torch.stack([expected, expected]))
+    assert torch.equal(
+        vmap(grad(lambda x: function(x).sum()))(torch.stack([X, X])), torch.stack([expected, expected])
+    )
     assert torch.equal(jvp(function, (X,), (ONES,))[1], expected)

@@ -98,11 +98,15 @@ def test_values_and_gradients_equal_the_loop(function: Callable[[Tensor], Tensor
 
     values, gradients = torch.stack([function(x) for x in BATCH]), torch.stack([gradient(x) for x in BATCH])
     torch.testing.assert_close(vmap(function)(BATCH), values)
-    torch.testing.assert_close(vmap(function, 1, -1, chunk_size=4)(BATCH.t().contiguous()), values.movedim(0, -1))
+    torch.testing.assert_close(
+        vmap(function, 1, -1, chunk_size=4)(BATCH.t().contiguous()), values.movedim(0, -1)
+    )
     torch.testing.assert_close(vmap(grad(number))(BATCH), gradients)
     torch.testing.assert_close(grad(lambda b: vmap(number)(b).sum())(BATCH), gradients)
     twice = torch.stack([BATCH, BATCH.flip(1) * 2])
-    torch.testing.assert_close(vmap(vmap(function))(twice), torch.stack([torch.stack([function(x) for x in b]) for b in twice]))
+    torch.testing.assert_close(
+        vmap(vmap(function))(twice), torch.stack([torch.stack([function(x) for x in b]) for b in twice])
+    )
 
 
 class Gated(nn.Module):
@@ -142,7 +146,9 @@ def test_per_sample_gradients_of_a_model_that_branches(randomness: str) -> None:
     torch.testing.assert_close(alone.aux, found.aux)
     weights = torch.arange(6.0, dtype=torch.float64)
     for name, total in found.weighted_sum(weights).items():
-        torch.testing.assert_close(total, sum(w * row[list(params).index(name)] for w, row in zip(weights, expected, strict=True)))
+        torch.testing.assert_close(
+            total, sum(w * row[list(params).index(name)] for w, row in zip(weights, expected, strict=True))
+        )
 
 
 @pytest.mark.parametrize("use", ["behind a function", "times a constant"])
@@ -154,10 +160,18 @@ def test_per_sample_gradients_infinite_on_one_side_of_a_branch(use: str) -> None
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         w = params["w"]
         if x.sum() > 0:
-            return (w.sqrt() @ x).sum() if use == "behind a function" else x.square().sum() * (w * constant).sum()
+            return (
+                (w.sqrt() @ x).sum()
+                if use == "behind a function"
+                else x.square().sum() * (w * constant).sum()
+            )
         return (w @ x).sin().sum()
 
-    loop = [torch.autograd.grad(loss({"w": leaf}, x), leaf)[0] for x in BATCH for leaf in [weight.clone().requires_grad_()]]
+    loop = [
+        torch.autograd.grad(loss({"w": leaf}, x), leaf)[0]
+        for x in BATCH
+        for leaf in [weight.clone().requires_grad_()]
+    ]
     finite = [bool(g.isfinite().all()) for g in loop]
     assert 0 < sum(finite) < len(finite)
     found = per_sample_gradients(loss, {"w": weight}, BATCH)
@@ -178,10 +192,14 @@ def test_one_draw_for_all_outcomes() -> None:
 
 
 def test_a_real_number_that_differs_is_refused() -> None:
-    with pytest.raises(TransformError, match="item is not possible on a value that differs between samples") as caught:
+    with pytest.raises(
+        TransformError, match="item is not possible on a value that differs between samples"
+    ) as caught:
         vmap(lambda x: x * x.sum().item())(BATCH)
     assert "test_branching.py" in str(caught.value)
-    assert torch.equal(vmap(lambda x: x * x.sum().item())(BATCH[:1].repeat(3, 1)), (BATCH[:1] * BATCH[0].sum()).repeat(3, 1))
+    assert torch.equal(
+        vmap(lambda x: x * x.sum().item())(BATCH[:1].repeat(3, 1)), (BATCH[:1] * BATCH[0].sum()).repeat(3, 1)
+    )
 
 
 def test_branches_that_return_different_shapes_are_refused() -> None:

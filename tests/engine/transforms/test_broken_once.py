@@ -1,4 +1,6 @@
-"""Programs that once gave a wrong number, or a failure that told nothing: each the smallest that showed it."""
+"""Programs that once gave a wrong number, or a failure that told nothing: each the smallest that
+showed it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ X = torch.tensor([[1.5, -0.5, 0.25], [-2.0, 0.75, -1.0], [0.0, 1.0, 3.0]], dtype
 NOTHING = torch.zeros(3, dtype=torch.float64)
 W = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 
-# -- what is masked out has no derivative, however steep what comes after it is there -------------------------------------------------
+# -- what is masked out has no derivative, however steep what comes after it is there
+# -------------------------------------------------
 
 STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp from below": lambda x: x.clamp(min=0).sqrt().sum(),
@@ -35,26 +38,35 @@ STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "no label at all": lambda x: F.cross_entropy(x[None], torch.tensor([-100])),
     "no label, smoothed": lambda x: F.cross_entropy(x[None], torch.tensor([-100]), label_smoothing=0.1),
     "spread of equal numbers": lambda x: torch.std_mean(x * 0 + 1)[0],
-    "saturated probabilities": lambda x: F.binary_cross_entropy(x.clamp(0, 1), torch.tensor([0.0, 1.0, 1.0], dtype=x.dtype)),
+    "saturated probabilities": lambda x: F.binary_cross_entropy(
+        x.clamp(0, 1), torch.tensor([0.0, 1.0, 1.0], dtype=x.dtype)
+    ),
     "certain and right": lambda x: F.binary_cross_entropy((x > 0).to(x.dtype) + 0 * x, (x > 0).to(x.dtype)),
-    "weighted probabilities": lambda x: F.binary_cross_entropy(x.sigmoid(), NOTHING, weight=X[2].abs(), reduction="sum"),
+    "weighted probabilities": lambda x: F.binary_cross_entropy(
+        x.sigmoid(), NOTHING, weight=X[2].abs(), reduction="sum"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STEEP)
 def test_what_is_masked_out_stays_out(name: str) -> None:
     function = STEEP[name]
-    torch.testing.assert_close(vmap(grad(function))(X), gradients_by_loop(function, X)[0], rtol=1e-7, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(
+        vmap(grad(function))(X), gradients_by_loop(function, X)[0], rtol=1e-7, atol=1e-12, equal_nan=True
+    )
 
 
-@pytest.mark.parametrize("transform", [lambda f: grad(f)(W), lambda f: jvp(f, (W,), (W,)), lambda f: vmap(grad(f))(X)])
+@pytest.mark.parametrize(
+    "transform", [lambda f: grad(f)(W), lambda f: jvp(f, (W,), (W,)), lambda f: vmap(grad(f))(X)]
+)
 def test_class_weights_of_a_likelihood_have_no_derivative(transform: Callable[..., Any]) -> None:
     """PyTorch has none; it was taken for zero."""
     with pytest.raises(UnsupportedOperatorError, match="in its argument 'weight'"):
         transform(lambda w: F.cross_entropy(X, torch.tensor([0, 1, 2]), weight=w))
 
 
-# -- derivatives of scalars in scalars -------------------------------------------------------------------------------------------------
+# -- derivatives of scalars in scalars
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("derivative", [jacrev, jacfwd])
@@ -64,7 +76,8 @@ def test_a_jacobian_of_a_number_in_a_number(derivative: Callable[..., Callable[.
     assert torch.equal(vmap(hessian(lambda x: x**3))(X[0]), 6 * X[0])
 
 
-# -- a record that is used later, and a write in between --------------------------------------------------------------------------------
+# -- a record that is used later, and a write in between
+# --------------------------------------------------------------------------------
 
 
 def written_outside(through: Callable[[Tensor], Tensor], derivative: Callable[..., Any]) -> Tensor:
@@ -75,7 +88,9 @@ def written_outside(through: Callable[[Tensor], Tensor], derivative: Callable[..
 
 
 def written_inside(wrap: Callable[..., Any], what: str) -> Tensor:
-    """vjp's function reads a value of an outer level, or a view of it, and vjp_fn is called after a write to it."""
+    """vjp's function reads a value of an outer level, or a view of it, and vjp_fn is called after a write to
+    it.
+    """
 
     def function(x: Tensor) -> Tensor:
         y = x.clone()
@@ -137,7 +152,8 @@ def test_a_write_to_what_is_not_needed_goes_by() -> None:
     torch.testing.assert_close(back(torch.ones(1, 1, dtype=x.dtype))[0], w)
 
 
-# -- a function that catches everything ---------------------------------------------------------------------------------------------------
+# -- a function that catches everything
+# ---------------------------------------------------------------------------------------------------
 
 
 def catching(x: Tensor) -> Tensor:
@@ -157,18 +173,22 @@ def suppressing(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [catching, suppressing])
-def test_a_branch_is_split_though_the_function_catches_everything(function: Callable[[Tensor], Tensor]) -> None:
+def test_a_branch_is_split_though_the_function_catches_everything(
+    function: Callable[[Tensor], Tensor],
+) -> None:
     expected = gradients_by_loop(function, X)[0]
     torch.testing.assert_close(vmap(grad(function))(X), expected)
     torch.testing.assert_close(jvp(vmap(grad(function)), (X,), (X,))[0], expected)
     torch.testing.assert_close(vmap(vmap(grad(function)))(X.reshape(1, 3, 3)), expected.unsqueeze(0))
     found = per_sample_gradients(lambda w, x: function(w["w"] * x), {"w": torch.ones(3, dtype=X.dtype)}, X)
     torch.testing.assert_close(
-        found.materialise()["w"], gradients_by_loop(lambda x, w: function(w * x), X, torch.ones_like(X), argnums=[1])[0]
+        found.materialise()["w"],
+        gradients_by_loop(lambda x, w: function(w * x), X, torch.ones_like(X), argnums=[1])[0],
     )
 
 
-# -- PyTorch's own autograd, inside and outside ------------------------------------------------------------------------------------------
+# -- PyTorch's own autograd, inside and outside
+# ------------------------------------------------------------------------------------------
 
 
 def grad_of_a_fresh_leaf(x: Tensor) -> Tensor:
@@ -206,7 +226,9 @@ def hooked_layer() -> Callable[[Tensor], Tensor]:
 
 
 def constrained_layer() -> Callable[[Tensor], Tensor]:
-    """As layers with a bound on their weight's norm do it; the parameter lost its memory, and the next look at it ended the process."""
+    """As layers with a bound on their weight's norm do it; the parameter lost its memory, and the next look
+    at it ended the process.
+    """
     layer = nn.Linear(3, 3).double()
 
     def function(x: Tensor) -> Tensor:
@@ -221,11 +243,17 @@ def constrained_layer() -> Callable[[Tensor], Tensor]:
 
 
 INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "torch.autograd.grad": (lambda x: torch.autograd.grad((x**2).sum(), x)[0].sum(), r"torch.autograd or .backward\(\) inside"),
+    "torch.autograd.grad": (
+        lambda x: torch.autograd.grad((x**2).sum(), x)[0].sum(),
+        r"torch.autograd or .backward\(\) inside",
+    ),
     "of a fresh leaf": (grad_of_a_fresh_leaf, r"torch.autograd or .backward\(\) inside"),
     "backward": (backward, r"torch.autograd or .backward\(\) inside"),
     "retain_grad": (kept_gradient, r"torch.autograd or .backward\(\) inside"),
-    "a Jacobian": (lambda x: torch.autograd.functional.jacobian(lambda y: y**2, x).sum(), "torch.autograd.functional inside"),
+    "a Jacobian": (
+        lambda x: torch.autograd.functional.jacobian(lambda y: y**2, x).sum(),
+        "torch.autograd.functional inside",
+    ),
     "a recorded Jacobian": (
         lambda x: torch.autograd.functional.jacobian(lambda y: y**2, x, create_graph=True).sum(),
         "torch.autograd.functional inside",
@@ -246,7 +274,9 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize("transform", [lambda f: grad(f)(X[0]), lambda f: vmap(grad(f))(X), lambda f: jvp(f, (X[0],), (X[1],))])
+@pytest.mark.parametrize(
+    "transform", [lambda f: grad(f)(X[0]), lambda f: vmap(grad(f))(X), lambda f: jvp(f, (X[0],), (X[1],))]
+)
 def test_autograd_inside_is_refused(name: str, transform: Callable[..., Any]) -> None:
     function, words = INSIDE[name]
     with pytest.raises(TransformError, match=words) as caught:
@@ -285,25 +315,35 @@ def test_torchs_transforms_work_inside_ours() -> None:
     torch.testing.assert_close(grad(lambda x: torch.func.vmap(lambda y: (y**3).sum())(x).sum())(X), 3 * X**2)
 
 
-# -- other layouts in memory ---------------------------------------------------------------------------------------------------------------
+# -- other layouts in memory
+# ------------------------------------------------------------------------------------------------------------
 
 IMAGES = torch.linspace(-2, 2, 2 * 4 * 3 * 5, dtype=torch.float64).sin().reshape(2, 4, 3, 5)
 
 
 @pytest.mark.parametrize("inputs", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("cotangents", [torch.contiguous_format, torch.channels_last])
-def test_group_norm_of_channels_last_images(inputs: torch.memory_format, cotangents: torch.memory_format) -> None:
+def test_group_norm_of_channels_last_images(
+    inputs: torch.memory_format, cotangents: torch.memory_format
+) -> None:
     weights = IMAGES.cos().contiguous(memory_format=cotangents)
 
     def function(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return (F.group_norm(x, 2, scale, shift) * weights).sum()
 
-    arguments = [IMAGES.contiguous(memory_format=inputs), torch.ones(4, dtype=IMAGES.dtype), torch.zeros(4, dtype=IMAGES.dtype)]
+    arguments = [
+        IMAGES.contiguous(memory_format=inputs),
+        torch.ones(4, dtype=IMAGES.dtype),
+        torch.zeros(4, dtype=IMAGES.dtype),
+    ]
     leaves = [t.clone().requires_grad_() for t in arguments]
-    torch.testing.assert_close(grad(function, (0, 1, 2))(*arguments), torch.autograd.grad(function(*leaves), leaves))
+    torch.testing.assert_close(
+        grad(function, (0, 1, 2))(*arguments), torch.autograd.grad(function(*leaves), leaves)
+    )
 
 
-# -- PyTorch's autograd looks on from outside ---------------------------------------------------------------------------------------------
+# -- PyTorch's autograd looks on from outside
+# ---------------------------------------------------------------------------------------------
 
 MATRIX = torch.tensor([[3.0, 0.5, -0.2], [0.1, 2.5, 0.4], [-0.3, 0.2, 4.0]], dtype=torch.float64)
 
@@ -317,7 +357,9 @@ def clamped_under_no_grad(x: Tensor) -> Tensor:
 
 LOOKED_ON: dict[str, Callable[[Tensor], Tensor]] = {
     "solve": lambda x: torch.linalg.solve(MATRIX + x.outer(x), x),
-    "solve from the right": lambda x: torch.linalg.solve(MATRIX + x.outer(x), x[None] * MATRIX[:2], left=False),
+    "solve from the right": lambda x: torch.linalg.solve(
+        MATRIX + x.outer(x), x[None] * MATRIX[:2], left=False
+    ),
     "layer norm": lambda x: F.layer_norm(x, (3,)),
     "layer norm with weights": lambda x: F.layer_norm(x.outer(x), (3,), x, x + 1),
     "group norm": lambda x: F.group_norm((x.outer(x) + MATRIX)[None], 3, x, x + 1),
@@ -342,10 +384,15 @@ LOOKED_ON: dict[str, Callable[[Tensor], Tensor]] = {
         lambda f: lambda x: hessian(f)(x),
     ],
 )
-def test_differentiated_from_outside_as_from_inside(name: str, transform: Callable[..., Callable[[Tensor], Tensor]]) -> None:
+def test_differentiated_from_outside_as_from_inside(
+    name: str, transform: Callable[..., Callable[[Tensor], Tensor]]
+) -> None:
     function = transform(lambda x: LOOKED_ON[name](x).sin().sum())
     leaf = X[0].clone().requires_grad_()
-    torch.testing.assert_close(torch.autograd.grad(function(leaf).cos().sum(), leaf)[0], grad(lambda x: function(x).cos().sum())(X[0]))
+    torch.testing.assert_close(
+        torch.autograd.grad(function(leaf).cos().sum(), leaf)[0],
+        grad(lambda x: function(x).cos().sum())(X[0]),
+    )
 
 
 def test_attention_differentiated_again_by_the_callers_autograd() -> None:
@@ -354,6 +401,10 @@ def test_attention_differentiated_again_by_the_callers_autograd() -> None:
     def by_products(x: Tensor) -> Tensor:
         return (((x @ MATRIX.mT) * 3**-0.5).softmax(-1) @ x).sum()
 
-    gradient = grad(lambda x: F.scaled_dot_product_attention(*[t.reshape(1, 1, 3, 3) for t in (x, MATRIX, x)]).sum())(leaf)
+    gradient = grad(
+        lambda x: F.scaled_dot_product_attention(*[t.reshape(1, 1, 3, 3) for t in (x, MATRIX, x)]).sum()
+    )(leaf)
     expected = torch.autograd.grad(by_products(leaf), leaf, create_graph=True)[0]
-    torch.testing.assert_close(*[torch.autograd.grad(x.square().sum(), leaf)[0] for x in (gradient, expected)])
+    torch.testing.assert_close(
+        *[torch.autograd.grad(x.square().sum(), leaf)[0] for x in (gradient, expected)]
+    )

@@ -25,8 +25,12 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of all arguments": lambda x, y: checkpoint(plain, x, y),
     "closing over one": lambda x, y: checkpoint(lambda x: plain(x, y), x),
     "closing over both": lambda x, y: checkpoint(lambda: plain(x, y)),
-    "nested": lambda x, y: checkpoint(lambda x: checkpoint(torch.sin, x * y) + checkpoint(lambda z: z * x * y, x), x),
-    "of trees": lambda x, y: checkpoint(lambda tree, scale: {"out": plain(tree["x"][0], scale)}, {"x": [x]}, scale=y)["out"],
+    "nested": lambda x, y: checkpoint(
+        lambda x: checkpoint(torch.sin, x * y) + checkpoint(lambda z: z * x * y, x), x
+    ),
+    "of trees": lambda x, y: checkpoint(
+        lambda tree, scale: {"out": plain(tree["x"][0], scale)}, {"x": [x]}, scale=y
+    )["out"],
     "with fresh tensors": lambda x, y: checkpoint(lambda x: torch.zeros(3).add_(plain(x, y)), x),
     "between": lambda x, y: checkpoint(plain, x * 1, checkpoint(lambda y: y * 1, y)) * 1,
 }
@@ -72,7 +76,9 @@ def test_what_is_kept_does_not_grow_with_depth(batched: bool) -> None:
         before = held_bytes()
         _, way_back = vjp(lambda x: vmap(f)(x).sum() if batched else f(x), x)
         held = held_bytes() - before
-        agree(way_back(torch.ones(())), torch.func.vjp(lambda x: block(x).square().sum(), x)[1](torch.ones(())))
+        agree(
+            way_back(torch.ones(())), torch.func.vjp(lambda x: block(x).square().sum(), x)[1](torch.ones(()))
+        )
         return held
 
     def call(block: Callable[..., Any], x: Tensor) -> Tensor:
@@ -104,7 +110,8 @@ def test_it_runs_twice_and_no_more() -> None:
     assert runs == 5
 
 
-# -- the second run does what the first did ----------------------------------------------------------------------------------------
+# -- the second run does what the first did
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
@@ -149,7 +156,9 @@ class Deep(nn.Module):
 
     def __init__(self, through: Callable[..., Any]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)) for _ in range(3)
+        )
         self.head = nn.Linear(4, 2)
         self.through = through
 
@@ -169,7 +178,10 @@ def test_parameters_that_are_swapped_in_are_there_again() -> None:
         return lambda params, x, y: F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
 
     expected = torch.func.vmap(
-        torch.func.grad(lambda p, x, y: F.cross_entropy(torch.func.functional_call(reference, p, (x[None],)), y[None])), (None, 0, 0)
+        torch.func.grad(
+            lambda p, x, y: F.cross_entropy(torch.func.functional_call(reference, p, (x[None],)), y[None])
+        ),
+        (None, 0, 0),
     )(params, x, y)
     agree(vmap(grad(loss(model)), (None, 0, 0))(params, x, y), expected)
     summed = grad(lambda p: vmap(loss(model), (None, 0, 0))(p, x, y).sum())(params)
@@ -191,7 +203,9 @@ def test_autocast_is_as_it_was() -> None:
 
     with_checkpoint, without = run(checkpoint), run(lambda f, w: f(w))
     assert torch.equal(with_checkpoint, without)
-    assert not torch.equal(without, vmap(grad(lambda w, x: (x[None].float() @ w).sin().sum()), (None, 0))(weight, X))
+    assert not torch.equal(
+        without, vmap(grad(lambda w, x: (x[None].float() @ w).sin().sum()), (None, 0))(weight, X)
+    )
 
 
 def test_a_function_that_does_something_else_is_refused() -> None:
@@ -287,12 +301,18 @@ def test_gradients_of_pytorchs_autograd_pass_through() -> None:
     ours = grad(lambda x: checkpoint(plain, x, leaf).sum())(X[0])
     theirs = torch.func.grad(lambda x: plain(x, leaf).sum())(X[0])
     agree(torch.autograd.grad(ours.sum(), leaf), torch.autograd.grad(theirs.sum(), leaf))
-    agree(torch.autograd.grad(checkpoint(plain, X[0], leaf).sum(), leaf), torch.autograd.grad(plain(X[0], leaf).sum(), leaf))
+    agree(
+        torch.autograd.grad(checkpoint(plain, X[0], leaf).sum(), leaf),
+        torch.autograd.grad(plain(X[0], leaf).sum(), leaf),
+    )
 
 
 def test_it_can_be_recorded_where_it_draws_nothing() -> None:
     def gradient(dropout: float) -> Callable[[Tensor], Tensor]:
-        return vmap(grad(lambda x: checkpoint(lambda x: F.dropout(x.sin(), dropout), x).square().sum()), randomness="different")
+        return vmap(
+            grad(lambda x: checkpoint(lambda x: F.dropout(x.sin(), dropout), x).square().sum()),
+            randomness="different",
+        )
 
     recorded = transforms.capture(gradient(0.0), X)
     agree(recorded(X + 1), gradient(0.0)(X + 1))

@@ -1,5 +1,7 @@
-"""Complex values: every operator of PyTorch's database that takes them, in complex128, against torch.autograd; and what the database
-does not show, values that are conjugated or negated only by a mark (`x.conj()`, `x.conj().imag`)."""
+"""Complex values: every operator of PyTorch's database that takes them, in complex128, against
+torch.autograd; and what the database does not show, values that are conjugated or negated only by a mark
+(`x.conj()`, `x.conj().imag`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ WITHOUT_SECOND_ORACLE = dict.fromkeys(["linalg.householder_product", "svd_lowran
 
 def verdicts(name: str) -> dict[str, Verdict]:
     entry = DATABASE[name]
-    rows = [row for row in judged_rows(name, entry) if row in WANTED and not (row in TWICE and name in WITHOUT_SECOND_ORACLE)]
+    rows = [
+        row
+        for row in judged_rows(name, entry)
+        if row in WANTED and not (row in TWICE and name in WITHOUT_SECOND_ORACLE)
+    ]
     return judge(entry, rows, equal_samples=name in AGREEING.split(), dtype=DTYPE)
 
 
@@ -45,11 +51,14 @@ def test_right_or_refused_as_listed(name: str) -> None:
 
 def test_a_cotangent_that_is_not_conjugated_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
-    monkeypatch.setitem(registry._derivatives, op, registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x)}))
+    monkeypatch.setitem(
+        registry._derivatives, op, registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x)})
+    )
     assert [row for row, verdict in verdicts("sin").items() if not verdict.wrong] == []
 
 
-# -- marks ------------------------------------------------------------------------------------------------------------------------
+# -- marks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def as_real(x: Tensor) -> Tensor:
@@ -76,8 +85,12 @@ def draws(*shape: int) -> Tensor:
         lambda z: torch.cat([z.conj(), z]),
     ],
 )
-@pytest.mark.parametrize("given", [lambda z: z, lambda z: z.conj(), lambda z: z.mH], ids=["plain", "conjugate", "adjoint"])
-def test_what_is_only_marked_is_carried_out(function: Callable[[Tensor], Tensor], given: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "given", [lambda z: z, lambda z: z.conj(), lambda z: z.mH], ids=["plain", "conjugate", "adjoint"]
+)
+def test_what_is_only_marked_is_carried_out(
+    function: Callable[[Tensor], Tensor], given: Callable[[Tensor], Tensor]
+) -> None:
     samples = given(draws(3, 2, 2))
     values = torch.stack([function(sample) for sample in samples])
     torch.testing.assert_close(vmap(function)(samples), values)
@@ -104,10 +117,15 @@ def test_constants_are_carried_out() -> None:
     """PyTorch runs the operators of a constant inside our interpreter, where marks would be passed over."""
     constant, x = draws(2, 2), torch.randn(2, 2, dtype=torch.float64)
     expected = torch.linalg.pinv(constant).abs().sum()
-    torch.testing.assert_close(grad(lambda x: (torch.linalg.pinv(constant).abs().sum() * x).sum())(x), expected.expand(2, 2))
+    torch.testing.assert_close(
+        grad(lambda x: (torch.linalg.pinv(constant).abs().sum() * x).sum())(x), expected.expand(2, 2)
+    )
 
 
-@pytest.mark.parametrize("part", [torch.conj, torch.real, torch.imag, torch.view_as_real, lambda z: torch.view_as_real(z).select(-1, 1)])
+@pytest.mark.parametrize(
+    "part",
+    [torch.conj, torch.real, torch.imag, torch.view_as_real, lambda z: torch.view_as_real(z).select(-1, 1)],
+)
 def test_a_write_through_a_part_is_a_write(part: Callable[[Tensor], Tensor]) -> None:
     def through(z: Tensor) -> Tensor:
         z = z * 1

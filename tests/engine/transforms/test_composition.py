@@ -1,4 +1,6 @@
-"""Under PyTorch's autograd: results of our transforms can be differentiated from outside, as those of torch.func can."""
+"""Under PyTorch's autograd: results of our transforms can be differentiated from outside, as those of
+torch.func can.
+"""
 
 from __future__ import annotations
 
@@ -51,37 +53,69 @@ def programs(tf: Any, model: nn.Module) -> dict[str, Program]:
         "vmap, unmapped result": lambda w, x: tf.vmap(lambda y: w.sum() * 2)(POINTS * x).square().sum(),
         "vmap over the last axis": lambda w, x: tf.vmap(lambda a: a.prod(), 1)(w * 2).square().sum(),
         "vmap(vmap)": lambda w, x: (
-            tf.vmap(tf.vmap(lambda a, b: (a * w[0] * b).sum(), (None, 0)), (0, None))(POINTS, POINTS * x).square().sum()
+            tf.vmap(tf.vmap(lambda a, b: (a * w[0] * b).sum(), (None, 0)), (0, None))(POINTS, POINTS * x)
+            .square()
+            .sum()
         ),
         "vmap(grad)": lambda w, x: tf.vmap(tf.grad(loss), (None, 0))(w, POINTS * x).square().sum(),
-        "grad(vmap)": lambda w, x: tf.grad(lambda w: tf.vmap(loss, (None, 0))(w, POINTS * x).sum())(w).square().sum(),
-        "vjp": lambda w, x: tf.vjp(lambda w: w @ x, w)[1](torch.ones_like(w[:, 0]) * x.sum())[0].square().sum(),
+        "grad(vmap)": (
+            lambda w, x: tf.grad(lambda w: tf.vmap(loss, (None, 0))(w, POINTS * x).sum())(w).square().sum()
+        ),
+        "vjp": (
+            lambda w, x: tf.vjp(lambda w: w @ x, w)[1](torch.ones_like(w[:, 0]) * x.sum())[0].square().sum()
+        ),
         "vjp, through the cotangent alone": lambda w, x: (
-            tf.vjp(lambda w: w @ x.detach(), w.detach())[1](torch.ones_like(w[:, 0]) * x.sum())[0].square().sum()
+            tf.vjp(lambda w: w @ x.detach(), w.detach())[1](torch.ones_like(w[:, 0]) * x.sum())[0]
+            .square()
+            .sum()
         ),
         "jvp": lambda w, x: tf.jvp(lambda w: torch.tanh(w @ x), (w,), (w.sin(),))[1].square().sum(),
         "jacrev": lambda w, x: tf.jacrev(lambda w: torch.tanh(w @ x))(w).square().sum(),
         "jacfwd": lambda w, x: tf.jacfwd(lambda w: torch.tanh(w @ x))(w).square().sum(),
         "hessian": lambda w, x: tf.hessian(lambda x: loss(w, x))(x).square().sum(),
-        "a module's own parameters": lambda w, x: tf.vmap(lambda y: model(y * x).sum())(POINTS).square().sum(),
+        "a module's own parameters": (
+            lambda w, x: tf.vmap(lambda y: model(y * x).sum())(POINTS).square().sum()
+        ),
         "a module's own parameters under vmap(grad)": lambda w, x: (
             tf.vmap(tf.grad(lambda y: model(y * x).sum()))(POINTS).square().sum() * w.sum()
         ),
-        "no_grad inside": lambda w, x: tf.grad_and_value(partly_constant)(x)[1] + (tf.grad(partly_constant)(x) * x).sum(),
-        "no_grad inside two": lambda w, x: tf.grad(lambda y: tf.grad_and_value(partly_constant)(y)[1])(x).square().sum() + x.sum(),
+        "no_grad inside": (
+            lambda w, x: tf.grad_and_value(partly_constant)(x)[1] + (tf.grad(partly_constant)(x) * x).sum()
+        ),
+        "no_grad inside two": (
+            lambda w, x: (
+                tf.grad(lambda y: tf.grad_and_value(partly_constant)(y)[1])(x).square().sum() + x.sum()
+            )
+        ),
         "no_grad outside": gradient_as_number,
-        "detach": lambda w, x: tf.grad(lambda w: (w.detach() * w).sum())(w).sum() + tf.vmap(lambda a: (a.detach() * a).sum())(w).sum(),
-        "in place": lambda w, x: tf.grad(lambda y: written(y, w))(x).square().sum() + tf.vmap(lambda y: written(y, w))(POINTS * x).sum(),
+        "detach": (
+            lambda w, x: (
+                tf.grad(lambda w: (w.detach() * w).sum())(w).sum()
+                + tf.vmap(lambda a: (a.detach() * a).sum())(w).sum()
+            )
+        ),
+        "in place": (
+            lambda w, x: (
+                tf.grad(lambda y: written(y, w))(x).square().sum()
+                + tf.vmap(lambda y: written(y, w))(POINTS * x).sum()
+            )
+        ),
     }
 
 
 def outer_gradients(program: Program, model: nn.Module) -> list[Tensor]:
     torch.manual_seed(1)
-    w, x = torch.randn(4, 3, dtype=torch.float64).requires_grad_(), torch.randn(3, dtype=torch.float64).requires_grad_()
+    w, x = (
+        torch.randn(4, 3, dtype=torch.float64).requires_grad_(),
+        torch.randn(3, dtype=torch.float64).requires_grad_(),
+    )
     leaves = [w, x, *model.parameters()]
     value = program(w, x)
     found = torch.autograd.grad(value, leaves, allow_unused=True)
-    return [value.detach(), *[torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]]
+    return [
+        value.detach(),
+        *[torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)],
+    ]
 
 
 @pytest.mark.parametrize("name", programs(transforms, network()))

@@ -1,4 +1,6 @@
-"""The coverage table says what the transforms do: held against the registry, and against runs of operators of each kind."""
+"""The coverage table says what the transforms do: held against the registry, and against runs of operators of
+each kind.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from psgrad.engine.transforms import jvp, vjp, vmap
 from psgrad.engine.transforms.operators import facts
-from psgrad.engine.transforms.rules import coverage as table
 from psgrad.engine.transforms.rules import registry
+from psgrad.engine.transforms.rules import registry as table
 from psgrad.errors import UnsupportedOperatorError
 
 ROWS = {row.operator: row for row in table.coverage()}
@@ -20,15 +22,21 @@ aten = torch.ops.aten
 
 
 def test_every_operator_with_a_rule_is_listed() -> None:
-    declared = {op.name() for op in registry.operators() if not facts(op).mutated and not facts(op).mutated_kwargs}
+    declared = {
+        op.name() for op in registry.operators() if not facts(op).mutated and not facts(op).mutated_kwargs
+    }
     assert declared - set(ROWS) == set()
 
 
 def test_an_own_rule_is_a_rule_of_the_registry() -> None:
     derivatives = {op.name() for op in registry._derivatives} - {op.name() for op in registry._constants}
     assert {name for name, row in ROWS.items() if row.vjp == table.OWN} == derivatives & set(ROWS)
-    assert {name for name, row in ROWS.items() if row.batching == table.OWN} == {op.name() for op in registry._batchings} & set(ROWS)
-    assert {name for name, row in ROWS.items() if row.jvp in (table.OWN, table.FROM_VJP)} == derivatives & set(ROWS)
+    assert {name for name, row in ROWS.items() if row.batching == table.OWN} == {
+        op.name() for op in registry._batchings
+    } & set(ROWS)
+    assert {
+        name for name, row in ROWS.items() if row.jvp in (table.OWN, table.FROM_VJP)
+    } == derivatives & set(ROWS)
 
 
 def pulled(op: Callable[..., Any], x: Tensor) -> Any:
@@ -47,11 +55,17 @@ def mapped(op: Callable[..., Any], x: Tensor) -> Any:
 KINDS = {
     "aten::sin": (aten.sin.default, (table.OWN, table.OWN, table.OWN)),
     "aten::relu": (aten.relu.default, (table.OWN, table.OWN, table.OWN)),
-    "aten::_log_softmax": (lambda x: aten._log_softmax.default(x, 0, False), (table.OWN, table.FROM_VJP, table.OWN)),
+    "aten::_log_softmax": (
+        lambda x: aten._log_softmax.default(x, 0, False),
+        (table.OWN, table.FROM_VJP, table.OWN),
+    ),
     "aten::isnan": (aten.isnan.default, (table.CONSTANT, table.CONSTANT, table.OWN)),
     "aten::sign": (aten.sign.default, (table.OWN, table.OWN, table.OWN)),
     "aten::selu": (aten.selu.default, (table.DECOMPOSED, table.DECOMPOSED, table.DECOMPOSED)),
-    "aten::_foreach_sin": (lambda x: aten._foreach_sin.default([x])[0], (table.REFUSED, table.REFUSED, table.REFUSED)),
+    "aten::_foreach_sin": (
+        lambda x: aten._foreach_sin.default([x])[0],
+        (table.REFUSED, table.REFUSED, table.REFUSED),
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Functions with a rule of the user's own: used wherever a derivative, or a batch, is asked for, and checked."""
+"""Functions with a rule of the user's own: used wherever a derivative, or a batch, is asked for, and
+checked.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import torch
 from torch import Tensor
 
 from psgrad.engine import transforms
-from psgrad.engine.transforms import custom_jvp, custom_vjp, custom_vmap, grad, hessian, jacfwd, jvp, vjp, vmap
+from psgrad.engine.transforms import (
+    custom_jvp,
+    custom_vjp,
+    custom_vmap,
+    grad,
+    hessian,
+    jacfwd,
+    jvp,
+    vjp,
+    vmap,
+)
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, weighted
 
@@ -70,7 +82,8 @@ def test_values_are_the_functions(make: Callable[[float], Any]) -> None:
     assert f.__name__ == "plain"
 
 
-# -- custom_vjp -------------------------------------------------------------------------------------------------------------------
+# -- custom_vjp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_trees_and_zeros() -> None:
@@ -127,7 +140,12 @@ def test_arguments_without_a_derivative(position: int) -> None:
     assert seen == ["backward", "batched"]
 
     g = custom_jvp(lambda x, power: x**power, nondiff_argnums=(position % 2,) if position == -1 else (1,))
-    g.defjvp(lambda power, primals, tangents: (primals[0] ** power, power * primals[0] ** (power - 1) * tangents[0]))
+    g.defjvp(
+        lambda power, primals, tangents: (
+            primals[0] ** power,
+            power * primals[0] ** (power - 1) * tangents[0],
+        )
+    )
     agree(grad(lambda x: g(x, 3).sum())(X[0]), 3 * X[0] ** 2)
 
 
@@ -145,7 +163,9 @@ def test_integers_and_unused_results() -> None:
     index = torch.tensor([2, 0, 2])
     expected = torch.autograd.grad(((leaf := X.clone().requires_grad_())[index] ** 2).sum(), leaf)[0]
     agree(grad(lambda t: (rows(t, index)[0] ** 2).sum())(X), expected)
-    per_sample = vmap(grad(lambda t, i: (rows(t, i)[0] ** 2).sum()), (None, 0))(X, torch.stack([index, index.flip(0)]))
+    per_sample = vmap(grad(lambda t, i: (rows(t, i)[0] ** 2).sum()), (None, 0))(
+        X, torch.stack([index, index.flip(0)])
+    )
     agree(per_sample, torch.stack([expected, expected]))
 
 
@@ -212,18 +232,32 @@ def test_closing_over_what_is_differentiated_is_refused(make: Callable[[float], 
         lambda: jvp(lambda y: f(X[0], y), (Y,), (Y,)),
     )
     for program in programs:
-        with pytest.raises(TransformError, match=r"custom_\w+ <lambda> closes over a value that is being differentiated"):
+        with pytest.raises(
+            TransformError, match=r"custom_\w+ <lambda> closes over a value that is being differentiated"
+        ):
             program()
     agree(grad(weighted(f))(X[0], Y), (Y if make is by_jvp else torch.ones(3)) * WEIGHTS)
 
 
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
-    "a cotangent too few": (lambda x, y: (x * y, None), lambda r, g: (g,), "returned 1 cotangents for 2 arguments"),
+    "a cotangent too few": (
+        lambda x, y: (x * y, None),
+        lambda r, g: (g,),
+        "returned 1 cotangents for 2 arguments",
+    ),
     "no tuple": (lambda x, y: (x * y, None), lambda r, g: g, "returned a Tensor for 2 arguments"),
-    "a wrong shape": (lambda x, y: (x * y, None), lambda r, g: (g, g.sum()), r"of shape \(\) for argument 1, of shape \(3,\)"),
+    "a wrong shape": (
+        lambda x, y: (x * y, None),
+        lambda r, g: (g, g.sum()),
+        r"of shape \(\) for argument 1, of shape \(3,\)",
+    ),
     "another structure": (lambda x, y: (x * y, None), lambda r, g: (g, [g]), "for argument 1"),
     "a number": (lambda x, y: (x * y, None), lambda r, g: (g, 1.0), "of type float for argument 1"),
-    "no residuals": (lambda x, y: x * y, lambda r, g: (g, g), "the forward rule of custom_vjp product returned a Tensor"),
+    "no residuals": (
+        lambda x, y: x * y,
+        lambda r, g: (g, g),
+        "the forward rule of custom_vjp product returned a Tensor",
+    ),
     "a result that is no tensor": (lambda x, y: (1.0, None), lambda r, g: (g, g), "returned a float"),
 }
 
@@ -266,7 +300,10 @@ def test_writes_into_arguments_and_cotangents_are_refused(nest: str) -> None:
     into_argument, into_cotangent, clean = custom_vjp(plain), custom_vjp(plain), custom_vjp(plain)
     into_argument.defvjp(lambda x, y: (x.mul_(y), (x, y)), lambda r, g: (g, g))
     into_cotangent.defvjp(lambda x, y: (plain(x, y), (x, y)), lambda r, g: (g.mul_(r[1]), g))
-    clean.defvjp(lambda x, y: (plain(x, y), slopes(x, y)), lambda r, g: (g.clone().mul_(r[0]), torch.zeros(3).add_(g * r[1])))
+    clean.defvjp(
+        lambda x, y: (plain(x, y), slopes(x, y)),
+        lambda r, g: (g.clone().mul_(r[0]), torch.zeros(3).add_(g * r[1])),
+    )
     before = X.clone()
     for f in (into_argument, into_cotangent):
         with pytest.raises(TransformError, match="writes in place into an argument"):
@@ -319,7 +356,8 @@ def test_pytorchs_autograd_is_told_that_it_does_not_know_the_rule() -> None:
     agree(torch.autograd.grad(grad(weighted(f))(leaf, Y).sum(), leaf)[0], expected)
 
 
-# -- custom_vmap ------------------------------------------------------------------------------------------------------------------
+# -- custom_vmap
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_batched_rule_is_told_what_is_batched() -> None:
@@ -403,6 +441,10 @@ def test_a_backward_that_is_not_linear_has_no_forward_mode() -> None:
     f = custom_vjp(lambda x: x.clone())
     f.defvjp(lambda x: (x.clone(), None), lambda residuals, g: (g.clamp(-1, 1),))
     agree(grad(lambda x: (f(x) * 3).sum())(X), torch.ones_like(X))
-    for program in (lambda: jvp(f, (X,), (X,)), lambda: vmap(lambda x: jvp(f, (x,), (x,)))(X), lambda: jacfwd(f)(X)):
+    for program in (
+        lambda: jvp(f, (X,), (X,)),
+        lambda: vmap(lambda x: jvp(f, (x,), (x,)))(X),
+        lambda: jacfwd(f)(X),
+    ):
         with pytest.raises(TransformError, match="whose backward is not linear"):
             program()

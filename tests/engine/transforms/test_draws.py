@@ -1,5 +1,7 @@
-"""Random operators under vmap, where what is drawn depends on the sample: one draw for all is the draw that each sample alone would
-have seen after the same seed; draws of each sample's own are those of the batch, drawn natively."""
+"""Random operators under vmap, where what is drawn depends on the sample: one draw for all is the draw that
+each sample alone would have seen after the same seed; draws of each sample's own are those of the batch,
+drawn natively.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_each_of_two_maps_has_its_say(name: str, inner: str, outer: str) -> None
 def test_slopes_of_a_randomised_relu(randomness: str) -> None:
     torch.manual_seed(5)
     x = torch.randn(4, 50, dtype=torch.float64)
-    value, pull = vjp(lambda x: vmap(lambda x: rrelu(x, 0.1, 0.4, training=True), randomness=randomness)(x), x)
+    value, pull = vjp(
+        lambda x: vmap(lambda x: rrelu(x, 0.1, 0.4, training=True), randomness=randomness)(x), x
+    )
     (slope,) = pull(torch.ones_like(x))
     torch.testing.assert_close(value, x * slope)
     assert slope[x > 0].unique().tolist() == [1.0]
@@ -101,7 +105,9 @@ def test_a_normal_draw_has_no_derivative_in_its_parameters() -> None:
 
 def test_a_randomised_relu_in_evaluation_draws_nothing() -> None:
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
-    torch.testing.assert_close(vmap(grad(lambda x: (rrelu(x, 0.1, 0.3) ** 2).sum()))(x), 2 * x * torch.where(x < 0, 0.04, 1.0))
+    torch.testing.assert_close(
+        vmap(grad(lambda x: (rrelu(x, 0.1, 0.3) ** 2).sum()))(x), 2 * x * torch.where(x < 0, 0.04, 1.0)
+    )
 
 
 @pytest.mark.parametrize("axes", [2, 3])
@@ -109,7 +115,10 @@ def test_a_randomised_relu_in_evaluation_draws_nothing() -> None:
 def test_fractional_pooling_at_given_places(axes: int, batched: bool) -> None:
     pool = {2: fractional_max_pool2d, 3: fractional_max_pool3d}[axes]
     torch.manual_seed(5)
-    x, places = torch.randn(3, 2, 4, *(6,) * axes, dtype=torch.float64), torch.rand(3, 2, 4, axes, dtype=torch.float64)
+    x, places = (
+        torch.randn(3, 2, 4, *(6,) * axes, dtype=torch.float64),
+        torch.rand(3, 2, 4, axes, dtype=torch.float64),
+    )
     if not batched:
         x, places = x[:, 0], places[:, :1]
 

@@ -1,7 +1,9 @@
-"""Programs written for torch.func, with the import replaced: equal results, and errors where torch.func has errors.
+"""Programs written for torch.func, with the import replaced: equal results, and errors where torch.func has
+errors.
 
-Each is a small function of the namespace `tf`, torch.func or psgrad.engine.transforms. Where the two differ on purpose, the table says
-why. What test_semantics.py, test_forward.py and test_worked_examples.py hold is not here again.
+Each is a small function of the namespace `tf`, torch.func or psgrad.engine.transforms. Where the two differ
+on purpose, the table says why. What test_semantics.py, test_forward.py and test_worked_examples.py hold is
+not here again.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def wants(x: Tensor) -> Tensor:
     return x.clone().requires_grad_()
 
 
-# -- functions of all kinds ----------------------------------------------------------------------------------------------------------------
+# -- functions of all kinds
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Energy:
@@ -123,7 +126,8 @@ PROGRAMS |= {
     for name in ("grad", "grad_and_value", "vmap", "jacrev", "jacfwd")
 }
 
-# -- arguments to differentiate ------------------------------------------------------------------------------------------------------------
+# -- arguments to differentiate
+# ------------------------------------------------------------------------------------------------------------
 
 GRADIENTS = ("grad", "grad_and_value")
 JACOBIANS = ("jacrev", "jacfwd", "hessian")
@@ -148,14 +152,20 @@ PROGRAMS |= {
     for kind, tree in TREES.items()
 }
 PROGRAMS |= {
-    f"{name} with argnums {argnums}": lambda tf, name=name, argnums=argnums: getattr(tf, name)(product, argnums)(X, T)
+    f"{name} with argnums {argnums}": lambda tf, name=name, argnums=argnums: getattr(tf, name)(
+        product, argnums
+    )(X, T)
     for name in (*GRADIENTS, *JACOBIANS)
     for argnums in (0, 1, (0,), (1,), (1, 0))
 }
 PROGRAMS |= {
     "grad of what has a default": lambda tf: tf.grad(product)(X),
-    "grad beside what is no tensor": lambda tf: tf.grad(lambda x, s, n, w: (x * s).sum() if n is None else x.sum())(X, 2.0, None, "w"),
-    "grad beside a tree by keyword": lambda tf: tf.grad(lambda x, o: (x * o["a"][0]).sum() + o["b"])(X, o={"a": [T], "b": 2.0}),
+    "grad beside what is no tensor": lambda tf: tf.grad(
+        lambda x, s, n, w: (x * s).sum() if n is None else x.sum()
+    )(X, 2.0, None, "w"),
+    "grad beside a tree by keyword": lambda tf: tf.grad(lambda x, o: (x * o["a"][0]).sum() + o["b"])(
+        X, o={"a": [T], "b": 2.0}
+    ),
     "grad in half precision": lambda tf: tf.grad(lambda x: (x * x).sum())(X.bfloat16()),
     "grad in two precisions": lambda tf: tf.grad(lambda x, y: (x * y).sum(), (0, 1))(X.float(), T),
     "grad in complex values": lambda tf: tf.grad(lambda z: (z * z.conj()).abs().sum())(Z),
@@ -192,12 +202,15 @@ AUX: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda x: (),
 }
 PROGRAMS |= {
-    f"{name} with {kind} beside": lambda tf, name=name, aux=aux: getattr(tf, name)(lambda x: (x.square().sum(), aux(x)), has_aux=True)(X)
+    f"{name} with {kind} beside": lambda tf, name=name, aux=aux: getattr(tf, name)(
+        lambda x: (x.square().sum(), aux(x)), has_aux=True
+    )(X)
     for name in (*GRADIENTS, "jacrev", "jacfwd")
     for kind, aux in AUX.items()
 }
 
-# -- pulling back and pushing forward ------------------------------------------------------------------------------------------------------
+# -- pulling back and pushing forward
+# ------------------------------------------------------------------------------------------------------
 
 PROGRAMS |= {
     "vjp of a named tuple": lambda tf: tf.vjp(lambda x: Pair(x, 2 * x), X)[1](Pair(X, T)),
@@ -206,14 +219,22 @@ PROGRAMS |= {
     "vjp of a captured value": lambda tf: tf.vjp(lambda x: T, X)[1](X),
     "vjp of an unused argument": lambda tf: tf.vjp(lambda x, y: x.sin(), X, T)[1](X),
     "vjp by keyword": lambda tf: tf.vjp(lambda x: x.sin(), X)[1](cotangents=T),
-    "vjp with a tree beside": lambda tf: [f(T) if callable(f) else f for f in tf.vjp(lambda x: (x.sin(), {"a": x}), X, has_aux=True)],
+    "vjp with a tree beside": lambda tf: [
+        f(T) if callable(f) else f for f in tf.vjp(lambda x: (x.sin(), {"a": x}), X, has_aux=True)
+    ],
     "vjp_fn in vmap": lambda tf: tf.vmap(tf.vjp(lambda x: x.sin(), X)[1])(M),
     "vjp_fn in grad": lambda tf: tf.grad(lambda c: tf.vjp(lambda x: x.sin(), X)[1](c)[0].square().sum())(T),
     "the argument as vjp's value is no copy": lambda tf: tf.vjp(lambda x: x, X)[0].data_ptr() == X.data_ptr(),
     "create_graph=False": lambda tf: tf.vjp(torch.sin, wants(X))[1](X, create_graph=False),
-    "create_graph under no_grad": lambda tf: under_no_grad(tf.vjp(torch.sin, wants(X))[1])(X, create_graph=True),
-    "create_graph=False inside grad": lambda tf: tf.grad(lambda x: (tf.vjp(torch.sin, x)[1](x, create_graph=False)[0] * x).sum())(X),
-    "jvp of a tree": lambda tf: tf.jvp(lambda d: Pair(d["a"] * d["b"][0], d["a"]), ({"a": X, "b": [T]},), ({"a": T, "b": [X]},)),
+    "create_graph under no_grad": lambda tf: under_no_grad(tf.vjp(torch.sin, wants(X))[1])(
+        X, create_graph=True
+    ),
+    "create_graph=False inside grad": lambda tf: tf.grad(
+        lambda x: (tf.vjp(torch.sin, x)[1](x, create_graph=False)[0] * x).sum()
+    )(X),
+    "jvp of a tree": lambda tf: tf.jvp(
+        lambda d: Pair(d["a"] * d["b"][0], d["a"]), ({"a": X, "b": [T]},), ({"a": T, "b": [X]},)
+    ),
     "jvp of what has no derivative": lambda tf: tf.jvp(lambda x: (x.detach(), x > 0), (X,), (T,)),
     "jvp to whole numbers": lambda tf: tf.jvp(lambda x: ((5 * x).long(), (5 * x).long() * x), (X,), (T,)),
     "jvp along another precision": lambda tf: tf.jvp(torch.sin, (X,), (T.float(),)),
@@ -225,7 +246,8 @@ PROGRAMS |= {
     "linearize in vmap of tangents": lambda tf: tf.vmap(tf.linearize(torch.sin, X)[1])(M),
 }
 
-# -- vmap ----------------------------------------------------------------------------------------------------------------------------------
+# -- vmap
+# ------------------------------------------------------------------------------------------------------------
 
 
 def columns(x: Tensor, y: Any) -> Tensor:
@@ -266,30 +288,45 @@ PROGRAMS |= {
     for dims in several
 }
 PROGRAMS |= {
-    "vmap beside what is no tensor": lambda tf: tf.vmap(lambda x, y, z: x if y is None else z, (0, None, None))(M, None, "w"),
+    "vmap beside what is no tensor": lambda tf: tf.vmap(
+        lambda x, y, z: x if y is None else z, (0, None, None)
+    )(M, None, "w"),
     "vmap beside an empty list": lambda tf: tf.vmap(lambda x, y: x)(M, []),
     "vmap of whole numbers": lambda tf: tf.vmap(lambda x: x * 2)(torch.arange(4)),
     "vmap of truth values": lambda tf: tf.vmap(lambda x: ~x)(M > 0),
     "vmap of complex values": lambda tf: tf.vmap(lambda x: x.conj() * 2)(torch.complex(M, M)),
     "vmap of no samples": lambda tf: tf.vmap(lambda x: (x * 2, x.sum(), T))(M[:0]),
-    "the argument is no copy": lambda tf: (lambda y: (y.data_ptr() == M.data_ptr(), y.stride()))(tf.vmap(lambda x: x, 0, 1)(M)),
-    "a part of the argument is no copy": lambda tf: (lambda y: (y.data_ptr() == M.data_ptr(), y.stride()))(tf.vmap(lambda x: x[:2])(M)),
-    "a captured tensor is no copy": lambda tf: (lambda y: (y.data_ptr() == T.data_ptr(), y.stride()))(tf.vmap(lambda x: T)(M)),
+    "the argument is no copy": lambda tf: (lambda y: (y.data_ptr() == M.data_ptr(), y.stride()))(
+        tf.vmap(lambda x: x, 0, 1)(M)
+    ),
+    "a part of the argument is no copy": lambda tf: (lambda y: (y.data_ptr() == M.data_ptr(), y.stride()))(
+        tf.vmap(lambda x: x[:2])(M)
+    ),
+    "a captured tensor is no copy": lambda tf: (lambda y: (y.data_ptr() == T.data_ptr(), y.stride()))(
+        tf.vmap(lambda x: T)(M)
+    ),
     "a captured tensor is itself": lambda tf: tf.vmap(lambda x: T, out_dims=None)(M) is T,
-    "an argument written to is no copy": lambda tf: (lambda m: tf.vmap(lambda x: x.mul_(2))(m).data_ptr() == m.data_ptr())(M.clone()),
-    "an argument that is not mapped, written to": lambda tf: (lambda t: (tf.vmap(lambda x, y: x + y.add_(1), (0, None))(M, t), t))(
+    "an argument written to is no copy": lambda tf: (
+        lambda m: tf.vmap(lambda x: x.mul_(2))(m).data_ptr() == m.data_ptr()
+    )(M.clone()),
+    "an argument that is not mapped, written to": lambda tf: (
+        lambda t: (tf.vmap(lambda x, y: x + y.add_(1), (0, None))(M, t), t)
+    )(T.clone()),
+    "a captured tensor, written to": lambda tf: (lambda t: (tf.vmap(lambda x: x + t.add_(1))(M), t))(
         T.clone()
     ),
-    "a captured tensor, written to": lambda tf: (lambda t: (tf.vmap(lambda x: x + t.add_(1))(M), t))(T.clone()),
     "vmap of a mask": lambda tf: tf.vmap(lambda x: x.clone().masked_fill_(x > 0, 0))(M),
     "vmap in other strides": lambda tf: tf.vmap(lambda x: x.as_strided((2,), (1,), 1))(M),
-    "chunks, keywords and other axes": lambda tf: tf.vmap(lambda x, y: (x, x * y.sum()), 1, (1, 0), chunk_size=2)(M, y=M),
+    "chunks, keywords and other axes": lambda tf: tf.vmap(
+        lambda x, y: (x, x * y.sum()), 1, (1, 0), chunk_size=2
+    )(M, y=M),
     "a gradient wanted": lambda tf: tf.vmap(lambda x: (x * 2, T, x > 0))(wants(M)),
     "a gradient wanted for what was captured": lambda tf: (lambda w: tf.vmap(lambda x: x * w)(M))(wants(T)),
     "a gradient not wanted": lambda tf: under_no_grad(lambda: tf.vmap(lambda x: x * 2)(wants(M)))(),
 }
 
-# -- draws: of the same seed the same numbers, and the same seed for what follows ----------------------------------------------------------
+# -- draws: of the same seed the same numbers, and the same seed for what follows
+# ----------------------------------------------------------
 
 DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "rand": lambda x: torch.rand(3),
@@ -297,31 +334,60 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "randint": lambda x: torch.randint(10, (3,)),
     "randint from": lambda x: torch.randint(3, 9, (2,)),
     "randperm": lambda x: torch.randperm(5),
-    "like": lambda x: (torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 7), torch.randint_like(x, 2, 7)),
+    "like": lambda x: (
+        torch.rand_like(x),
+        torch.randn_like(x),
+        torch.randint_like(x, 7),
+        torch.randint_like(x, 2, 7),
+    ),
     "like a captured one": lambda x: torch.rand_like(T),
     "bernoulli_": lambda x: (x.clone().bernoulli_(0.3), x.clone().bernoulli_(T.abs() / 2)),
     "normal of numbers": lambda x: torch.normal(0.0, 1.0, (3,)),
-    "in place": lambda x: (x.clone().normal_(), x.clone().uniform_(), x.clone().exponential_(), x.clone().geometric_(0.5)),
+    "in place": lambda x: (
+        x.clone().normal_(),
+        x.clone().uniform_(),
+        x.clone().exponential_(),
+        x.clone().geometric_(0.5),
+    ),
     "in place, heavy tails": lambda x: (x.clone().cauchy_(), x.clone().log_normal_()),
     "random_": lambda x: (x.clone().random_(), x.clone().random_(5), x.clone().random_(2, 5)),
     "multinomial of a captured one": lambda x: torch.multinomial(T.abs(), 2),
     "poisson of a captured one": lambda x: torch.poisson(T.abs()),
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout of a captured one": lambda x: F.dropout(T, 0.5),
-    "dropout of nothing and of all": lambda x: (F.dropout(x, 0.0), F.dropout(x, 0.5, training=False), F.dropout(x, 1.0)),
-    "dropout of channels": lambda x: (F.dropout1d(x.expand(2, 4, 3), 0.5), F.dropout3d(x.expand(2, 2, 2, 4, 3), 0.5)),
-    "dropout with a mean": lambda x: (F.alpha_dropout(x, 0.5, True), F.feature_alpha_dropout(x.expand(2, 4, 3), 0.5, True)),
+    "dropout of nothing and of all": lambda x: (
+        F.dropout(x, 0.0),
+        F.dropout(x, 0.5, training=False),
+        F.dropout(x, 1.0),
+    ),
+    "dropout of channels": lambda x: (
+        F.dropout1d(x.expand(2, 4, 3), 0.5),
+        F.dropout3d(x.expand(2, 2, 2, 4, 3), 0.5),
+    ),
+    "dropout with a mean": lambda x: (
+        F.alpha_dropout(x, 0.5, True),
+        F.feature_alpha_dropout(x.expand(2, 4, 3), 0.5, True),
+    ),
     "gumbel": lambda x: F.gumbel_softmax(x),
     "a seed inside": lambda x: (torch.manual_seed(5), torch.rand(3))[1],
     "none": lambda x: x * 2,
 }
 DRAWS_OF_THEIR_OWN: dict[str, Callable[[Tensor], Any]] = {
-    "bernoulli": lambda x: (torch.bernoulli(x.abs() / 2), torch.bernoulli(x, 0.3), x.clone().bernoulli_(x.abs() / 2)),
+    "bernoulli": lambda x: (
+        torch.bernoulli(x.abs() / 2),
+        torch.bernoulli(x, 0.3),
+        x.clone().bernoulli_(x.abs() / 2),
+    ),
     "normal": lambda x: (torch.normal(x, 1.0), torch.normal(0.0, x.abs()), torch.normal(x, x.abs())),
     "multinomial": lambda x: (torch.multinomial(x.abs(), 2), torch.multinomial(x.abs(), 5, True)),
-    "poisson and binomial": lambda x: (torch.poisson(x.abs()), torch.binomial(torch.full_like(x, 5.0), x.abs() / 2)),
+    "poisson and binomial": lambda x: (
+        torch.poisson(x.abs()),
+        torch.binomial(torch.full_like(x, 5.0), x.abs() / 2),
+    ),
     "gamma": lambda x: torch._standard_gamma(x.abs()),
-    "attention with dropout": lambda x: F.scaled_dot_product_attention(*[x.expand(2, 4, 3)] * 3, dropout_p=0.5),
+    "attention with dropout": lambda x: F.scaled_dot_product_attention(
+        *[x.expand(2, 4, 3)] * 3, dropout_p=0.5
+    ),
 }
 
 
@@ -336,9 +402,15 @@ PROGRAMS |= {
     if not (draw == "a seed inside" and randomness == "different")
 }
 PROGRAMS |= {
-    "different draws in chunks": lambda tf: drawn(tf, lambda x: x * torch.rand(()), "different", chunk_size=2),
-    "the same draw in chunks": lambda tf: tf.vmap(lambda x: x * torch.rand(()), randomness="same", chunk_size=2)(M),
-    "no draw where none is allowed": lambda tf: drawn(tf, lambda x: F.dropout(F.dropout(x, 0.0), 1.0), "error"),
+    "different draws in chunks": lambda tf: drawn(
+        tf, lambda x: x * torch.rand(()), "different", chunk_size=2
+    ),
+    "the same draw in chunks": lambda tf: tf.vmap(
+        lambda x: x * torch.rand(()), randomness="same", chunk_size=2
+    )(M),
+    "no draw where none is allowed": lambda tf: drawn(
+        tf, lambda x: F.dropout(F.dropout(x, 0.0), 1.0), "error"
+    ),
     "draws under grad": lambda tf: (tf.grad(lambda x: F.dropout(x, 0.5).sum())(M), torch.get_rng_state()),
     "draws under jvp": lambda tf: (tf.jvp(lambda x: F.dropout(x, 0.5), (M,), (M,)), torch.get_rng_state()),
     "draws under jacrev": lambda tf: tf.jacrev(lambda x: x * torch.rand(3))(X),
@@ -346,13 +418,17 @@ PROGRAMS |= {
     "one draw under jacfwd": lambda tf: tf.jacfwd(lambda x: x * torch.rand(3), randomness="same")(X),
 }
 
-# -- what is switched on and off, and what is written to -----------------------------------------------------------------------------------
+# -- what is switched on and off, and what is written to
+# -----------------------------------------------------------------------------------
 
 
 def statistics(tf: Any) -> Any:
     """A batch norm whose buffers are an argument, as one trains with gradients of functions."""
     norm = nn.BatchNorm1d(3).double()
-    params, buffers = {k: v.detach() for k, v in norm.named_parameters()}, {k: v.clone() for k, v in norm.named_buffers()}
+    params, buffers = (
+        {k: v.detach() for k, v in norm.named_parameters()},
+        {k: v.clone() for k, v in norm.named_buffers()},
+    )
     loss = lambda params, buffers, x: tf.functional_call(norm, (params, buffers), (x,)).pow(3).sum()
     return tf.grad(loss)(params, buffers, M), buffers, dict(norm.named_buffers())
 
@@ -368,9 +444,26 @@ def kept(tf: Any) -> list[Tensor]:
 SEEN: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda x: (tuple(x.shape), x.dim(), x.numel(), len(x), x.ndim, str(x.size()), tuple(x.T.shape)),
     "layout": lambda x: (x.stride(), x.is_contiguous(), x.storage_offset(), x.layout, x.dim_order()),
-    "dtype": lambda x: (x.dtype, x.type(), x.element_size(), x.nbytes, x.itemsize, x.is_floating_point(), x.is_complex(), x.is_signed()),
+    "dtype": lambda x: (
+        x.dtype,
+        x.type(),
+        x.element_size(),
+        x.nbytes,
+        x.itemsize,
+        x.is_floating_point(),
+        x.is_complex(),
+        x.is_signed(),
+    ),
     "device": lambda x: (str(x.device), x.is_cuda, x.get_device(), x.is_sparse, x.is_quantized, x.is_nested),
-    "kind": lambda x: (torch.is_tensor(x), isinstance(x, Tensor), hash(x) == hash(x), {x: 1}[x], x.is_conj(), x.is_neg(), x.grad),
+    "kind": lambda x: (
+        torch.is_tensor(x),
+        isinstance(x, Tensor),
+        hash(x) == hash(x),
+        {x: 1}[x],
+        x.is_conj(),
+        x.is_neg(),
+        x.grad,
+    ),
     "rows": lambda x: [tuple(row.shape) for row in x.view(1, -1)],
     "words": lambda x: len(f"{x} {x!r}") > 0,
     "modes": lambda x: torch.result_type(x, 2),
@@ -387,35 +480,59 @@ def seen(tf: Any, look: Callable[[Tensor], Any]) -> list[Any]:
 
 PROGRAMS |= {
     "statistics in an argument": statistics,
-    "an argument beside, written to": lambda tf: (lambda t: (tf.grad(lambda x, y: (y.mul_(x) * x).sum())(X, t), t))(T.clone()),
-    "a keyword, written to": lambda tf: (lambda t: (tf.grad(lambda x, y: (y.view(3)[1:].mul_(2).sum() * x).sum())(X, y=t), t))(T.clone()),
-    "an argument beside, written to in vmap": lambda tf: (lambda m: (tf.vmap(tf.grad(lambda x, y: (y.mul_(x) * x).sum()))(M, m), m))(
-        M.clone()
-    ),
+    "an argument beside, written to": lambda tf: (
+        lambda t: (tf.grad(lambda x, y: (y.mul_(x) * x).sum())(X, t), t)
+    )(T.clone()),
+    "a keyword, written to": lambda tf: (
+        lambda t: (tf.grad(lambda x, y: (y.view(3)[1:].mul_(2).sum() * x).sum())(X, y=t), t)
+    )(T.clone()),
+    "an argument beside, written to in vmap": lambda tf: (
+        lambda m: (tf.vmap(tf.grad(lambda x, y: (y.mul_(x) * x).sum()))(M, m), m)
+    )(M.clone()),
     "an argument beside, written to in grad": lambda tf: (
         lambda t: (tf.grad(lambda x, y: tf.grad(lambda x, y: (y.mul_(x) * x * x).sum())(x, y).sum())(X, t), t)
     )(T.clone()),
-    "vmap under no_grad inside grad": lambda tf: tf.grad(lambda x: (under_no_grad(tf.vmap(torch.sin))(x) * x).sum())(X),
-    "jvp under no_grad inside grad": lambda tf: tf.grad(lambda x: (under_no_grad(tf.jvp)(torch.sin, (x,), (T,))[0] * x).sum())(X),
-    "dropout of nothing is its argument": lambda tf: tf.grad(lambda x: (lambda y: (F.dropout(y, 0.0).mul_(3), y * x)[1].sum())(x * 1))(X),
-    "recording inside vmap": lambda tf: under_no_grad(tf.vmap(lambda x: torch.tensor(torch.is_grad_enabled())))(M),
+    "vmap under no_grad inside grad": lambda tf: tf.grad(
+        lambda x: (under_no_grad(tf.vmap(torch.sin))(x) * x).sum()
+    )(X),
+    "jvp under no_grad inside grad": lambda tf: tf.grad(
+        lambda x: (under_no_grad(tf.jvp)(torch.sin, (x,), (T,))[0] * x).sum()
+    )(X),
+    "dropout of nothing is its argument": lambda tf: tf.grad(
+        lambda x: (lambda y: (F.dropout(y, 0.0).mul_(3), y * x)[1].sum())(x * 1)
+    )(X),
+    "recording inside vmap": lambda tf: under_no_grad(
+        tf.vmap(lambda x: torch.tensor(torch.is_grad_enabled()))
+    )(M),
     "recording inside jvp": lambda tf: under_no_grad(tf.jvp)(
         lambda x: (x, torch.tensor(torch.is_grad_enabled())), (X,), (T,), has_aux=True
     ),
-    "recording inside grad": lambda tf: under_no_grad(tf.grad(lambda x: (x.sum(), torch.tensor(torch.is_grad_enabled())), has_aux=True))(X),
+    "recording inside grad": lambda tf: under_no_grad(
+        tf.grad(lambda x: (x.sum(), torch.tensor(torch.is_grad_enabled())), has_aux=True)
+    )(X),
     "inference mode inside vmap": lambda tf: torch.inference_mode()(tf.vmap)(lambda x: x.square().sum())(M),
     "no_grad inside jacrev": lambda tf: tf.jacrev(lambda x: under_no_grad(torch.sin)(x) * x)(X),
     "no_grad inside jacfwd": lambda tf: tf.jacfwd(lambda x: under_no_grad(torch.sin)(x) * x)(X),
     "a gradient wanted for the tangent": lambda tf: tf.jvp(torch.sin, (X,), (wants(T),)),
     "a gradient wanted for the primal": lambda tf: tf.jvp(torch.sin, (wants(X),), (T,)),
-    "a gradient wanted for a Jacobian": lambda tf: (tf.jacrev(torch.sin)(wants(X)), tf.jacfwd(torch.sin)(wants(X))),
-    "a gradient wanted for a Hessian": lambda tf: tf.hessian(lambda x: x.pow(3).sum())(nn.Parameter(X.clone())),
-    "what is kept can be used": lambda tf: [(x * 2, x.sum().item(), x.tolist(), bool((x < 9).all())) for x in kept(tf)],
+    "a gradient wanted for a Jacobian": lambda tf: (
+        tf.jacrev(torch.sin)(wants(X)),
+        tf.jacfwd(torch.sin)(wants(X)),
+    ),
+    "a gradient wanted for a Hessian": lambda tf: tf.hessian(lambda x: x.pow(3).sum())(
+        nn.Parameter(X.clone())
+    ),
+    "what is kept can be used": lambda tf: [
+        (x * 2, x.sum().item(), x.tolist(), bool((x < 9).all())) for x in kept(tf)
+    ],
     "what is kept is a constant": lambda tf: tf.grad(lambda y: sum((y * x).sum() for x in kept(tf)))(X),
 }
-PROGRAMS |= {f"what is seen inside: {name}": lambda tf, look=look: seen(tf, look) for name, look in SEEN.items()}
+PROGRAMS |= {
+    f"what is seen inside: {name}": lambda tf, look=look: seen(tf, look) for name, look in SEEN.items()
+}
 
-# -- modules -------------------------------------------------------------------------------------------------------------------------------
+# -- modules
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Shared(nn.Module):
@@ -430,7 +547,11 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         self.steps = self.steps + 1
-        return scale * (x * self.a + self.b * self.c) + self.plain + (0 if self.nothing is None else self.nothing)
+        return (
+            scale * (x * self.a + self.b * self.c)
+            + self.plain
+            + (0 if self.nothing is None else self.nothing)
+        )
 
 
 class Broken(nn.Module):
@@ -450,44 +571,69 @@ def hooked() -> nn.Module:
 
 def reparametrised(tf: Any) -> Any:
     layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2, dtype=torch.float64))
-    return tf.functional_call(layer, {name: 2 * value.detach() for name, value in layer.named_parameters()}, X)
+    return tf.functional_call(
+        layer, {name: 2 * value.detach() for name, value in layer.named_parameters()}, X
+    )
 
 
 def counted(tf: Any, *given: dict[str, Tensor]) -> Any:
     model = Shared()
-    return tf.functional_call(model, given[0] if len(given) == 1 else given, X).detach(), given, model.steps, model.a.detach()
+    return (
+        tf.functional_call(model, given[0] if len(given) == 1 else given, X).detach(),
+        given,
+        model.steps,
+        model.a.detach(),
+    )
 
 
 PROGRAMS |= {
-    "functional_call by keywords": lambda tf: tf.functional_call(Shared(), {"a": T}, None, {"x": X, "scale": 2.0}),
+    "functional_call by keywords": lambda tf: tf.functional_call(
+        Shared(), {"a": T}, None, {"x": X, "scale": 2.0}
+    ),
     "functional_call of a list": lambda tf: tf.functional_call(nn.Flatten(0), {}, X[None]),
     "functional_call of no dict": lambda tf: tf.functional_call(Shared(), [], X),
-    "functional_call of a state dict": lambda tf: tf.functional_call(nn.Linear(3, 2).double(), nn.Linear(3, 2).double().state_dict(), X),
+    "functional_call of a state dict": lambda tf: tf.functional_call(
+        nn.Linear(3, 2).double(), nn.Linear(3, 2).double().state_dict(), X
+    ),
     "functional_call with hooks": lambda tf: tf.functional_call(hooked(), {"a": T}, X),
     "functional_call by another name": lambda tf: tf.functional_call(Shared(), {"b": T}, X),
     "functional_call by both names": lambda tf: tf.functional_call(Shared(), {"a": T, "b": T}, X),
     "functional_call by one of two": lambda tf: tf.functional_call(Shared(), {"a": T}, X, tie_weights=False),
-    "strict by one name": lambda tf: tf.functional_call(Shared(), {"a": T, "c": X, "steps": torch.ones(())}, X, strict=True),
+    "strict by one name": lambda tf: tf.functional_call(
+        Shared(), {"a": T, "c": X, "steps": torch.ones(())}, X, strict=True
+    ),
     "a buffer that was None": lambda tf: tf.functional_call(Shared(), {"nothing": T}, X),
     "a tensor that was never registered": lambda tf: tf.functional_call(Shared(), {"plain": T}, X),
-    "a parameter given as None": lambda tf: tf.functional_call(nn.Linear(3, 2).double(), {"weight": M[:2], "bias": None}, X),
+    "a parameter given as None": lambda tf: tf.functional_call(
+        nn.Linear(3, 2).double(), {"weight": M[:2], "bias": None}, X
+    ),
     "parametrised": reparametrised,
     "a buffer that the module replaces": lambda tf: counted(tf, {"steps": torch.tensor(5.0), "a": T}),
-    "a buffer that the module replaces, in two dicts": lambda tf: counted(tf, {"steps": torch.tensor(5.0)}, {"a": T}),
+    "a buffer that the module replaces, in two dicts": lambda tf: counted(
+        tf, {"steps": torch.tensor(5.0)}, {"a": T}
+    ),
     "stack_module_state of a tuple": lambda tf: tf.stack_module_state((Shared(), Shared())),
-    "stack_module_state of a ModuleList": lambda tf: tf.stack_module_state(nn.ModuleList([Shared(), Shared()])),
-    "stack_module_state of frozen models": lambda tf: tf.stack_module_state([Shared().requires_grad_(False) for _ in range(2)]),
+    "stack_module_state of a ModuleList": lambda tf: tf.stack_module_state(
+        nn.ModuleList([Shared(), Shared()])
+    ),
+    "stack_module_state of frozen models": lambda tf: tf.stack_module_state(
+        [Shared().requires_grad_(False) for _ in range(2)]
+    ),
 }
 
 
 def normed(tf: Any, map_models: bool, **keywords: Any) -> Any:
-    """Gradients through a batch norm in training mode, whose batch is the user's: two batches, or two models on one batch."""
+    """Gradients through a batch norm in training mode, whose batch is the user's: two batches, or two models
+    on one batch.
+    """
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **keywords), nn.Linear(4, 1)).double()
     params = {name: p.detach() for name, p in model.named_parameters()}
     batches = torch.arange(30.0, dtype=torch.float64).reshape(2, 5, 3).sin()
     gradient = tf.grad(lambda params, x: tf.functional_call(model, params, (x,)).square().sum())
     if map_models:
-        return tf.vmap(gradient, (0, None))({name: torch.stack([p, p + 0.1]) for name, p in params.items()}, batches[0])
+        return tf.vmap(gradient, (0, None))(
+            {name: torch.stack([p, p + 0.1]) for name, p in params.items()}, batches[0]
+        )
     return tf.vmap(gradient, (None, 0))(params, batches)
 
 
@@ -499,8 +645,12 @@ def with_generator(tf: Any, randomness: str, *limits: int) -> Tensor:
 PROGRAMS |= {
     "batch statistics of each of several batches": lambda tf: normed(tf, False, track_running_stats=False),
     "batch statistics in each of several models": lambda tf: normed(tf, True, track_running_stats=False),
-    "batch statistics without a layer": lambda tf: tf.grad(lambda x: F.batch_norm(x, None, None, training=True).pow(3).sum())(M),
-    "batch statistics in forward mode": lambda tf: tf.jvp(lambda x: F.batch_norm(x, None, None, training=True), (M,), (M.cos(),)),
+    "batch statistics without a layer": lambda tf: tf.grad(
+        lambda x: F.batch_norm(x, None, None, training=True).pow(3).sum()
+    )(M),
+    "batch statistics in forward mode": lambda tf: tf.jvp(
+        lambda x: F.batch_norm(x, None, None, training=True), (M,), (M.cos(),)
+    ),
     "variance and mean of scalars": lambda tf: tf.vmap(lambda x: torch.var_mean(x, dim=0, correction=0))(X),
     "group norm of what meets the samples later": lambda tf: tf.vmap(
         tf.grad(lambda p, x: (F.group_norm(p[None, None], 1) * x).sum()), (None, 0)
@@ -523,11 +673,14 @@ def test_an_exception_of_the_module_passes_and_leaves_it_as_it_was() -> None:
     assert model.a is before
 
 
-# -- mistakes: both refuse -----------------------------------------------------------------------------------------------------------------
+# -- mistakes: both refuse
+# ------------------------------------------------------------------------------------------------------------
 
 ANY = (*GRADIENTS, *JACOBIANS)
 MISTAKES: dict[str, Program] = {
-    f"{name} with argnums {argnums!r}": lambda tf, name=name, argnums=argnums: getattr(tf, name)(product, argnums)(X, T)
+    f"{name} with argnums {argnums!r}": lambda tf, name=name, argnums=argnums: getattr(tf, name)(
+        product, argnums
+    )(X, T)
     for name in ANY
     for argnums in (2, (0, 0), (), "a", 1.0, (0.0,), (None,), (0, 2))
 }
@@ -537,16 +690,30 @@ WRONG_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "None inside": ({"a": X, "b": None},),
 }
 MISTAKES |= {
-    f"{name} in {kind}": lambda tf, name=name, args=args: getattr(tf, name)(lambda x: tree_flatten(x)[0][0].sum() * 2.0)(*args)
+    f"{name} in {kind}": lambda tf, name=name, args=args: getattr(tf, name)(
+        lambda x: tree_flatten(x)[0][0].sum() * 2.0
+    )(*args)
     for name in ANY
     for kind, args in WRONG_ARGUMENTS.items()
 }
-WRONG_VALUES: dict[str, Callable[[Tensor], Any]] = {"None": lambda x: None, "a number": lambda x: 2.0, "a word": lambda x: (x.sum(), "w")}
-MISTAKES |= {f"{name} of {kind}": lambda tf, name=name, f=f: getattr(tf, name)(f)(X) for name in ANY for kind, f in WRONG_VALUES.items()}
+WRONG_VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "None": lambda x: None,
+    "a number": lambda x: 2.0,
+    "a word": lambda x: (x.sum(), "w"),
+}
+MISTAKES |= {
+    f"{name} of {kind}": lambda tf, name=name, f=f: getattr(tf, name)(f)(X)
+    for name in ANY
+    for kind, f in WRONG_VALUES.items()
+}
 MISTAKES |= {
     f"{name} with {kind} for a pair": lambda tf, name=name, f=f: getattr(tf, name)(f, has_aux=True)(X)
     for name in (*GRADIENTS, "jacrev", "jacfwd")
-    for kind, f in {"a value": lambda x: x.sum(), "a list": lambda x: [x.sum(), x], "three": lambda x: (x.sum(), x, x)}.items()
+    for kind, f in {
+        "a value": lambda x: x.sum(),
+        "a list": lambda x: [x.sum(), x],
+        "three": lambda x: (x.sum(), x, x),
+    }.items()
 }
 MISTAKES |= {
     "grad of a pair": lambda tf: tf.grad(lambda x: (x.sum(), x))(X),
@@ -572,31 +739,43 @@ MISTAKES |= {
     "a tangent that is None": lambda tf: tf.jvp(torch.sin, (X,), (None,)),
     "jvp in whole numbers": lambda tf: tf.jvp(torch.sin, (torch.arange(3),), (torch.arange(3),)),
     "jvp of a word inside": lambda tf: tf.jvp(lambda x: (x, "w"), (X,), (T,)),
-    "strict jvp of what has no derivative": lambda tf: tf.jvp(lambda x: (x, x.detach()), (X,), (T,), strict=True),
+    "strict jvp of what has no derivative": lambda tf: tf.jvp(
+        lambda x: (x, x.detach()), (X,), (T,), strict=True
+    ),
     "strict jvp of a comparison": lambda tf: tf.jvp(lambda x: x > 0, (X,), (T,), strict=True),
     "linearize along another shape": lambda tf: tf.linearize(torch.sin, X)[1](T[:2]),
     "linearize along too few": lambda tf: tf.linearize(torch.mul, X, T)[1](T),
     "draws where none are allowed, in jacfwd": lambda tf: tf.jacfwd(lambda x: x * torch.rand(3))(X),
-    "different draws into one tensor": lambda tf: (lambda t: tf.vmap(lambda x: t.uniform_(), randomness="different")(M))(T.clone()),
+    "different draws into one tensor": lambda tf: (
+        lambda t: tf.vmap(lambda x: t.uniform_(), randomness="different")(M)
+    )(T.clone()),
     "a sample written into one tensor": lambda tf: (lambda t: tf.vmap(lambda x: t.add_(x))(M))(T.clone()),
-    "a captured tensor written to in grad": lambda tf: (lambda t: tf.grad(lambda x: t.mul_(x).sum())(X))(T.clone()),
+    "a captured tensor written to in grad": lambda tf: (lambda t: tf.grad(lambda x: t.mul_(x).sum())(X))(
+        T.clone()
+    ),
     "out=": lambda tf: tf.vmap(lambda x: torch.sin(x, out=torch.empty(3)))(M),
     "the memory of a sample": lambda tf: tf.vmap(lambda x: torch.tensor(x.numpy()))(M),
     "backward inside grad": lambda tf: tf.grad(lambda x: (x.sum().backward(), x.sum())[1])(X),
     "backward inside vmap": lambda tf: tf.vmap(lambda x: (x.sum().backward(), x)[1])(wants(M)),
     "retain_grad inside grad": lambda tf: tf.grad(lambda x: ((x * 1).retain_grad(), x.sum())[1])(X),
-    "requires_grad_(False) inside grad": lambda tf: tf.grad(lambda x: x.requires_grad_(False).square().sum())(X),
+    "requires_grad_(False) inside grad": lambda tf: tf.grad(lambda x: x.requires_grad_(False).square().sum())(
+        X
+    ),
     "data_ptr inside vmap": lambda tf: tf.vmap(lambda x: x * x.data_ptr())(M),
     "no dict": lambda tf: tf.functional_call(Shared(), 3, X),
     "a list of pairs": lambda tf: tf.functional_call(Shared(), list(Shared().named_parameters()), X),
     "a name in two dicts": lambda tf: tf.functional_call(Shared(), [{"a": T}, {"a": T}], X),
-    "two names of one parameter in a state dict": lambda tf: tf.functional_call(Shared(), Shared().state_dict(), X),
+    "two names of one parameter in a state dict": lambda tf: tf.functional_call(
+        Shared(), Shared().state_dict(), X
+    ),
     "two values of one parameter": lambda tf: tf.functional_call(Shared(), {"a": T, "b": X}, X),
     "strict without one": lambda tf: tf.functional_call(Shared(), {"a": T}, X, strict=True),
     "strict with another": lambda tf: tf.functional_call(nn.Flatten(), {"a": T}, X, strict=True),
     "a submodule that is not there": lambda tf: tf.functional_call(Shared(), {"no.body": T}, X),
     "what is no tensor": lambda tf: tf.functional_call(Shared(), {"training": T}, X),
-    "stack_module_state of different shapes": lambda tf: tf.stack_module_state([nn.Linear(1, 1), nn.Linear(2, 1)]),
+    "stack_module_state of different shapes": lambda tf: tf.stack_module_state(
+        [nn.Linear(1, 1), nn.Linear(2, 1)]
+    ),
     "stack_module_state of frozen and others": lambda tf: tf.stack_module_state([nn.Tanh(), nn.Linear(1, 1)]),
 }
 MISTAKES |= {
@@ -622,9 +801,18 @@ MISTAKES |= {
     ]
     for dims in several
 }
-MISTAKES |= {f"vmap by {size!r}": lambda tf, size=size: tf.vmap(torch.sin, chunk_size=size)(M) for size in (0, -1, 2.0, "a", True)}
-MISTAKES |= {f"jacrev by {size!r}": lambda tf, size=size: tf.jacrev(torch.sin, chunk_size=size)(X) for size in (0, -1, 2.0, "a", True)}
-MISTAKES |= {f"randomness={word!r}": lambda tf, word=word: tf.vmap(torch.sin, randomness=word)(M) for word in ("", "SAME", None, 1)}
+MISTAKES |= {
+    f"vmap by {size!r}": lambda tf, size=size: tf.vmap(torch.sin, chunk_size=size)(M)
+    for size in (0, -1, 2.0, "a", True)
+}
+MISTAKES |= {
+    f"jacrev by {size!r}": lambda tf, size=size: tf.jacrev(torch.sin, chunk_size=size)(X)
+    for size in (0, -1, 2.0, "a", True)
+}
+MISTAKES |= {
+    f"randomness={word!r}": lambda tf, word=word: tf.vmap(torch.sin, randomness=word)(M)
+    for word in ("", "SAME", None, 1)
+}
 MISTAKES |= {
     f"{name}, where none is allowed": lambda tf, f=f: drawn(tf, f, "error")
     for name, f in (DRAWS | DRAWS_OF_THEIR_OWN).items()
@@ -640,7 +828,9 @@ MISTAKES |= {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_both_refuse(name: str) -> None:
-    """By an error of psgrad, which programs that catch torch.func's errors on purpose catch too: it has ValueErrors and RuntimeErrors."""
+    """By an error of psgrad, which programs that catch torch.func's errors on purpose catch too: it has
+    ValueErrors and RuntimeErrors.
+    """
     with pytest.raises(Exception) as theirs:  # noqa: PT011
         run(MISTAKES[name], torch.func)
     with pytest.raises(PsgradError) as ours:
@@ -649,13 +839,16 @@ def test_both_refuse(name: str) -> None:
         assert theirs.type is not kind or isinstance(ours.value, kind)
 
 
-# -- beyond torch.func: it refuses, or fails -----------------------------------------------------------------------------------------------
+# -- beyond torch.func: it refuses, or fails
+# -----------------------------------------------------------------------------------------------
 
 ROWS = torch.stack([X, T])
 # What it gives, and why it is given.
 BEYOND: dict[str, tuple[Program, Any, str]] = {
     f"{name} with {aux!r} beside": (
-        lambda tf, name=name, aux=aux: getattr(tf, name)(lambda x: (x.square().sum(), aux), has_aux=True)(X)[1],
+        lambda tf, name=name, aux=aux: getattr(tf, name)(lambda x: (x.square().sum(), aux), has_aux=True)(X)[
+            1
+        ],
         aux,
         "what stands beside is handed through, whatever it is",
     )
@@ -666,19 +859,46 @@ BEYOND |= {
     "whole numbers beside vjp's value": (
         lambda tf: tf.vjp(lambda x: tuple(x.topk(2)), X)[1]((X[:2], torch.tensor([0, 1]))),
         (torch.tensor([-0.8, 0.0, 0.3], dtype=torch.float64),),
-        "a function may return places beside values; they have no derivative, and their cotangents are not looked at",
+        (
+            "a function may return places beside values; they have no derivative, and their cotangents are"
+            " not looked at"
+        ),
     ),
-    "vjp of nothing": (lambda tf: tf.vjp(lambda x: (), X)[1](()), (0 * X,), "nothing has a derivative, too: zero"),
-    "jvp of nothing": (lambda tf: tf.jvp(lambda x: (), (X,), (T,)), ((), ()), "nothing has a derivative, too: nothing"),
-    "keywords through jacrev": (lambda tf: tf.jacrev(lambda x, y: x * y)(X, y=T), torch.diag(T), "grad passes them on, too"),
-    "keywords through jacfwd": (lambda tf: tf.jacfwd(lambda x, y: x * y)(X, y=T), torch.diag(T), "grad passes them on, too"),
+    "vjp of nothing": (
+        lambda tf: tf.vjp(lambda x: (), X)[1](()),
+        (0 * X,),
+        "nothing has a derivative, too: zero",
+    ),
+    "jvp of nothing": (
+        lambda tf: tf.jvp(lambda x: (), (X,), (T,)),
+        ((), ()),
+        "nothing has a derivative, too: nothing",
+    ),
+    "keywords through jacrev": (
+        lambda tf: tf.jacrev(lambda x, y: x * y)(X, y=T),
+        torch.diag(T),
+        "grad passes them on, too",
+    ),
+    "keywords through jacfwd": (
+        lambda tf: tf.jacfwd(lambda x, y: x * y)(X, y=T),
+        torch.diag(T),
+        "grad passes them on, too",
+    ),
     "vjp_fn again after retain_graph=False": (
         lambda tf: [f(X, retain_graph=False) and f(X) for f in [tf.vjp(lambda x: 2 * x, X)[1]]],
         [(2 * X,)],
         "the record is kept as long as its function is",
     ),
-    "linearize inside vmap": (lambda tf: tf.vmap(lambda x: tf.linearize(torch.sin, x)[1](T))(M), M.cos() * T, "all transforms nest"),
-    "nonzero places that are as many": (lambda tf: tf.vmap(torch.nonzero)(ROWS)[:, :, 0], torch.arange(3).expand(2, 3), "samples agree"),
+    "linearize inside vmap": (
+        lambda tf: tf.vmap(lambda x: tf.linearize(torch.sin, x)[1](T))(M),
+        M.cos() * T,
+        "all transforms nest",
+    ),
+    "nonzero places that are as many": (
+        lambda tf: tf.vmap(torch.nonzero)(ROWS)[:, :, 0],
+        torch.arange(3).expand(2, 3),
+        "samples agree",
+    ),
     "out_dims of another sequence": (
         lambda tf: tf.vmap(lambda x: [x, x], out_dims=(0, 1))(M),
         [M, M.T],
@@ -689,8 +909,16 @@ BEYOND |= {
         (M, T),
         "as without chunks",
     ),
-    "chunks of no samples": (lambda tf: tf.vmap(lambda x: x, chunk_size=2)(M[:0]), M[:0], "as without chunks"),
-    "requires_grad_() inside": (lambda tf: tf.grad(lambda x: x.requires_grad_().square().sum())(X), 2 * X, "it is the case anyhow"),
+    "chunks of no samples": (
+        lambda tf: tf.vmap(lambda x: x, chunk_size=2)(M[:0]),
+        M[:0],
+        "as without chunks",
+    ),
+    "requires_grad_() inside": (
+        lambda tf: tf.grad(lambda x: x.requires_grad_().square().sum())(X),
+        2 * X,
+        "it is the case anyhow",
+    ),
     "a differentiated argument, written to": (
         lambda tf: (lambda t: (tf.grad(lambda x: x.mul_(2).square().sum())(t), t))(X.clone()),
         (8 * X, X),
@@ -702,12 +930,16 @@ BEYOND |= {
         "one draw, which each sample moves",
     ),
     "a normal draw of expanded numbers": (
-        lambda tf: tf.vmap(lambda x: torch.distributions.Normal(x, 1.0).rsample(), randomness="different")(M).shape,
+        lambda tf: (
+            tf.vmap(lambda x: torch.distributions.Normal(x, 1.0).rsample(), randomness="different")(M).shape
+        ),
         torch.Size([4, 3]),
         "a fresh tensor becomes batched when a draw for each sample is written into it",
     ),
     "values kept from vmap": (
-        lambda tf: (lambda values: (tf.vmap(lambda x: (values.append(x * 2), x.sum())[1])(M), values[0] + 0)[1])([]),
+        lambda tf: (
+            lambda values: (tf.vmap(lambda x: (values.append(x * 2), x.sum())[1])(M), values[0] + 0)[1]
+        )([]),
         2 * M,
         "after the transform they are what they stand for, sample axis in front",
     ),
@@ -736,26 +968,41 @@ def test_beyond_torch_func(name: str) -> None:
         same(theirs, expected)
 
 
-# -- refused here, though torch.func gives something ---------------------------------------------------------------------------------------
+# -- refused here, though torch.func gives something
+# ---------------------------------------------------------------------------------------
 
 STRICTER: dict[str, tuple[Program, str]] = {
     "argnums=True": (lambda tf: tf.grad(product, True)(X, T), "Python counts it as 1, which nobody means"),
-    "argnums=None": (lambda tf: tf.jacfwd(product, None)(X, T), "only jacfwd would take it, for all arguments; say which"),
-    "out_dims=True": (lambda tf: tf.vmap(torch.sin, out_dims=True)(M), "Python counts it as 1, which nobody means"),
+    "argnums=None": (
+        lambda tf: tf.jacfwd(product, None)(X, T),
+        "only jacfwd would take it, for all arguments; say which",
+    ),
+    "out_dims=True": (
+        lambda tf: tf.vmap(torch.sin, out_dims=True)(M),
+        "Python counts it as 1, which nobody means",
+    ),
     "grad of whole numbers": (
         lambda tf: tf.grad(lambda x: (x > 0).sum())(X),
         "a loss that counts has no gradient; zeros look like one",
     ),
     "jacfwd of whole numbers": (lambda tf: tf.jacfwd(lambda x: x.long())(X), "as jacrev"),
-    "no cotangent": (lambda tf: tf.vjp(torch.sum, X)[1](None), "a cotangent that was forgotten, and for any but a number an error"),
-    "a complex tangent of a real value": (lambda tf: tf.jvp(torch.sin, (X,), (Z,)), "the value can't move that way"),
+    "no cotangent": (
+        lambda tf: tf.vjp(torch.sum, X)[1](None),
+        "a cotangent that was forgotten, and for any but a number an error",
+    ),
+    "a complex tangent of a real value": (
+        lambda tf: tf.jvp(torch.sin, (X,), (Z,)),
+        "the value can't move that way",
+    ),
     "linearize of what is no tensor": (lambda tf: tf.linearize(lambda x: (x, 3), X)[0], "as vjp and jvp"),
     "a name that the module does not have": (
         lambda tf: tf.functional_call(Shared(), {"nobody": T}, X),
         "misspelt, it has no gradient",
     ),
     "a name that a parametrization hides": (
-        lambda tf: tf.functional_call(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).double()), {"weight": M[:2]}, X),
+        lambda tf: tf.functional_call(
+            torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).double()), {"weight": M[:2]}, X
+        ),
         "PyTorch writes it back through the parametrization into the module's own parameters",
     ),
     "one draw inside attention": (

@@ -1,4 +1,6 @@
-"""EmbeddingBag in all its modes, against torch.autograd sample by sample, and its gradient as a term that is never built."""
+"""EmbeddingBag in all its modes, against torch.autograd sample by sample, and its gradient as a term that is
+never built.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_bags_of_each_sample(mode: str, padding_idx: int | None) -> None:
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_the_last_offset_may_end_the_last_bag(mode: str) -> None:
     def loss(weight: Tensor, index: Tensor) -> Tensor:
-        out = embedding_bag(index, weight, torch.tensor([0, 2, 2, POSITIONS]), mode=mode, include_last_offset=True)
+        out = embedding_bag(
+            index, weight, torch.tensor([0, 2, 2, POSITIONS]), mode=mode, include_last_offset=True
+        )
         return (out**3 * SCALE[:3]).sum()
 
     (expected,) = gradients_by_loop(loss, WEIGHT.expand(SAMPLES, -1, -1), INDEX)
@@ -47,7 +51,9 @@ def test_the_last_offset_may_end_the_last_bag(mode: str) -> None:
 
 def test_weights_of_the_positions_have_a_gradient() -> None:
     def loss(weight: Tensor, index: Tensor, shares: Tensor) -> Tensor:
-        out = embedding_bag(index, weight, torch.tensor([0, 3, 5, 5]), mode="sum", per_sample_weights=shares, padding_idx=2)
+        out = embedding_bag(
+            index, weight, torch.tensor([0, 3, 5, 5]), mode="sum", per_sample_weights=shares, padding_idx=2
+        )
         return (out**3 * SCALE).sum()
 
     shares = torch.linspace(-1, 2, SAMPLES * POSITIONS, dtype=torch.float64).reshape(SAMPLES, POSITIONS)
@@ -57,20 +63,26 @@ def test_weights_of_the_positions_have_a_gradient() -> None:
 
 
 def test_nan_in_a_bag_is_what_the_kernel_makes_of_it() -> None:
-    """A maximum is NaN where the bag's first row is, and passes over later ones: PyTorch's kernel compares with what it has."""
+    """A maximum is NaN where the bag's first row is, and passes over later ones: PyTorch's kernel compares
+    with what it has.
+    """
     table, indices = WEIGHT.clone(), torch.tensor([[1, 3], [3, 1], [1, 2]])
     table[3] = torch.nan
 
     def bag(index: Tensor) -> Tensor:
         return embedding_bag(index, table, torch.tensor([0]), mode="max")
 
-    torch.testing.assert_close(vmap(bag)(indices), torch.stack([bag(index) for index in indices]), equal_nan=True)
+    torch.testing.assert_close(
+        vmap(bag)(indices), torch.stack([bag(index) for index in indices]), equal_nan=True
+    )
 
 
 def test_rows_of_no_bag_at_all() -> None:
     index = torch.zeros(SAMPLES, 0, dtype=torch.long)
     for mode in ("sum", "mean", "max"):
-        out = vmap(lambda index, mode=mode: embedding_bag(index, WEIGHT, torch.tensor([0, 0]), mode=mode))(index)
+        out = vmap(lambda index, mode=mode: embedding_bag(index, WEIGHT, torch.tensor([0, 0]), mode=mode))(
+            index
+        )
         torch.testing.assert_close(out, torch.zeros(SAMPLES, 2, FEATURES, dtype=torch.float64))
 
 
@@ -81,7 +93,9 @@ def test_scaling_by_frequency_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_its_weight_gradient_is_rows_and_never_a_table_a_sample(mode: str) -> None:
-    model = nn.EmbeddingBag(10 * TOKENS, FEATURES, mode=mode, dtype=torch.float64)  # larger than what a sample looks up
+    model = nn.EmbeddingBag(
+        10 * TOKENS, FEATURES, mode=mode, dtype=torch.float64
+    )  # larger than what a sample looks up
     target = torch.linspace(-1, 1, SAMPLES * FEATURES, dtype=torch.float64).reshape(SAMPLES, FEATURES)
 
     def loss(parameters: dict[str, Tensor], index: Tensor, target: Tensor) -> Tensor:

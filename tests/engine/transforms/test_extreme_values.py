@@ -14,18 +14,46 @@ from torch import Tensor
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 
 NAN, INF = math.nan, math.inf
-VALUES = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 0.5, -0.7, 2.0, -3.0, 1e30, -1e30, 1e-30, -1e-30, 1e15, 1e-15, 100.0, -100.0, 6.0, 30.0]
+VALUES = [
+    NAN,
+    INF,
+    -INF,
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    -0.7,
+    2.0,
+    -3.0,
+    1e30,
+    -1e30,
+    1e-30,
+    -1e-30,
+    1e15,
+    1e-15,
+    100.0,
+    -100.0,
+    6.0,
+    30.0,
+]
 COTANGENTS = [1.0, 0.0, INF, NAN, -2.0, 1e30, 1e-30]
 DTYPES = [torch.float32, torch.float64]
 
 NAMES = """
-    abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-    sigmoid erf erfc erfinv lgamma digamma logit sinc nan_to_num relu neg square sign floor frac trunc round ceil i0
+    abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh
+    asinh acosh atanh
+    sigmoid erf erfc erfinv lgamma digamma logit sinc nan_to_num relu neg square sign floor frac trunc round
+    ceil i0
 """
-ACTIVATIONS = "relu6 gelu silu mish hardswish hardsigmoid elu leaky_relu softplus hardtanh selu celu logsigmoid softsign"
+ACTIVATIONS = (
+    "relu6 gelu silu mish hardswish hardsigmoid elu leaky_relu softplus hardtanh selu celu logsigmoid"
+    " softsign"
+)
 SPECIAL = "i0e i1 i1e erfcx ndtri log_ndtr entr ndtr"
 NAMES_OF_TWO = """
-    add sub mul div pow atan2 hypot fmod remainder maximum minimum xlogy copysign fmax fmin ldexp logaddexp logaddexp2
+    add sub mul div pow atan2 hypot fmod remainder maximum minimum xlogy copysign fmax fmin ldexp logaddexp
+    logaddexp2
 """
 
 OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,7 +78,9 @@ OF_ONE |= {
     "threshold": lambda x: F.threshold(x, 0.1, 20.0),
     "clamp": lambda x: x.clamp(-1, 1),
 }
-OF_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {name: getattr(torch, name) for name in NAMES_OF_TWO.split()}
+OF_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    name: getattr(torch, name) for name in NAMES_OF_TWO.split()
+}
 OF_TWO |= {
     "xlog1py": torch.special.xlog1py,
     "prelu": torch._prelu_kernel,
@@ -65,21 +95,30 @@ OF_TWO |= {
     "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y, reduction="none", beta=0.3),
     "kl_div": lambda x, y: F.kl_div(x, y, reduction="none"),
     "poisson_nll_loss": lambda x, y: F.poisson_nll_loss(x, y, reduction="none", full=True),
-    "binary_cross_entropy": lambda x, y: F.binary_cross_entropy(x.nan_to_num(0.3).sigmoid(), y.nan_to_num(0.2).sigmoid(), reduction="none"),
+    "binary_cross_entropy": lambda x, y: F.binary_cross_entropy(
+        x.nan_to_num(0.3).sigmoid(), y.nan_to_num(0.2).sigmoid(), reduction="none"
+    ),
     "with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"),
-    "with_logits(pos_weight)": lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none", pos_weight=y.new_tensor(2.0)),
-    "with_logits(weight)": lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none", weight=y.new_tensor(2.0)),
+    "with_logits(pos_weight)": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y, reduction="none", pos_weight=y.new_tensor(2.0)
+    ),
+    "with_logits(weight)": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y, reduction="none", weight=y.new_tensor(2.0)
+    ),
 }
 
 
 def every(count: int, dtype: torch.dtype) -> list[Tensor]:
     """All combinations of values of `count` arguments and of a cotangent."""
-    axes = [torch.tensor(VALUES, dtype=torch.float64)] * count + [torch.tensor(COTANGENTS, dtype=torch.float64)]
+    axes = [torch.tensor(VALUES, dtype=torch.float64)] * count + [
+        torch.tensor(COTANGENTS, dtype=torch.float64)
+    ]
     return [axis.reshape(-1).to(dtype) for axis in torch.meshgrid(*axes, indexing="ij")]
 
 
 def unlike(found: Tensor, expected: Tensor, units: float, size: Any = 0.0, g: Any = 0.0) -> Tensor:
-    """Where two results differ by more than rounding, of numbers up to `size`, or of a derivative that a cotangent `g` magnifies.
+    """Where two results differ by more than rounding, of numbers up to `size`, or of a derivative that a
+    cotangent `g` magnifies.
 
     What is below 1e-36 may be zero, which float32 hardly tells apart.
     """
@@ -118,7 +157,10 @@ def test_elementwise_derivative_of_extreme_values(name: str, dtype: torch.dtype)
         for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             wrong = unlike(ours, theirs, 64, g=args[-1].double()).nonzero().flatten().tolist()
             told = [([x[i].item() for x in args], ours[i].item(), theirs[i].item()) for i in wrong[:3]]
-            assert not wrong, f"{way}, result {place}, {len(wrong)} of {len(ours)}: (arguments and cotangent, ours, PyTorch's) {told}"
+            assert not wrong, (
+                f"{way}, result {place}, {len(wrong)} of {len(ours)}: (arguments and cotangent, ours,"
+                f" PyTorch's) {told}"
+            )
 
 
 X = [0.0, -0.0, NAN, INF, -INF, 0.3, -0.3, 5.0, -5.0, 1e30]
@@ -141,11 +183,15 @@ SECOND: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivative_of_extreme_values(name: str) -> None:
-    """In the value and in the first derivative's cotangent, where PyTorch's is a number: its formulas have more NaN than need be."""
+    """In the value and in the first derivative's cotangent, where PyTorch's is a number: its formulas have
+    more NaN than need be.
+    """
     f = SECOND[name]
     total = lambda x, weight: (f(x) * weight).sum()
     for number in X:
-        x, weight = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (number, 0.7))
+        x, weight = (
+            torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (number, 0.7)
+        )
         (first,) = torch.autograd.grad(total(x, weight), x, create_graph=True)
         second = torch.autograd.grad(first.sum() * 1.3, (x, weight), materialize_grads=True)
         args = x.detach()[None], weight.detach()[None]
@@ -153,11 +199,15 @@ def test_second_derivative_of_extreme_values(name: str) -> None:
         found = vmap(grad(lambda *one: grad(total)(*one).sum() * 1.3, (0, 1)))(*args)
         for ours, theirs in zip(found, second, strict=True):
             if theirs.isfinite():
-                torch.testing.assert_close(ours[0], theirs, msg=lambda said, number=number: f"at {number}: {said}")
+                torch.testing.assert_close(
+                    ours[0], theirs, msg=lambda said, number=number: f"at {number}: {said}"
+                )
 
 
 def test_logit_slope_of_nan() -> None:
-    """One number for each: PyTorch's kernel for many has zero for NaN, and that for a few has NaN. With a graph it has zero for all."""
+    """One number for each: PyTorch's kernel for many has zero for NaN, and that for a few has NaN. With a
+    graph it has zero for all.
+    """
     x, g = torch.tensor([[NAN], [0.5], [0.001]]), torch.ones(3, 1)
     f = lambda x: x.logit(1e-2)
     expected = torch.stack([by_autograd(f, *one)[1] for one in zip(x, g, strict=True)])
@@ -201,7 +251,10 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "std": lambda x: x.std(-1),
     "std_mean": lambda x: torch.stack(torch.std_mean(x, -1)),
     "var_mean": lambda x: torch.stack(torch.var_mean(x, 0)),
-    **{f"norm {p}": lambda x, p=p: torch.linalg.vector_norm(x, p, -1) for p in (0, 0.5, 1, 1.5, 2, 2.5, 3, -1, INF, -INF)},
+    **{
+        f"norm {p}": lambda x, p=p: torch.linalg.vector_norm(x, p, -1)
+        for p in (0, 0.5, 1, 1.5, 2, 2.5, 3, -1, INF, -INF)
+    },
     "norm of all": lambda x: x.norm(),
     "normalize": lambda x: F.normalize(x, dim=-1),
     **{f"renorm {p}": lambda x, p=p: x.renorm(p, 1, 1.0) for p in (1, 2, 3, INF)},
@@ -214,13 +267,17 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "attention of heads": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     "attention, causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
     "attention, masked": lambda x: F.scaled_dot_product_attention(x, x, x, TARGETS[:, :3] > 0),
-    "attention, grouped": lambda x: F.scaled_dot_product_attention(x.expand(2, 3, 4), x[None], x[None], enable_gqa=True),
+    "attention, grouped": lambda x: F.scaled_dot_product_attention(
+        x.expand(2, 3, 4), x[None], x[None], enable_gqa=True
+    ),
 }
 PLANTED = [NAN, INF, -INF, 0.0, 1e30, -1e30, 1e-30, 0.0]
 
 
 def samples_with_extremes(dtype: torch.dtype, whole: bool) -> Tensor:
-    """60 samples of shape [3, 4] with one to three extreme numbers each. whole: the others are small whole numbers, some of them zero."""
+    """60 samples of shape [3, 4] with one to three extreme numbers each. whole: the others are small whole
+    numbers, some of them zero.
+    """
     chance = torch.Generator().manual_seed(5)
     x = torch.randn(60, 12, generator=chance, dtype=torch.float64)
     x = x.round() if whole else x
@@ -238,18 +295,28 @@ def test_derivative_of_extreme_values_of_a_tensor(name: str, dtype: torch.dtype,
     f, x = WHOLE[name], samples_with_extremes(dtype, whole)
     out = f(x[0])
     g = torch.linspace(0.5, -1.5, 60 * out.numel(), dtype=dtype).reshape(60, *out.shape)
-    expected = [torch.stack(some) for some in zip(*[by_autograd(f, *one) for one in zip(x, g, strict=True)], strict=True)]
+    expected = [
+        torch.stack(some)
+        for some in zip(*[by_autograd(f, *one) for one in zip(x, g, strict=True)], strict=True)
+    ]
     found = vmap(lambda *one: value_and_cotangents(f, *one))(x, g)
     for ours, theirs in zip(found, expected, strict=True):
         for row in range(60):
-            wrong = unlike(ours[row], theirs[row], 1000, float(theirs[row].double().abs().nan_to_num(0, 0, 0).max()))
-            assert not wrong.any(), f"of {x[row].tolist()} and {g[row].tolist()}: {ours[row].tolist()}, PyTorch's {theirs[row].tolist()}"
+            wrong = unlike(
+                ours[row], theirs[row], 1000, float(theirs[row].double().abs().nan_to_num(0, 0, 0).max())
+            )
+            assert not wrong.any(), (
+                f"of {x[row].tolist()} and {g[row].tolist()}: {ours[row].tolist()}, PyTorch's"
+                f" {theirs[row].tolist()}"
+            )
 
 
 def test_gradient_of_logcumsumexp_passes_over_nan() -> None:
     x = torch.tensor([[0.3, -1.0, 2.0], [0.5, 0.1, -0.2]], dtype=torch.float64)
     g = torch.tensor([[1.0, NAN, -0.5], [NAN, 0.0, 2.0]], dtype=torch.float64)
-    expected = torch.stack([by_autograd(lambda x: x.logcumsumexp(0), *one)[1] for one in zip(x, g, strict=True)])
+    expected = torch.stack(
+        [by_autograd(lambda x: x.logcumsumexp(0), *one)[1] for one in zip(x, g, strict=True)]
+    )
     assert expected.isfinite().all()
     found = vmap(lambda x, g: value_and_cotangents(lambda x: x.logcumsumexp(0), x, g)[1])(x, g)
     torch.testing.assert_close(found, expected)
@@ -258,7 +325,9 @@ def test_gradient_of_logcumsumexp_passes_over_nan() -> None:
 @pytest.mark.parametrize("name", ["prod", "cumprod", "norm 3", "std", "renorm 2"])
 def test_second_derivative_is_a_number_beside_zero(name: str) -> None:
     """The way that is not taken must not bring NaN into it."""
-    x = torch.tensor([[[0.0, 2.0, -1.0, 0.5], [1.0, 0.0, 3.0, 1.0], [0.2, 1.0, 1.0, 2.0]]], dtype=torch.float64)
+    x = torch.tensor(
+        [[[0.0, 2.0, -1.0, 0.5], [1.0, 0.0, 3.0, 1.0], [0.2, 1.0, 1.0, 2.0]]], dtype=torch.float64
+    )
     total = lambda x: (WHOLE[name](x) * 0.7).sum()
     twice = lambda x: grad(lambda x: (grad(total)(x) * torch.linspace(0.5, 1.5, 12).reshape(3, 4)).sum())(x)
     step, at = 1e-5, x[0]
@@ -269,4 +338,9 @@ def test_second_derivative_is_a_number_beside_zero(name: str) -> None:
             continue  # where it bends
         move = torch.zeros(12, dtype=torch.float64).index_fill(0, torch.tensor(place), step).reshape(3, 4)
         weighted = lambda x: (grad(total)(x) * torch.linspace(0.5, 1.5, 12).reshape(3, 4)).sum()
-        torch.testing.assert_close(found.flatten()[place], (weighted(at + move) - weighted(at - move)) / (2 * step), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found.flatten()[place],
+            (weighted(at + move) - weighted(at - move)) / (2 * step),
+            rtol=1e-4,
+            atol=1e-6,
+        )

@@ -65,7 +65,9 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "jvp of jvp": lambda tf: tf.jvp(lambda x: tf.jvp(smooth, (x,), (T,))[1], (X,), (T,)),
     "jvp of grad": lambda tf: tf.jvp(tf.grad(number), (X,), (T,)),
     "grad of jvp": lambda tf: tf.grad(lambda x: tf.jvp(writes, (x,), (T,))[1])(X),
-    "jvp with perturbations apart": lambda tf: tf.jvp(lambda x: x * tf.jvp(lambda y: x * y, (X,), (T,))[1], (X,), (T,)),
+    "jvp with perturbations apart": lambda tf: tf.jvp(
+        lambda x: x * tf.jvp(lambda y: x * y, (X,), (T,))[1], (X,), (T,)
+    ),
     "vmap of jvp": lambda tf: tf.vmap(lambda x, t: tf.jvp(vector, (x,), (t,)))(W, W.flip(0)),
     "vmap of jvp over tangents": lambda tf: tf.vmap(lambda t: tf.jvp(vector, (X,), (t,))[1])(W),
     "jvp of vmap": lambda tf: tf.jvp(tf.vmap(vector), (W,), (W.sin(),)),
@@ -107,28 +109,40 @@ def test_negative_argnums_count_from_the_end() -> None:
 
 
 def test_forward_over_forward_through_a_layer_norm() -> None:
-    """torch.func's are wrong there (its derivative of a layer norm's statistics has none of its own): reverse over reverse is not."""
+    """torch.func's are wrong there (its derivative of a layer norm's statistics has none of its own): reverse
+    over reverse is not.
+    """
     same(jacfwd(jacfwd(number))(X), torch.func.jacrev(torch.func.jacrev(number))(X))
     same(jacrev(jacfwd(number))(X), torch.func.jacrev(torch.func.jacrev(number))(X))
 
 
 def test_keyword_arguments_pass_through() -> None:
-    same(jacrev(lambda x, *, k: vector(x) * k)(X, k=T.sum()), jacfwd(lambda x, *, k: vector(x) * k)(X, k=T.sum()))
+    same(
+        jacrev(lambda x, *, k: vector(x) * k)(X, k=T.sum()),
+        jacfwd(lambda x, *, k: vector(x) * k)(X, k=T.sum()),
+    )
 
 
 @pytest.mark.parametrize("heads_of_keys", [2, 4])
 def test_second_derivatives_and_tangents_of_fused_attention(heads_of_keys: int) -> None:
     torch.manual_seed(0)
-    q, k = torch.randn(2, 4, 3, 2, dtype=torch.float64), torch.randn(2, heads_of_keys, 3, 2, dtype=torch.float64)
+    q, k = (
+        torch.randn(2, 4, 3, 2, dtype=torch.float64),
+        torch.randn(2, heads_of_keys, 3, 2, dtype=torch.float64),
+    )
     mask = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
 
     def attend(q: Tensor, k: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, k.cos(), mask, enable_gqa=heads_of_keys != 4).square()
+        return functional.scaled_dot_product_attention(
+            q, k, k.cos(), mask, enable_gqa=heads_of_keys != 4
+        ).square()
 
     def expected(tf: Any) -> list[Any]:
         return [
             tf.jvp(attend, (q, k), (q.cos(), k.sin())),
-            tf.grad(lambda q, k: tf.grad(lambda q, k: attend(q, k).sum(), 1)(q, k).square().sum(), (0, 1))(q, k),
+            tf.grad(lambda q, k: tf.grad(lambda q, k: attend(q, k).sum(), 1)(q, k).square().sum(), (0, 1))(
+                q, k
+            ),
         ]
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -174,18 +188,30 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "primals in a list": (lambda: jvp(vector, [X], (T,)), "Expected primals to be a tuple"),
     "tangents of another structure": (lambda: jvp(vector, (X,), (T, T)), "same python structure"),
     "tangents of another shape": (lambda: jvp(vector, (X,), (T[:2],)), "a tangent of shape (2,)"),
-    "integer primals": (lambda: jvp(vector, (X.long(),), (T.long(),)), "primals hold a tensor of dtype torch.int64"),
+    "integer primals": (
+        lambda: jvp(vector, (X.long(),), (T.long(),)),
+        "primals hold a tensor of dtype torch.int64",
+    ),
     "no primals": (lambda: jvp(lambda: X, (), ()), "at least one Tensor"),
     "strict": (lambda: jvp(lambda x: W, (X,), (T,), strict=True), "does not depend on the primals"),
     "no tensor comes out": (lambda: jvp(lambda x: 3.0, (X,), (T,)), "f returned a float"),
     "linearize with a missing tangent": (lambda: linearize(tree, D, X)[1](D), "the structure of the primals"),
     "chunks of none": (lambda: jacrev(vector, chunk_size=0), "chunk_size"),
-    "complex output": (lambda: jacrev(lambda x: torch.complex(x, x))(X), "expected: real floating-point outputs"),
-    "complex input": (lambda: jacfwd(lambda x: x.abs())(torch.complex(X, X)), "expected: real floating-point inputs"),
+    "complex output": (
+        lambda: jacrev(lambda x: torch.complex(x, x))(X),
+        "expected: real floating-point outputs",
+    ),
+    "complex input": (
+        lambda: jacfwd(lambda x: x.abs())(torch.complex(X, X)),
+        "expected: real floating-point inputs",
+    ),
     "argnums out of range": (lambda: jacrev(vector, 3)(X), "only 1 positional inputs"),
     "no model": (lambda: stack_module_state([]), "at least one model"),
     "models of two kinds": (lambda: stack_module_state([nn.Linear(2, 2), nn.Tanh()]), "same class"),
-    "models in two modes": (lambda: stack_module_state([nn.Linear(2, 2), nn.Linear(2, 2).eval()]), "same training/eval mode"),
+    "models in two modes": (
+        lambda: stack_module_state([nn.Linear(2, 2), nn.Linear(2, 2).eval()]),
+        "same training/eval mode",
+    ),
 }
 
 
@@ -201,7 +227,9 @@ def test_stack_module_state() -> None:
     models = [nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double() for _ in range(4)]
     for ours, theirs in zip(stack_module_state(models), torch.func.stack_module_state(models), strict=True):
         same(ours, theirs)
-        assert all(ours[name].requires_grad == theirs[name].requires_grad and ours[name].is_leaf for name in theirs)
+        assert all(
+            ours[name].requires_grad == theirs[name].requires_grad and ours[name].is_leaf for name in theirs
+        )
 
 
 def test_memory_formats_of_tangents_do_not_matter() -> None:
@@ -229,7 +257,9 @@ def test_per_sample_gradients_of_a_loss_made_of_derivatives() -> None:
         return along.square().sum() + jacfwd(output)(x).square().sum() + curvature.square().sum()
 
     def by_others(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        """The orders of derivation in which torch.func's are right (differences of values say so): not `jacfwd`, not `jacrev(jacrev)`."""
+        """The orders of derivation in which torch.func's are right (differences of values say so): not
+        `jacfwd`, not `jacrev(jacrev)`.
+        """
 
         def output(x: Tensor) -> Tensor:
             return torch.func.functional_call(model, params, (x,))
@@ -241,6 +271,8 @@ def test_per_sample_gradients_of_a_loss_made_of_derivatives() -> None:
     found = per_sample_gradients(loss, params, W)
     expected = [torch.func.grad(by_others)(params, x) for x in W]
     for name, gradient in found.materialise().items():
-        torch.testing.assert_close(gradient, torch.stack([row[name] for row in expected]), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            gradient, torch.stack([row[name] for row in expected]), rtol=1e-9, atol=1e-10
+        )
     squares = torch.stack([torch.stack([g.square().sum() for g in row.values()]).sum() for row in expected])
     torch.testing.assert_close(found.square_norms(), squares)

@@ -1,4 +1,6 @@
-"""Tensors made inside a batched function become one for each sample when a batched value is written into them."""
+"""Tensors made inside a batched function become one for each sample when a batched value is written into
+them.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_vmap_equals_the_loop(function: Function) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_two_batch_axes(function: Function) -> None:
     doubled = torch.stack([BATCH, BATCH.flip(0).contiguous() * 2, BATCH + 1])
-    torch.testing.assert_close(vmap(vmap(function))(doubled), torch.stack([rows(function, batch) for batch in doubled]))
+    torch.testing.assert_close(
+        vmap(vmap(function))(doubled), torch.stack([rows(function, batch) for batch in doubled])
+    )
     torch.testing.assert_close(
         vmap(lambda b: vmap(lambda x: function(x * b.sum()))(BATCH))(doubled[:, 0]),
         vmap(lambda b: torch.stack([function(x * b.sum()) for x in BATCH]))(doubled[:, 0]),
@@ -152,9 +156,15 @@ def test_derivatives(function: Function) -> None:
     oracle = torch.stack([expected(x) for x in BATCH])
     torch.testing.assert_close(vmap(grad(number))(BATCH), oracle, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(grad(lambda b: vmap(number)(b).sum())(BATCH), oracle, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(vjp(vmap(number), BATCH)[1](torch.ones(5, dtype=BATCH.dtype))[0], oracle, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(jvp(vmap(number), (BATCH,), (BATCH,))[1], (oracle * BATCH).sum(1), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(vmap(lambda x: jvp(number, (x,), (x,))[1])(BATCH), (oracle * BATCH).sum(1), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        vjp(vmap(number), BATCH)[1](torch.ones(5, dtype=BATCH.dtype))[0], oracle, rtol=1e-6, atol=1e-7
+    )
+    torch.testing.assert_close(
+        jvp(vmap(number), (BATCH,), (BATCH,))[1], (oracle * BATCH).sum(1), rtol=1e-6, atol=1e-7
+    )
+    torch.testing.assert_close(
+        vmap(lambda x: jvp(number, (x,), (x,))[1])(BATCH), (oracle * BATCH).sum(1), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("layer", [nn.GRU, nn.RNN, nn.LSTM], ids=lambda layer: layer.__name__)
@@ -175,7 +185,9 @@ def test_recurrent_cells_under_vmap_alone(cell: type[nn.RNNCellBase]) -> None:
 
 def test_each_sample_its_own_draw_in_place() -> None:
     torch.manual_seed(3)
-    drawn = vmap(lambda x: torch.empty(2, dtype=x.dtype).uniform_() + 0 * x.sum(), randomness="different")(BATCH)
+    drawn = vmap(lambda x: torch.empty(2, dtype=x.dtype).uniform_() + 0 * x.sum(), randomness="different")(
+        BATCH
+    )
     torch.manual_seed(3)
     torch.testing.assert_close(drawn, torch.empty(5, 2, dtype=torch.float64).uniform_())
 

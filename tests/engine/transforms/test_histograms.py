@@ -10,7 +10,10 @@ from torch import Tensor
 
 from psgrad.engine.transforms import vmap
 
-X = torch.tensor([[0.0, 0.25, 0.5, 1.0, 1.5, -2.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.1, 0.2, 0.3, 0.7, 0.9, 0.25]], dtype=torch.float64)
+X = torch.tensor(
+    [[0.0, 0.25, 0.5, 1.0, 1.5, -2.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.1, 0.2, 0.3, 0.7, 0.9, 0.25]],
+    dtype=torch.float64,
+)
 
 COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "over its extent": lambda x: torch.histc(x, 4),
@@ -28,4 +31,6 @@ COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_each_sample_is_counted_alone(name: str) -> None:
-    torch.testing.assert_close(vmap(COUNTS[name])(X), torch.stack([COUNTS[name](x) for x in X]), equal_nan=True)
+    torch.testing.assert_close(
+        vmap(COUNTS[name])(X), torch.stack([COUNTS[name](x) for x in X]), equal_nan=True
+    )

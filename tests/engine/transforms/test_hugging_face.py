@@ -1,4 +1,6 @@
-"""Hugging Face models with random weights, from small configs: each sample's gradient is the loop's. Needs the extra `hugging-face`."""
+"""Hugging Face models with random weights, from small configs: each sample's gradient is the loop's. Needs
+the extra `hugging-face`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.transforms import functional_call, grad, vmap
-from tests.engine.gradients.agreement import SMALLEST_SHARE, TOLERANCES, assert_close, assert_vectors_close, flat, rows
+from tests.engine.gradients.agreement import (
+    SMALLEST_SHARE,
+    TOLERANCES,
+    assert_close,
+    assert_vectors_close,
+    flat,
+    rows,
+)
 from tests.engine.transforms.test_architectures import KernelCalls
 from tests.oracles import Gradients
 
@@ -77,11 +86,19 @@ def images(n: int) -> Inputs:
     return {"pixel_values": torch.randn(n, 3, 8, 8), "labels": torch.arange(n) % 2}
 
 
-ENCODER = {"vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 
 
 def bert(attention: str) -> nn.Module:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER, attn_implementation=attention))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**ENCODER, attn_implementation=attention)
+    )
 
 
 def distilbert(attention: str) -> nn.Module:
@@ -92,22 +109,35 @@ def distilbert(attention: str) -> nn.Module:
 
 
 def roberta(attention: str) -> nn.Module:
-    config = transformers.RobertaConfig(**ENCODER, max_position_embeddings=TIMES + 4, attn_implementation=attention)
+    config = transformers.RobertaConfig(
+        **ENCODER, max_position_embeddings=TIMES + 4, attn_implementation=attention
+    )
     return transformers.RobertaForSequenceClassification(config)
 
 
 def gpt2(attention: str) -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=2, n_head=2, n_positions=TIMES, attn_implementation=attention)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=8, n_layer=2, n_head=2, n_positions=TIMES, attn_implementation=attention
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama(attention: str) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ENCODER, num_key_value_heads=1, attn_implementation=attention))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**ENCODER, num_key_value_heads=1, attn_implementation=attention)
+    )
 
 
 def t5(attention: str) -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=VOCABULARY,
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -145,7 +175,11 @@ MODELS = (
 
 each_model = pytest.mark.parametrize(
     ("pretrained", "attention"),
-    [pytest.param(model, attention, id=f"{model.name}-{attention}") for model in MODELS for attention in model.implementations],
+    [
+        pytest.param(model, attention, id=f"{model.name}-{attention}")
+        for model in MODELS
+        for attention in model.implementations
+    ],
 )
 
 
@@ -156,12 +190,17 @@ def build(pretrained: Pretrained, attention: str, dtype: torch.dtype) -> nn.Modu
 
 def batch(pretrained: Pretrained, n: int, dtype: torch.dtype) -> Inputs:
     torch.manual_seed(1)
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in pretrained.draw(n).items()}
+    return {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in pretrained.draw(n).items()
+    }
 
 
 def loss_of(model: nn.Module, shared: dict[str, Any]) -> Callable[[Gradients, Inputs], Tensor]:
     def loss(params: Gradients, inputs: Inputs) -> Tensor:
-        return functional_call(model, params, (), {**{name: value[None] for name, value in inputs.items()}, **shared}).loss
+        return functional_call(
+            model, params, (), {**{name: value[None] for name, value in inputs.items()}, **shared}
+        ).loss
 
     return loss
 
@@ -196,7 +235,13 @@ def test_gradients_equal_the_loop(pretrained: Pretrained, attention: str, dtype:
     assert_vectors_close("vmap(grad)", mapped, expected, whole, TOLERANCES[dtype])
     for name, square in found.square_norms(per="parameter").items():
         norm = rows(expected[name]).norm(dim=1)
-        assert_close(f"norm of {name}", square.sqrt(), norm, torch.maximum(norm, SMALLEST_SHARE * whole), TOLERANCES[dtype])
+        assert_close(
+            f"norm of {name}",
+            square.sqrt(),
+            norm,
+            torch.maximum(norm, SMALLEST_SHARE * whole),
+            TOLERANCES[dtype],
+        )
 
 
 @each_model

@@ -1,5 +1,6 @@
-"""Random operators where samples draw by labels: each has a way to draw so, or is refused by name; and what is drawn is distributed as
-PyTorch's own operator draws it."""
+"""Random operators where samples draw by labels: each has a way to draw so, or is refused by name; and what
+is drawn is distributed as PyTorch's own operator draws it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.transforms import checkpoint, grad, vmap
-from psgrad.engine.transforms.draws import draw_by_label, programs
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, facts
+from psgrad.engine.transforms.random_draws import draw_by_label, programs
 from psgrad.engine.transforms.rules import registry
 from psgrad.errors import TransformError
 
@@ -54,7 +55,9 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "randint.low_generator": lambda x: aten.randint.low_generator(-3, 4, [8], generator=None),
     "randint_like": lambda x: torch.randint_like(x, 9),
     "randint_like.generator": lambda x: aten.randint_like.generator(x, 9, generator=None),
-    "randint_like.low_generator_dtype": lambda x: aten.randint_like.low_generator_dtype(x, -5, 9, generator=None),
+    "randint_like.low_generator_dtype": lambda x: aten.randint_like.low_generator_dtype(
+        x, -5, 9, generator=None
+    ),
     "randint_like.low_dtype": lambda x: torch.randint_like(x, -5, 9),
     "randperm": lambda x: torch.randperm(8)[:1],
     "randperm.generator": lambda x: aten.randperm.generator(8, generator=None)[:1],
@@ -89,14 +92,22 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "native_dropout": lambda x: F.dropout(x, 0.3),
     "rrelu": lambda x: aten.rrelu.default(-x, 0.1, 0.4, True),
     "rrelu_": lambda x: aten.rrelu_.default(-x, 0.1, 0.4, True),
-    "rrelu_with_noise_functional": lambda x: aten.rrelu_with_noise_functional.default(-x, torch.ones_like(x), 0.1, 0.4, True)[0],
+    "rrelu_with_noise_functional": lambda x: aten.rrelu_with_noise_functional.default(
+        -x, torch.ones_like(x), 0.1, 0.4, True
+    )[0],
     "scaled_dot_product_attention": lambda x: (
-        F.scaled_dot_product_attention(x.view(1, 4, 2), x.view(1, 4, 2), x.view(1, 4, 2), dropout_p=0.3).sin().flatten()
+        F.scaled_dot_product_attention(x.view(1, 4, 2), x.view(1, 4, 2), x.view(1, 4, 2), dropout_p=0.3)
+        .sin()
+        .flatten()
     ),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
     "feature_dropout": lambda x: F.dropout1d(x.view(1, 4, 2), 0.3).flatten(),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x.view(1, 4, 2), 0.3, training=True).flatten(),
-    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x.view(1, 2, 4).tile(4, 1).view(1, 1, 4, 8), 2, output_size=3).flatten(),
+    "fractional_max_pool2d": (
+        lambda x: F.fractional_max_pool2d(
+            x.view(1, 2, 4).tile(4, 1).view(1, 1, 4, 8), 2, output_size=3
+        ).flatten()
+    ),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x.log()),
 }
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -129,7 +140,9 @@ def test_labelled_draws_every_random_operator_has_a_way_or_is_refused() -> None:
             assert name in called, f"{name} draws by label, and no call of it is tested"
         elif registry.batching_rule(op) is not None and facts(op).draws_position is None:
             assert name in REFUSED, f"{name} draws under vmap and has no way to draw by label"
-    assert {name for op, name in seeded if op in RANDOM_COMPOSITES and not name.endswith("_")} - {"dropout"} <= called
+    assert {name for op, name in seeded if op in RANDOM_COMPOSITES and not name.endswith("_")} - {
+        "dropout"
+    } <= called
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -144,8 +157,12 @@ def test_labelled_draws_are_the_samples_own_and_distributed_as_pytorchs(name: st
         torch.manual_seed(1)
         expected = by_place(torch.stack([function(X) for _ in range(SAMPLES)]))
     assert found.shape == expected.shape
-    for place in range(found.shape[1]):  # at random some p-value of several hundred is below 1e-3, and none below 1e-6
-        assert stats.ks_2samp(found[:, place].numpy(), expected[:, place].numpy(), method="asymp").pvalue > 1e-6, place
+    for place in range(
+        found.shape[1]
+    ):  # at random some p-value of several hundred is below 1e-3, and none below 1e-6
+        assert (
+            stats.ks_2samp(found[:, place].numpy(), expected[:, place].numpy(), method="asymp").pvalue > 1e-6
+        ), place
     if found.shape[1] > 1 and found.std(0).min() > 0 and name not in ("multinomial", "gumbel_softmax"):
         neighbours = np.corrcoef(stats.rankdata(found[:, 0]), stats.rankdata(found[:, -1]))[0, 1]
         assert abs(neighbours) < (0.5 if "pool" in name or "dropout" in name or "attention" in name else 0.25)
@@ -153,7 +170,9 @@ def test_labelled_draws_are_the_samples_own_and_distributed_as_pytorchs(name: st
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_labelled_draws_without_a_way_are_refused_by_name(name: str) -> None:
-    with pytest.raises(TransformError, match=f"the random operator aten::{name} can't draw for each record by itself"):
+    with pytest.raises(
+        TransformError, match=f"the random operator aten::{name} can't draw for each record by itself"
+    ):
         drawn(REFUSED[name], X.expand(3, 8), torch.arange(3))
 
 
@@ -209,7 +228,11 @@ def test_labelled_draws_are_the_same_when_a_checkpoint_runs_again(rows: bool) ->
                 draw_by_label(BITS, label)
                 first = F.dropout(x * weight, 0.5)
                 second = around(lambda first: F.dropout(first.sin(), 0.5) + torch.rand(8) * weight, first)
-                return (around(lambda second: F.dropout(second.exp(), 0.5), second) * torch.rand(8)).square().sum()
+                return (
+                    (around(lambda second: F.dropout(second.exp(), 0.5), second) * torch.rand(8))
+                    .square()
+                    .sum()
+                )
 
             return vmap(of_row, randomness="different")(x, label).sum() if rows else of_row(x, label)
 

@@ -1,4 +1,6 @@
-"""The likelihood of labels, sample by sample, against a loop of PyTorch's own: ignored labels, means of none, no sample at all."""
+"""The likelihood of labels, sample by sample, against a loop of PyTorch's own: ignored labels, means of none,
+no sample at all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ CLASSES = 5
 
 
 def drawn(samples: int, positions: int | None) -> tuple[Tensor, Tensor]:
-    """Scores [n, (t,) classes] and labels [n, (t)], of which the first sample's are all ignored, and the last sample's first."""
+    """Scores [n, (t,) classes] and labels [n, (t)], of which the first sample's are all ignored, and the last
+    sample's first.
+    """
     generator = torch.Generator().manual_seed(samples)
     shape = (samples,) if positions is None else (samples, positions)
     scores = torch.randn(*shape, CLASSES, dtype=torch.float64, generator=generator)
@@ -31,7 +35,9 @@ def drawn(samples: int, positions: int | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("positions", [None, 1, 4])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_each_sample_by_itself(samples: int, positions: int | None, reduction: str, kind: torch.dtype) -> None:
+def test_each_sample_by_itself(
+    samples: int, positions: int | None, reduction: str, kind: torch.dtype
+) -> None:
     def loss(scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores, labels, reduction=reduction)
 
@@ -41,7 +47,9 @@ def test_each_sample_by_itself(samples: int, positions: int | None, reduction: s
         x.requires_grad_()
         expected = loss(x, y)
         torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-14, equal_nan=True)
-        torch.testing.assert_close(gradient, *torch.autograd.grad(expected, x), rtol=1e-12, atol=1e-14, equal_nan=True)
+        torch.testing.assert_close(
+            gradient, *torch.autograd.grad(expected, x), rtol=1e-12, atol=1e-14, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("positions", [None, 4])

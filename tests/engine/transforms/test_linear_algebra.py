@@ -1,5 +1,7 @@
-"""What PyTorch's database does not show of linear algebra and Fourier transforms: samples that differ in kind, shapes that can be taken
-for others, singular and degenerate matrices, single precision. The oracle is torch.autograd on one sample at a time."""
+"""What PyTorch's database does not show of linear algebra and Fourier transforms: samples that differ in
+kind, shapes that can be taken for others, singular and degenerate matrices, single precision. The oracle is
+torch.autograd on one sample at a time.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,39 @@ def positive(x: Tensor) -> Tensor:
     return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
 
 
-def by_loop(loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor) -> tuple[Tensor, ...]:
+def by_loop(
+    loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor
+) -> tuple[Tensor, ...]:
     """Each sample's gradients, one autograd call a sample."""
     count = next(x.shape[d] for x, d in zip(arguments, in_dims, strict=True) if d is not None)
     rows = []
     for i in range(count):
-        leaves = [(x if d is None else x.select(d, i)).detach().clone().requires_grad_() for x, d in zip(arguments, in_dims, strict=True)]
+        leaves = [
+            (x if d is None else x.select(d, i)).detach().clone().requires_grad_()
+            for x, d in zip(arguments, in_dims, strict=True)
+        ]
         rows.append(torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True))
     return tuple(torch.stack(row) for row in zip(*rows, strict=True))
 
 
-def check(loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor, **tolerance: float) -> None:
+def check(
+    loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor, **tolerance: float
+) -> None:
     ours = vmap(grad(loss, argnums=tuple(range(len(arguments)))), in_dims=in_dims)(*arguments)
     for found, expected in zip(ours, by_loop(loss, in_dims, *arguments), strict=True):
         torch.testing.assert_close(found, expected, **tolerance)
 
 
-# -- which axis is what -------------------------------------------------------------------------------------------------------------
+# -- which axis is what
+# ------------------------------------------------------------------------------------------------------------
 
-SIDES = [((4, 3, 3), (4, 3)), ((4, 3, 3), (4, 3, 2)), ((3, 3, 3), (3, 3)), ((3, 3, 3), (3, 3, 3)), ((4, 2, 3, 3), (4, 3))]
+SIDES = [
+    ((4, 3, 3), (4, 3)),
+    ((4, 3, 3), (4, 3, 2)),
+    ((3, 3, 3), (3, 3)),
+    ((3, 3, 3), (3, 3, 3)),
+    ((4, 2, 3, 3), (4, 3)),
+]
 
 
 @pytest.mark.parametrize(("matrix", "side"), SIDES)
@@ -85,7 +101,15 @@ def test_a_matrix_that_all_samples_share_is_factored_once() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [torch.linalg.inv, torch.linalg.det, torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.pinv, torch.matrix_exp, torch.fft.fft],
+    [
+        torch.linalg.inv,
+        torch.linalg.det,
+        torch.linalg.svdvals,
+        torch.linalg.eigvalsh,
+        torch.linalg.pinv,
+        torch.matrix_exp,
+        torch.fft.fft,
+    ],
 )
 def test_no_samples_at_all(function: Callable[[Tensor], Tensor]) -> None:
     none = torch.zeros(0, 3, 3, dtype=torch.float64)
@@ -93,13 +117,22 @@ def test_no_samples_at_all(function: Callable[[Tensor], Tensor]) -> None:
     assert vmap(grad(lambda a: function(a).abs().sum()))(none).shape == (0, 3, 3)
 
 
-# -- where there is no inverse --------------------------------------------------------------------------------------------------------
+# -- where there is no inverse
+# --------------------------------------------------------------------------------------------------------
 
 
 def cofactors(a: Tensor) -> Tensor:
-    """The derivative of a determinant of three rows, as a polynomial. (PyTorch's own is zero where a matrix is singular.)"""
-    minors = [[a[[i for i in range(3) if i != row]][:, [j for j in range(3) if j != column]] for column in range(3)] for row in range(3)]
-    signed = [[(-1) ** (i + j) * (m[0, 0] * m[1, 1] - m[0, 1] * m[1, 0]) for j, m in enumerate(row)] for i, row in enumerate(minors)]
+    """The derivative of a determinant of three rows, as a polynomial. (PyTorch's own is zero where a matrix
+    is singular.)
+    """
+    minors = [
+        [a[[i for i in range(3) if i != row]][:, [j for j in range(3) if j != column]] for column in range(3)]
+        for row in range(3)
+    ]
+    signed = [
+        [(-1) ** (i + j) * (m[0, 0] * m[1, 1] - m[0, 1] * m[1, 0]) for j, m in enumerate(row)]
+        for i, row in enumerate(minors)
+    ]
     return torch.stack([torch.stack(row) for row in signed])
 
 
@@ -111,7 +144,9 @@ def of_rank(rank: int) -> Tensor:
 def test_a_determinant_has_a_derivative_at_every_matrix() -> None:
     """Samples of every rank, side by side: what one of them can't be divided by must not reach the others."""
     exactly_singular = torch.tensor([[1.0, 2, 3], [2, 4, 6], [1, 0, 1]], dtype=torch.float64)
-    matrices = torch.stack([of_rank(0), exactly_singular, of_rank(1), of_rank(2), of_rank(3), torch.eye(3, dtype=torch.float64)])
+    matrices = torch.stack(
+        [of_rank(0), exactly_singular, of_rank(1), of_rank(2), of_rank(3), torch.eye(3, dtype=torch.float64)]
+    )
     found = vmap(grad(torch.linalg.det))(matrices)
     torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-9, atol=1e-9)
 
@@ -125,14 +160,21 @@ def test_a_determinant_has_a_second_derivative_where_it_is_zero() -> None:
 
 
 def test_determinant_derivatives_rows_and_columns_in_unlike_units() -> None:
-    """Scales that differ by 1e18 make no matrix singular; nor are the other samples' derivatives any the worse for it."""
+    """Scales that differ by 1e18 make no matrix singular; nor are the other samples' derivatives any the
+    worse for it.
+    """
     rows, columns = (2.0 ** torch.tensor(e, dtype=torch.float64) for e in ([-30, 30, 0], [10, 0, 30]))
     units = torch.stack([rows[:, None] * columns, torch.ones(3, 3, dtype=torch.float64)])
     matrices = of_rank(3) * units
     found = vmap(grad(torch.linalg.det))(matrices)
     torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-12, atol=0)
     second = vmap(hessian(torch.linalg.det))(matrices)
-    in_its_units = second * units[:, :, :, None, None] * units[:, None, None] / torch.tensor([2.0**40, 1.0])[:, None, None, None, None]
+    in_its_units = (
+        second
+        * units[:, :, :, None, None]
+        * units[:, None, None]
+        / torch.tensor([2.0**40, 1.0])[:, None, None, None, None]
+    )
     expected = torch.autograd.functional.jacobian(cofactors, of_rank(3)).expand(2, 3, 3, 3, 3)
     torch.testing.assert_close(in_its_units, expected, rtol=1e-11, atol=1e-13)
 
@@ -149,10 +191,13 @@ def test_the_logarithm_of_a_determinant() -> None:
     inverse = torch.linalg.inv(a)
     torch.testing.assert_close(vmap(grad(torch.logdet))(a), inverse.mT)
     expected = -torch.einsum("nli,njk->nijkl", inverse, inverse)
-    torch.testing.assert_close(vmap(hessian(torch.logdet))(a), expected.permute(0, 2, 1, 3, 4).transpose(1, 2))
+    torch.testing.assert_close(
+        vmap(hessian(torch.logdet))(a), expected.permute(0, 2, 1, 3, 4).transpose(1, 2)
+    )
 
 
-# -- degenerate matrices ----------------------------------------------------------------------------------------------------------------
+# -- degenerate matrices
+# ------------------------------------------------------------------------------------------------------------
 
 REPEATED = torch.diag(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64))
 
@@ -184,7 +229,11 @@ def test_vectors_of_values_that_repeat_have_none_that_is_finite(vectors: Callabl
 
 def test_nearly_repeated_values_stay_as_exact_as_autograd() -> None:
     a = REPEATED + 1e-5 * positive(draws(3, 3))
-    check(lambda a: (torch.linalg.eigh(a)[1].abs() * torch.arange(9.0, dtype=a.dtype).reshape(3, 3)).sum(), (0,), a.expand(2, 3, 3))
+    check(
+        lambda a: (torch.linalg.eigh(a)[1].abs() * torch.arange(9.0, dtype=a.dtype).reshape(3, 3)).sum(),
+        (0,),
+        a.expand(2, 3, 3),
+    )
 
 
 def test_the_basis_beyond_a_matrix_columns_has_no_derivative() -> None:
@@ -192,12 +241,15 @@ def test_the_basis_beyond_a_matrix_columns_has_no_derivative() -> None:
     with pytest.raises(TransformError, match="mode='complete'"):
         vmap(grad(lambda a: torch.linalg.qr(a, "complete")[0].sum()))(a)
     complete = vmap(grad(lambda a: torch.linalg.qr(a, "complete")[1].pow(3).sum()))(a)
-    torch.testing.assert_close(complete, by_loop(lambda a: torch.linalg.qr(a, "reduced")[1].pow(3).sum(), (0,), a)[0])
+    torch.testing.assert_close(
+        complete, by_loop(lambda a: torch.linalg.qr(a, "reduced")[1].pow(3).sum(), (0,), a)[0]
+    )
     alone = vmap(grad(lambda a: torch.linalg.qr(a, "r")[1].pow(3).sum()))(a)
     torch.testing.assert_close(alone, complete)
 
 
-# -- precision ----------------------------------------------------------------------------------------------------------------------------
+# -- precision
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,16 +271,23 @@ def test_single_precision_stays_single(loss: Callable[..., Tensor]) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-# -- at work -------------------------------------------------------------------------------------------------------------------------------
+# -- at work
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_likelihood_of_a_gaussian_process_a_sample() -> None:
-    """Each sample has a kernel of its own, of shared length scale and noise: logdet and solve through one Cholesky factor."""
+    """Each sample has a kernel of its own, of shared length scale and noise: logdet and solve through one
+    Cholesky factor.
+    """
 
     def loss(scale: Tensor, noise: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        kernel = torch.exp(-((x.unsqueeze(0) - x.unsqueeze(1)) ** 2) / scale) + noise.exp() * torch.eye(5, dtype=x.dtype)
+        kernel = torch.exp(-((x.unsqueeze(0) - x.unsqueeze(1)) ** 2) / scale) + noise.exp() * torch.eye(
+            5, dtype=x.dtype
+        )
         factor = torch.linalg.cholesky(kernel)
-        return y @ torch.cholesky_solve(y.unsqueeze(-1), factor).squeeze(-1) + 2 * factor.diagonal().log().sum()
+        return (
+            y @ torch.cholesky_solve(y.unsqueeze(-1), factor).squeeze(-1) + 2 * factor.diagonal().log().sum()
+        )
 
     scale, noise = torch.tensor(0.7, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64)
     check(loss, (None, None, 0, 0), scale, noise, draws(3, 5), draws(3, 5, seed=1))
@@ -282,7 +341,10 @@ def test_a_signal_comes_back_from_its_spectrum() -> None:
     torch.testing.assert_close(vmap(grad(lambda x: there_and_back(x).pow(2).sum()))(signals), 2 * signals)
 
 
-@pytest.mark.parametrize("options", [{"win_length": 20}, {"window": torch.ones(3)}, {"window": torch.ones(1)}, {"return_complex": None}])
+@pytest.mark.parametrize(
+    "options",
+    [{"win_length": 20}, {"window": torch.ones(3)}, {"window": torch.ones(1)}, {"return_complex": None}],
+)
 def test_a_window_that_does_not_fit_is_refused(options: dict[str, Any]) -> None:
     arguments = {"n_fft": 16, "center": False, "return_complex": True, **options}
     with pytest.raises(TransformError, match="stft with n_fft=16"):

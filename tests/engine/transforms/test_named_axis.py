@@ -41,12 +41,27 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
     "pmean": (lambda x: x * pmean(x.sin(), "s"), lambda x: x * x.sin().mean(0)),
     "pmax": (lambda x: x * pmax(x.sin(), "s"), lambda x: x * x.sin().amax(0)),
     "pmin": (lambda x: x * pmin(x.sin(), "s"), lambda x: x * x.sin().amin(0)),
-    "all_gather": (lambda x: (all_gather(x.sin(), "s") @ x).exp().sum() * x, lambda x: (x @ x.sin().T).exp().sum(1, keepdim=True) * x),
-    "axis_index": (lambda x: all_gather(x, "s").index_select(0, (axis_index("s")[None] + 4) % 5)[0] * x, lambda x: x.roll(1, 0) * x),
+    "all_gather": (
+        lambda x: (all_gather(x.sin(), "s") @ x).exp().sum() * x,
+        lambda x: (x @ x.sin().T).exp().sum(1, keepdim=True) * x,
+    ),
+    "axis_index": (
+        lambda x: all_gather(x, "s").index_select(0, (axis_index("s")[None] + 4) % 5)[0] * x,
+        lambda x: x.roll(1, 0) * x,
+    ),
     "axis_size": (lambda x: x * axis_size("s"), lambda x: x * len(x)),
-    "of what is shared": (lambda x: x * psum(torch.ones(3), "s") + all_gather(torch.ones(3), "s").sum(0), lambda x: x * len(x) + len(x)),
-    "of collectives": (lambda x: psum(x * pmean(x, "s"), "s").cos() * x, lambda x: (x * x.mean(0)).sum(0).cos() * x),
-    "in a checkpoint": (lambda x: checkpoint(lambda x: x * psum(x.sin(), "s"), x), lambda x: x * x.sin().sum(0)),
+    "of what is shared": (
+        lambda x: x * psum(torch.ones(3), "s") + all_gather(torch.ones(3), "s").sum(0),
+        lambda x: x * len(x) + len(x),
+    ),
+    "of collectives": (
+        lambda x: psum(x * pmean(x, "s"), "s").cos() * x,
+        lambda x: (x * x.mean(0)).sum(0).cos() * x,
+    ),
+    "in a checkpoint": (
+        lambda x: checkpoint(lambda x: x * psum(x.sin(), "s"), x),
+        lambda x: x * x.sin().sum(0),
+    ),
 }
 
 
@@ -73,8 +88,16 @@ def test_values_and_derivatives(name: str) -> None:
             for inner in (jacrev, jacfwd):
                 agree(outer(inner(lambda x: (f(x) ** 2).sum()))(x), second)
         hvp = torch.func.jvp(torch.func.grad(total), (x,), (along,))[1]
-        agree(vmap(lambda x, t: jvp(grad(lambda x: (one(x) ** 2).sum()), (x,), (t,))[1], axis_name="s")(x, along), hvp)
-        agree(grad(lambda x: (vmap(grad(lambda x: (one(x) ** 2).sum()), axis_name="s")(x) * along).sum())(x), hvp)
+        agree(
+            vmap(lambda x, t: jvp(grad(lambda x: (one(x) ** 2).sum()), (x,), (t,))[1], axis_name="s")(
+                x, along
+            ),
+            hvp,
+        )
+        agree(
+            grad(lambda x: (vmap(grad(lambda x: (one(x) ** 2).sum()), axis_name="s")(x) * along).sum())(x),
+            hvp,
+        )
 
 
 def test_trees_and_ties() -> None:
@@ -84,7 +107,8 @@ def test_trees_and_ties() -> None:
     agree(grad(lambda x: vmap(lambda x: pmax(x, "s"), axis_name="s")(x)[0])(x), torch.tensor([0.0, 0.5, 0.5]))
 
 
-# -- losses that cross samples ----------------------------------------------------------------------------------------------------
+# -- losses that cross samples
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_contrastive_loss() -> None:
@@ -104,7 +128,9 @@ def test_a_contrastive_loss() -> None:
     mapped = vmap(info_nce, (None, 0, 0), axis_name="batch")
     agree(mapped(params, images, texts), explicit(params))
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    expected = dict(zip(params, torch.autograd.grad(explicit(leaves).sum(), list(leaves.values())), strict=True))
+    expected = dict(
+        zip(params, torch.autograd.grad(explicit(leaves).sum(), list(leaves.values())), strict=True)
+    )
     agree(grad(lambda p: mapped(p, images, texts).sum())(params), expected)
     agree(jacrev(lambda p: mapped(p, images, texts))(params), torch.func.jacrev(explicit)(params))
 
@@ -141,7 +167,8 @@ def test_batch_statistics() -> None:
     agree(list(grad(lambda p: mapped(p, x).sum())(params).values()), list(expected))
 
 
-# -- nests ------------------------------------------------------------------------------------------------------------------------
+# -- nests
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_two_axes() -> None:
@@ -149,7 +176,11 @@ def test_two_axes() -> None:
 
     def one(x: Tensor) -> Tensor:
         gathered = psum(all_gather(x.exp(), "outer") ** 2, "inner").sum(0)
-        return psum(x, "outer") * pmean(x.sin(), "inner") + pmax(x, "outer") * all_gather(x, "inner").cos().sum(0) + gathered
+        return (
+            psum(x, "outer") * pmean(x.sin(), "inner")
+            + pmax(x, "outer") * all_gather(x, "inner").cos().sum(0)
+            + gathered
+        )
 
     def explicit(a: Tensor) -> Tensor:
         gathered = (a.exp() ** 2).sum((0, 1))
@@ -160,19 +191,26 @@ def test_two_axes() -> None:
 
     both = vmap(vmap(one, axis_name="inner"), axis_name="outer")
     agree(both(a), explicit(a))
-    agree(vmap(vmap(one, axis_name="outer"), axis_name="inner")(a.transpose(0, 1)), explicit(a).transpose(0, 1))
+    agree(
+        vmap(vmap(one, axis_name="outer"), axis_name="inner")(a.transpose(0, 1)), explicit(a).transpose(0, 1)
+    )
     expected = torch.func.grad(lambda a: explicit(a).square().sum())(a)
     agree(grad(lambda a: both(a).square().sum())(a), expected)
     agree(vmap(vmap(grad(loss), axis_name="inner"), axis_name="outer")(a), expected)
     agree(vmap(grad(lambda x: vmap(loss, axis_name="inner")(x).sum()), axis_name="outer")(a), expected)
     tangent = torch.func.jvp(explicit, (a,), (a.cos(),))[1]
     agree(jvp(both, (a,), (a.cos(),))[1], tangent)
-    agree(vmap(lambda x: jvp(vmap(one, axis_name="inner"), (x,), (x.cos(),))[1], axis_name="outer")(a), tangent)
+    agree(
+        vmap(lambda x: jvp(vmap(one, axis_name="inner"), (x,), (x.cos(),))[1], axis_name="outer")(a), tangent
+    )
 
 
 def test_the_innermost_axis_of_a_name_is_meant() -> None:
     a = torch.randn(2, 4)
-    agree(vmap(vmap(lambda x: psum(x, "s"), axis_name="s"), axis_name="s")(a), a.sum(1, keepdim=True).expand(2, 4))
+    agree(
+        vmap(vmap(lambda x: psum(x, "s"), axis_name="s"), axis_name="s")(a),
+        a.sum(1, keepdim=True).expand(2, 4),
+    )
 
 
 def test_a_rule_of_ones_own_may_cross_samples() -> None:
@@ -185,9 +223,18 @@ def test_a_rule_of_ones_own_may_cross_samples() -> None:
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "no axis at all": (lambda x: psum(x, "s"), "no axis named 's'.*\n.*there is none"),
-    "another name": (lambda x: vmap(lambda x: vmap(lambda x: pmean(x, "t"), axis_name="r")(x), axis_name="s")(x), "in scope: 'r', 's'"),
-    "chunks": (lambda x: vmap(lambda x: psum(x, "s"), axis_name="s", chunk_size=2)(x), "has to run in chunks"),
-    "a split batch": (lambda x: vmap(lambda x: psum(x, "s") if x.sum() > 0 else x, axis_name="s")(x), "has to run sample by sample"),
+    "another name": (
+        lambda x: vmap(lambda x: vmap(lambda x: pmean(x, "t"), axis_name="r")(x), axis_name="s")(x),
+        "in scope: 'r', 's'",
+    ),
+    "chunks": (
+        lambda x: vmap(lambda x: psum(x, "s"), axis_name="s", chunk_size=2)(x),
+        "has to run in chunks",
+    ),
+    "a split batch": (
+        lambda x: vmap(lambda x: psum(x, "s") if x.sum() > 0 else x, axis_name="s")(x),
+        "has to run sample by sample",
+    ),
     "no tensor": (lambda x: vmap(lambda x: psum(3.0, "s") * x, axis_name="s")(x), "was given a float"),
     "after its end": (lambda x: ways_back(x)[0](torch.ones(3)), "after its vmap has ended"),
 }
@@ -211,4 +258,7 @@ def test_chunks_that_hold_all_samples_and_no_samples_at_all() -> None:
     x = torch.randn(3, 2)
     agree(vmap(lambda x: psum(x, "s"), axis_name="s", chunk_size=3)(x), x.sum(0).expand(3, 2))
     assert vmap(lambda x: psum(x, "s"), axis_name="s")(x[:0]).shape == (0, 2)
-    agree(hessian(lambda x: vmap(lambda x: psum(x, "s"), axis_name="s")(x).square().sum())(x[:, 0]), torch.full((3, 3), 6.0))
+    agree(
+        hessian(lambda x: vmap(lambda x: psum(x, "s"), axis_name="s")(x).square().sum())(x[:, 0]),
+        torch.full((3, 3), 6.0),
+    )

@@ -1,4 +1,6 @@
-"""Kernels that a GPU's dispatcher picks by name, where they are written with others and so can be run here."""
+"""Kernels that a GPU's dispatcher picks by name, where they are written with others and so can be run
+here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def test_cudnn_attention_with_a_mask() -> None:
     mask = torch.randn(4, 1, 2, 5, 5, dtype=torch.float64)
 
     def by_name(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return (torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, mask, True, scale=0.3)[0] ** 3).sum()
+        return (
+            torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, mask, True, scale=0.3)[0]
+            ** 3
+        ).sum()
 
     def plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return (scaled_dot_product_attention(query, key, value, mask, scale=0.3) ** 3).sum()

@@ -1,4 +1,6 @@
-"""Every operator of PyTorch's database, in each row of the sweep: right, or refused by name. Never a wrong number."""
+"""Every operator of PyTorch's database, in each row of the sweep: right, or refused by name. Never a wrong
+number.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,43 @@ from tools.operators_page import judged_rows, refused_rows
 pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated operators, which are in the database too
 DATABASE = entries()
 
-# What the networks and losses of the foundation reach, as the database calls it. None of it may ever be refused (but for draws,
-# and for batch statistics).
+# What the networks and losses of the foundation reach, as the database calls it. None of it may ever be
+# refused (but for draws, and for batch statistics).
 FOUNDATION = """
-    t mm addmm bmm mv matmul view view_as reshape flatten unflatten clone expand expand_as contiguous squeeze unsqueeze transpose permute
-    mT movedim select split unbind chunk narrow_copy cat stack hstack repeat tile roll flip index_select gather scatter scatter_add
+    t mm addmm bmm mv matmul view view_as reshape flatten unflatten clone expand expand_as contiguous squeeze
+    unsqueeze transpose permute
+    mT movedim select split unbind chunk narrow_copy cat stack hstack repeat tile roll flip index_select
+    gather scatter scatter_add
     nn.functional.linear
-    add sub mul div.no_rounding_mode true_divide neg abs log log1p exp pow sqrt rsqrt reciprocal square sin cos tanh sigmoid erf
-    sum mean var std var_mean amax amin max.reduction_with_dim min.reduction_with_dim maximum minimum clamp where masked_fill tril triu
-    cumsum logsumexp softmax log_softmax norm linalg.norm linalg.vector_norm einsum outer eq ne lt le gt ge any all argmax logical_not
+    add sub mul div.no_rounding_mode true_divide neg abs log log1p exp pow sqrt rsqrt reciprocal square sin
+    cos tanh sigmoid erf
+    sum mean var std var_mean amax amin max.reduction_with_dim min.reduction_with_dim maximum minimum clamp
+    where masked_fill tril triu
+    cumsum logsumexp softmax log_softmax norm linalg.norm linalg.vector_norm einsum outer eq ne lt le gt ge
+    any all argmax logical_not
     zeros_like ones_like full_like new_zeros new_ones new_full copysign sgn sign xlogy
-    nn.functional.relu nn.functional.relu6 nn.functional.gelu nn.functional.silu nn.functional.elu nn.functional.selu nn.functional.celu
-    nn.functional.leaky_relu nn.functional.softplus nn.functional.softsign nn.functional.mish nn.functional.hardswish
-    nn.functional.hardsigmoid nn.functional.hardtanh nn.functional.glu nn.functional.prelu nn.functional.logsigmoid
-    nn.functional.tanhshrink nn.functional.threshold nn.functional.cross_entropy nn.functional.mse_loss nn.functional.l1_loss
+    nn.functional.relu nn.functional.relu6 nn.functional.gelu nn.functional.silu nn.functional.elu
+    nn.functional.selu nn.functional.celu
+    nn.functional.leaky_relu nn.functional.softplus nn.functional.softsign nn.functional.mish
+    nn.functional.hardswish
+    nn.functional.hardsigmoid nn.functional.hardtanh nn.functional.glu nn.functional.prelu
+    nn.functional.logsigmoid
+    nn.functional.tanhshrink nn.functional.threshold nn.functional.cross_entropy nn.functional.mse_loss
+    nn.functional.l1_loss
     nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.binary_cross_entropy
-    nn.functional.binary_cross_entropy_with_logits nn.functional.kl_div nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d
-    nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d nn.functional.max_pool1d
-    nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d
+    nn.functional.binary_cross_entropy_with_logits nn.functional.kl_div nn.functional.conv1d
+    nn.functional.conv2d nn.functional.conv3d
+    nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
+    nn.functional.max_pool1d
+    nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.avg_pool1d nn.functional.avg_pool2d
+    nn.functional.avg_pool3d
     nn.functional.adaptive_avg_pool1d nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d
-    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d nn.functional.pad.constant
-    nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.circular nn.functional.layer_norm nn.functional.group_norm
-    nn.functional.rms_norm nn.functional.instance_norm nn.functional.local_response_norm nn.functional.embedding
+    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d
+    nn.functional.pad.constant
+    nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.circular nn.functional.layer_norm
+    nn.functional.group_norm
+    nn.functional.rms_norm nn.functional.instance_norm nn.functional.local_response_norm
+    nn.functional.embedding
     nn.functional.normalize nn.functional.cosine_similarity nn.functional.unfold nn.functional.pixel_shuffle
 """
 
@@ -63,9 +80,13 @@ def test_right_or_refused_as_listed(name: str) -> None:
     refusals = [refusal for verdict in verdicts.values() for refusal in verdict.refusals]
     words = REFUSED[name].words.split() if name in REFUSED else []
     assert [refusal for refusal in refusals if not any(word in refusal for word in words)] == []
-    assert {row for row, verdict in verdicts.items() if verdict.refusals} == refused_rows(name, entry), "refused.py says otherwise"
+    assert {row for row, verdict in verdicts.items() if verdict.refusals} == refused_rows(name, entry), (
+        "refused.py says otherwise"
+    )
     if entry.supports_autograd:
-        assert [row for row, verdict in verdicts.items() if not verdict.right and not verdict.refusals] == [], "nothing was compared"
+        assert [
+            row for row, verdict in verdicts.items() if not verdict.right and not verdict.refusals
+        ] == [], "nothing was compared"
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if ROWS[row].bar is not None])
@@ -75,31 +96,51 @@ def test_a_row_is_right_for_as_many_entries_as_the_bar_says(row: str) -> None:
     assert operators_page.counts()[row].percent >= bar
 
 
-of_one_version = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="page and tables speak of PyTorch 2.13's database")
+of_one_version = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="page and tables speak of PyTorch 2.13's database"
+)
 
 
 @of_one_version
 def test_the_page_is_up_to_date() -> None:
-    assert operators_page.PAGE.read_text(encoding="utf-8") == operators_page.page(""), "run python -m tools.pages"
+    assert operators_page.PAGE.read_text(encoding="utf-8") == operators_page.page(""), (
+        "run python -m tools.pages"
+    )
 
 
 @of_one_version
 def test_the_tables_speak_of_the_database() -> None:
-    assert {*REFUSED, *UNJUDGED, *UNJUDGED_MAPPED, *UNJUDGED_PULLED, *UNJUDGED_TWICE, *FOUNDATION.split()} - set(DATABASE) == set()
+    assert {
+        *REFUSED,
+        *UNJUDGED,
+        *UNJUDGED_MAPPED,
+        *UNJUDGED_PULLED,
+        *UNJUDGED_TWICE,
+        *FOUNDATION.split(),
+    } - set(DATABASE) == set()
 
 
 def test_the_foundation_is_refused_nowhere() -> None:
     refused_as_a_whole = set(REFUSED) - set(SHAPE_IN_PLACE.split())
-    assert set(FOUNDATION.split()) & {*refused_as_a_whole, *UNJUDGED, *UNJUDGED_MAPPED, *UNJUDGED_PULLED, *UNJUDGED_TWICE} == set()
+    assert (
+        set(FOUNDATION.split())
+        & {*refused_as_a_whole, *UNJUDGED, *UNJUDGED_MAPPED, *UNJUDGED_PULLED, *UNJUDGED_TWICE}
+        == set()
+    )
 
 
-# -- the checker itself -------------------------------------------------------------------------------------------------------------
+# -- the checker itself
+# ------------------------------------------------------------------------------------------------------------
 
 SLIGHTLY = 1.001
 
 
 def rows_that_notice(name: str) -> set[str]:
-    return {row for row, verdict in judge(DATABASE[name], judged_rows(name, DATABASE[name])).items() if verdict.wrong}
+    return {
+        row
+        for row, verdict in judge(DATABASE[name], judged_rows(name, DATABASE[name])).items()
+        if verdict.wrong
+    }
 
 
 def test_a_vjp_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +152,24 @@ def test_a_vjp_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_vjp_off_by_a_thousandth_in_its_own_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.tanh_backward.default
     right = registry._derivatives[op].vjp
-    off = registry.DerivativeRule({0: right[0], 1: lambda out, g, y: lambda h: right[1](out, g, y)(h) * SLIGHTLY})
+    off = registry.DerivativeRule(
+        {0: right[0], 1: lambda out, g, y: lambda h: right[1](out, g, y)(h) * SLIGHTLY}
+    )
     monkeypatch.setitem(registry._derivatives, op, off)
     assert rows_that_notice("tanh") == operators_page.TWICE
 
 
 def test_a_jvp_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derivatives, "jvp", spoiled(lambda out, tangents: (out, tuple(t * SLIGHTLY for t in tangents))))
+    monkeypatch.setattr(
+        derivatives, "jvp", spoiled(lambda out, tangents: (out, tuple(t * SLIGHTLY for t in tangents)))
+    )
     assert rows_that_notice("sin") == {"jvp", "vmap(jvp)", "jvp of vjp"}
 
 
 def test_a_value_beside_a_jvp_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derivatives, "jvp", spoiled(lambda out, tangents: (tuple(v * SLIGHTLY for v in out), tangents)))
+    monkeypatch.setattr(
+        derivatives, "jvp", spoiled(lambda out, tangents: (tuple(v * SLIGHTLY for v in out), tangents))
+    )
     assert rows_that_notice("sin") == {"jvp", "vmap(jvp)", "jvp of vjp"}
 
 

@@ -25,7 +25,9 @@ def _the_rules_of_the_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_batchings", dict(registry._batchings))
 
 
-def run(page: Path, before: Callable[[str, dict[str, Any]], None] = lambda block, names: None) -> dict[str, Any]:
+def run(
+    page: Path, before: Callable[[str, dict[str, Any]], None] = lambda block, names: None
+) -> dict[str, Any]:
     """The names that the page's code leaves; `before` is called ahead of each block."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -52,7 +54,9 @@ def test_the_guide() -> None:
     names = run(GUIDE)
     loss, w, samples = names["loss"], names["w"], names["samples"]
     leaf = w.clone().requires_grad_()
-    torch.testing.assert_close(names["per_sample"], torch.stack([torch.autograd.grad(loss(leaf, x), leaf)[0] for x in samples]))
+    torch.testing.assert_close(
+        names["per_sample"], torch.stack([torch.autograd.grad(loss(leaf, x), leaf)[0] for x in samples])
+    )
     square = names["square"].clone().requires_grad_()
 
     def deep(x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,9 @@ def test_the_guide() -> None:
             x = torch.tanh(square @ (square.T @ x)) + x
         return x.sum()
 
-    torch.testing.assert_close(names["lean"], torch.stack([torch.autograd.grad(deep(x), square)[0] for x in samples]))
+    torch.testing.assert_close(
+        names["lean"], torch.stack([torch.autograd.grad(deep(x), square)[0] for x in samples])
+    )
 
 
 def test_the_guide_names_every_transform() -> None:

@@ -1,7 +1,7 @@
 """Random programs of views, in-place writes, broadcasts and reductions, under random nests of transforms.
 
-The oracle shares nothing with what it checks: memory is a vector that every write replaces, a view is a tensor of places in it,
-and the nests are loops around torch.autograd.
+The oracle shares nothing with what it checks: memory is a vector that every write replaces, a view is a
+tensor of places in it, and the nests are loops around torch.autograd.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from psgrad.errors import TransformError
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-# -- programs -----------------------------------------------------------------------------------------------------------------------
+# -- programs
+# ------------------------------------------------------------------------------------------------------------
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "x[...]": lambda x: x[...],
@@ -62,7 +63,9 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     "x.mul_(0.5)": (lambda x: x.mul_(0.5), lambda x: 0.5 * x),
     "x.zero_()": (lambda x: x.zero_(), torch.zeros_like),
 }
-WRITES_OF_ANOTHER: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+WRITES_OF_ANOTHER: dict[
+    str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+] = {
     "x.copy_(y)": (lambda x, y: x.copy_(y), lambda x, y: y.expand(x.shape)),
     "x.add_(y)": (lambda x, y: x.add_(y), torch.add),
     "x.mul_(y)": (lambda x, y: x.mul_(y), torch.mul),
@@ -141,7 +144,9 @@ class Memory:
             self.add(JOINS[name](self.read(x), self.read(y)))
 
     def allows(self, step: Step) -> bool:
-        """Whether PyTorch would take the step; and tensors stay small. Writes through expanded tensors are refused by name."""
+        """Whether PyTorch would take the step; and tensors stay small. Writes through expanded tensors are
+        refused by name.
+        """
         name, x, y = step
         if name in WRITES or name in WRITES_OF_ANOTHER:
             vector, places = self.tensors[x]
@@ -150,7 +155,11 @@ class Memory:
             if y is None or x == y:
                 return x != y
             others = self.tensors[y][1]
-            apart = vector != self.tensors[y][0] or not torch.isin(places.flatten(), others.flatten()).any() or torch.equal(places, others)
+            apart = (
+                vector != self.tensors[y][0]
+                or not torch.isin(places.flatten(), others.flatten()).any()
+                or torch.equal(places, others)
+            )
             return apart and _broadcast(places, others) == places.shape
         if y is not None:
             shape = _broadcast(self.tensors[x][1], self.tensors[y][1])
@@ -179,22 +188,37 @@ def run_in_memory(steps: list[Step], x: Tensor, y: Tensor) -> Tensor:
     return outcome([memory.read(number) for number in range(len(memory.tensors))])
 
 
-X, Y = torch.linspace(-0.9, 1.1, 6, dtype=torch.float64).reshape(2, 3), torch.tensor([0.3, -0.7, 0.5], dtype=torch.float64)
+X, Y = (
+    torch.linspace(-0.9, 1.1, 6, dtype=torch.float64).reshape(2, 3),
+    torch.tensor([0.3, -0.7, 0.5], dtype=torch.float64),
+)
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Step]:
-    """Up to ten steps that PyTorch allows, from a tensor [2, 3] and one [3]; each write is one into a view where there is any."""
+    """Up to ten steps that PyTorch allows, from a tensor [2, 3] and one [3]; each write is one into a view
+    where there is any.
+    """
     memory, steps = Memory(), []
     memory.add(X)
     memory.add(Y)
     views: list[int] = []
-    for kind in draw(st.lists(st.sampled_from([VIEWS, WRITES_OF_ANOTHER, WRITES, JOINS, POINTWISE, REDUCTIONS]), min_size=1, max_size=10)):
+    for kind in draw(
+        st.lists(
+            st.sampled_from([VIEWS, WRITES_OF_ANOTHER, WRITES, JOINS, POINTWISE, REDUCTIONS]),
+            min_size=1,
+            max_size=10,
+        )
+    ):
         numbers: Any = range(len(memory.tensors))
         others = numbers if kind in (JOINS, WRITES_OF_ANOTHER) else [None]
         if kind in (WRITES, WRITES_OF_ANOTHER):
             numbers = views or numbers
-        possible = [step for step in itertools.starmap(Step, itertools.product(kind, numbers, others)) if memory.allows(step)]
+        possible = [
+            step
+            for step in itertools.starmap(Step, itertools.product(kind, numbers, others))
+            if memory.allows(step)
+        ]
         if possible:
             steps.append(draw(st.sampled_from(possible)))
             memory.do(steps[-1])
@@ -203,7 +227,8 @@ def programs(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-# -- nests --------------------------------------------------------------------------------------------------------------------------
+# -- nests
+# ------------------------------------------------------------------------------------------------------------
 
 
 def two_samples(x: Tensor) -> Tensor:
@@ -271,10 +296,14 @@ BY_AUTOGRAD: dict[str, Callable[[Function], Function]] = {
     "jvp": pushed_by_autograd,
     "jacrev": rows_by_autograd,
     "vmap": lambda f: lambda x, y: torch.stack([f(sample, y) for sample in two_samples(x)]),
-    "vmap of both": lambda f: lambda x, y: torch.stack([f(*pair) for pair in zip(two_samples(x), two_samples(y), strict=True)]),
+    "vmap of both": lambda f: (
+        lambda x, y: torch.stack([f(*pair) for pair in zip(two_samples(x), two_samples(y), strict=True)])
+    ),
 }
 
-nests = st.lists(st.sampled_from(list(OURS)), min_size=2, max_size=3).filter(lambda nest: nest.count("jacrev") < 3)
+nests = st.lists(st.sampled_from(list(OURS)), min_size=2, max_size=3).filter(
+    lambda nest: nest.count("jacrev") < 3
+)
 
 
 def nested(transforms: dict[str, Callable[[Function], Function]], nest: list[str], f: Function) -> Tensor:
@@ -287,7 +316,8 @@ def right(steps: list[Step], nest: list[str]) -> bool:
     try:
         ours = nested(OURS, nest, lambda x, y: run(steps, x, y))
     except TransformError as error:
-        # As in torch.func: what is made from a value of an outer transform has no sample axis, and can't receive one.
+        # As in torch.func: what is made from a value of an outer transform has no sample axis, and can't
+        # receive one.
         if "without a sample axis" in str(error):
             reject()
         raise
@@ -306,13 +336,16 @@ def test_the_oracle_runs_programs_as_pytorch_does(steps: list[Step]) -> None:
     torch.testing.assert_close(run(steps, X, Y), run_in_memory(steps, X, Y), rtol=1e-12, atol=1e-12)
 
 
-# -- the checker itself -------------------------------------------------------------------------------------------------------------
+# -- the checker itself
+# ------------------------------------------------------------------------------------------------------------
 
 WRITES_THROUGH_A_VIEW = [Step("x.select(0, -1)", 0), Step("x.copy_(y)", 2, 1)]
 
 
 @pytest.mark.parametrize("nest", [["grad", "vmap"], ["vjp", "jvp"], ["jacrev", "vmap of both"]])
-def test_a_write_that_does_not_reach_its_base_is_noticed(monkeypatch: pytest.MonkeyPatch, nest: list[str]) -> None:
+def test_a_write_that_does_not_reach_its_base_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, nest: list[str]
+) -> None:
     assert right(WRITES_THROUGH_A_VIEW, nest)
     monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
     assert not right(WRITES_THROUGH_A_VIEW, nest)

@@ -1,4 +1,6 @@
-"""Recurrent layers: every option against PyTorch's own layers, packed sequences, and what becomes of the recurrent weight."""
+"""Recurrent layers: every option against PyTorch's own layers, packed sequences, and what becomes of the
+recurrent weight.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_flatten
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.terms import Product
-from psgrad.engine.objective import Objective
 from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vmap
 from psgrad.errors import TransformError
 
@@ -51,7 +53,11 @@ def agrees(layer: nn.Module, use: Any, x: Tensor) -> None:
     expected = torch.autograd.grad(total(use(layer, leaf)), [*params.values(), leaf])
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return total(functional_call(Using(layer, use), {f"layer.{name}": value for name, value in params.items()}, (x,)))
+        return total(
+            functional_call(
+                Using(layer, use), {f"layer.{name}": value for name, value in params.items()}, (x,)
+            )
+        )
 
     found, of_x = grad(loss, (0, 1))({name: value.detach() for name, value in params.items()}, x)
     torch.testing.assert_close([*found.values(), of_x], list(expected), rtol=1e-10, atol=1e-12)
@@ -67,9 +73,14 @@ class Using(nn.Module):
 
 
 @each_layer
-@pytest.mark.parametrize(("layers", "both_ways", "batch_first", "bias"), list(product((1, 2), (False, True), (False, True), (False, True))))
+@pytest.mark.parametrize(
+    ("layers", "both_ways", "batch_first", "bias"),
+    list(product((1, 2), (False, True), (False, True), (False, True))),
+)
 def test_options(name: str, layers: int, both_ways: bool, batch_first: bool, bias: bool) -> None:
-    layer = LAYERS[name](INPUTS, HIDDEN, num_layers=layers, bidirectional=both_ways, batch_first=batch_first, bias=bias)
+    layer = LAYERS[name](
+        INPUTS, HIDDEN, num_layers=layers, bidirectional=both_ways, batch_first=batch_first, bias=bias
+    )
     agrees(layer, lambda layer, x: layer(x), torch.randn(TIMES, B, INPUTS))
 
 
@@ -80,7 +91,9 @@ def test_packed_sequences_of_several_lengths(name: str, lengths: list[int], both
     layer = LAYERS[name](INPUTS, HIDDEN, num_layers=2, bidirectional=both_ways)
 
     def use(layer: nn.Module, x: Tensor) -> Any:
-        packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=lengths == sorted(lengths, reverse=True))
+        packed = pack_padded_sequence(
+            x, torch.tensor(lengths), enforce_sorted=lengths == sorted(lengths, reverse=True)
+        )
         states, ends = layer(packed)
         padded, found = pad_packed_sequence(states, padding_value=0.5, total_length=TIMES + 1)
         assert found.tolist() == lengths
@@ -101,7 +114,11 @@ def test_dropout_between_layers() -> None:
 
 def test_sequences_without_batch_axis_and_their_start() -> None:
     layer = nn.LSTM(INPUTS, HIDDEN)
-    agrees(layer, lambda layer, x: layer(x, (x[:1, :1].expand(1, HIDDEN), x[1:2, 1:2].expand(1, HIDDEN))), torch.randn(TIMES, INPUTS))
+    agrees(
+        layer,
+        lambda layer, x: layer(x, (x[:1, :1].expand(1, HIDDEN), x[1:2, 1:2].expand(1, HIDDEN))),
+        torch.randn(TIMES, INPUTS),
+    )
 
 
 @each_layer
@@ -118,7 +135,9 @@ def test_tangents_and_second_derivatives(name: str) -> None:
     torch.testing.assert_close(value, f(x), rtol=1e-12, atol=0)
     torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-10, atol=1e-12)
     rows = [torch.autograd.grad(entry, leaf, retain_graph=True)[0] for entry in gradient.flatten()]
-    torch.testing.assert_close(hessian(f)(x), torch.stack(rows).view(*x.shape, *x.shape), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        hessian(f)(x), torch.stack(rows).view(*x.shape, *x.shape), rtol=1e-9, atol=1e-11
+    )
 
 
 class Last(nn.Module):
@@ -136,7 +155,9 @@ def test_the_recurrent_weight_is_one_term_with_a_position_for_each_time(name: st
     x = torch.randn(4, TIMES, INPUTS)
     objective = Objective(model, lambda output, target: output.square().sum())
     gradients: dict[str, DeferredGradient] = {}  # as the pass leaves them, before small ones are written out
-    Pass(objective.loss, objective.params, ((x,), torch.zeros(4)), 0, True, "error").run(gradients.__setitem__)
+    Pass(objective.loss, objective.params, ((x,), torch.zeros(4)), 0, True, "error").run(
+        gradients.__setitem__
+    )
     for weight in ("weight_ih_l0", "weight_hh_l0"):
         (placed,) = gradients[f"layer.{weight}"].terms
         assert isinstance(placed.term, Product)
@@ -151,13 +172,22 @@ def test_lengths_that_differ_between_samples(both_ways: bool) -> None:
     x, lengths = torch.randn(6, TIMES, INPUTS), torch.tensor([5, 2, 4, 2, 5, 2])
 
     def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
-        return total(functional_call(layer, params, (pack_padded_sequence(x[None], length[None], batch_first=True),))[1])
+        return total(
+            functional_call(layer, params, (pack_padded_sequence(x[None], length[None], batch_first=True),))[
+                1
+            ]
+        )
 
-    ways = [vmap(grad(loss), in_dims=(None, 0, 0))(params, x, lengths), per_sample_gradients(loss, params, x, lengths).materialise()]
+    ways = [
+        vmap(grad(loss), in_dims=(None, 0, 0))(params, x, lengths),
+        per_sample_gradients(loss, params, x, lengths).materialise(),
+    ]
     for sample, length in enumerate(lengths.tolist()):
         expected = torch.autograd.grad(total(layer(x[sample, None, :length])[1]), list(layer.parameters()))
         for found in ways:
-            torch.testing.assert_close([value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                [value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -181,6 +211,8 @@ def test_norms_alone_take_the_same_way() -> None:
     model = Last(nn.LSTM(INPUTS, HIDDEN, batch_first=True))
     params = {name: value.detach() for name, value in model.named_parameters()}
     x = torch.randn(4, TIMES, INPUTS)
-    gradients = per_sample_gradients(lambda params, x: functional_call(model, params, (x[None],)).sum(), params, x)
+    gradients = per_sample_gradients(
+        lambda params, x: functional_call(model, params, (x[None],)).sum(), params, x
+    )
     written_out = {name: value.flatten(1).square().sum(1) for name, value in gradients.materialise().items()}
     torch.testing.assert_close(gradients.square_norms(per="parameter"), written_out)

@@ -57,7 +57,9 @@ def _rules_go_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize(
-    "name", [opaque, torch.ops.psgrad_registration.opaque, "psgrad_registration::opaque"], ids=["op", "packet", "name"]
+    "name",
+    [opaque, torch.ops.psgrad_registration.opaque, "psgrad_registration::opaque"],
+    ids=["op", "packet", "name"],
 )
 def test_the_rule_is_used_in_every_nest(name: Any, nest: str) -> None:
     register_rule(name, vjp=VJP, batch=elementwise_batch)
@@ -80,11 +82,16 @@ def test_what_torch_was_told(nest: str) -> None:
         in_x, in_y = slopes(x, y)
         return summed(3 * g * in_x, x), summed(3 * g * in_y, y), None
 
-    told.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+    told.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2])
+    )
 
     def batched(info: Any, in_dims: Any, x: Tensor, y: Tensor, scale: float) -> Any:
         a, b = (v if d is None else v.movedim(d, -1) for v, d in zip((x, y), in_dims, strict=False))
-        a, b = (v.unsqueeze(-1).expand(*v.shape, info.batch_size) if d is None else v for v, d in zip((a, b), in_dims, strict=False))
+        a, b = (
+            v.unsqueeze(-1).expand(*v.shape, info.batch_size) if d is None else v
+            for v, d in zip((a, b), in_dims, strict=False)
+        )
         return told(a.contiguous(), b.contiguous(), scale), (-1, -1)
 
     told.register_vmap(batched)
@@ -102,26 +109,50 @@ def test_constants_and_zeros() -> None:
 def test_an_argument_that_is_left_out_is_no_zero() -> None:
     register_rule(opaque, vjp={"x": VJP["x"]}, batch=elementwise_batch)
     agree(grad(lambda x: opaque(x, Y).sum())(X[0]), 3 * slopes(X[0], Y)[0])
-    for program in (lambda: grad(weighted(opaque), 1)(X[0], Y), lambda: jvp(lambda y: opaque(X[0], y), (Y,), (Y,))):
-        with pytest.raises(UnsupportedOperatorError, match="psgrad_registration::opaque has no rule for its derivative in 'y'"):
+    for program in (
+        lambda: grad(weighted(opaque), 1)(X[0], Y),
+        lambda: jvp(lambda y: opaque(X[0], y), (Y,), (Y,)),
+    ):
+        with pytest.raises(
+            UnsupportedOperatorError,
+            match="psgrad_registration::opaque has no rule for its derivative in 'y'",
+        ):
             program()
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown": (lambda: register_rule("psgrad_registration::nothing", constant=True), "PyTorch knows no such operator"),
+    "unknown": (
+        lambda: register_rule("psgrad_registration::nothing", constant=True),
+        "PyTorch knows no such operator",
+    ),
     "no name": (lambda: register_rule("opaque", constant=True), "PyTorch knows no such operator"),
-    "unknown overload": (lambda: register_rule("aten::add.Nothing", constant=True), "PyTorch knows no such operator"),
+    "unknown overload": (
+        lambda: register_rule("aten::add.Nothing", constant=True),
+        "PyTorch knows no such operator",
+    ),
     "several overloads": (lambda: register_rule(torch.ops.aten.add, constant=True), "has the overloads"),
     "a function": (lambda: register_rule(plain, constant=True), "custom_vjp"),
     "in place": (lambda: register_rule(torch.ops.aten.add_.Tensor, constant=True), "writes into an argument"),
-    "ruled already": (lambda: register_rule(torch.ops.aten.sin.default, vjp={0: VJP["x"]}), "has a derivative already"),
-    "batched already": (lambda: register_rule(torch.ops.aten.sin.default, batch=elementwise_batch), "has a batching rule already"),
-    "constant already": (lambda: register_rule(torch.ops.aten.sign.default, constant=True), "has a derivative already"),
+    "ruled already": (
+        lambda: register_rule(torch.ops.aten.sin.default, vjp={0: VJP["x"]}),
+        "has a derivative already",
+    ),
+    "batched already": (
+        lambda: register_rule(torch.ops.aten.sin.default, batch=elementwise_batch),
+        "has a batching rule already",
+    ),
+    "constant already": (
+        lambda: register_rule(torch.ops.aten.sign.default, constant=True),
+        "has a derivative already",
+    ),
     "no such argument": (lambda: register_rule(opaque, vjp={"z": VJP["x"]}), "a rule for argument 'z'"),
     "no tensor": (lambda: register_rule(told, vjp={"scale": VJP["x"]}), "a rule for argument 'scale'"),
     "out of range": (lambda: register_rule(opaque, vjp={7: VJP["x"]}), "a rule for argument 7"),
     "a jvp alone": (lambda: register_rule(opaque, jvp=VJP), "a jvp without a vjp"),
-    "constant and not": (lambda: register_rule(opaque, vjp=VJP, constant=True), "constant=True beside a derivative"),
+    "constant and not": (
+        lambda: register_rule(opaque, vjp=VJP, constant=True),
+        "constant=True beside a derivative",
+    ),
     "nothing": (lambda: register_rule(opaque), "without any rule"),
 }
 

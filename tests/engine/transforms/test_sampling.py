@@ -1,4 +1,6 @@
-"""Sampling at places of a grid, up to its second derivative, and upsampling: against torch.autograd sample by sample."""
+"""Sampling at places of a grid, up to its second derivative, and upsampling: against torch.autograd sample by
+sample.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def images_and_grids(axes: int) -> tuple[Tensor, Tensor]:
     return images, 1.3 * torch.randn(3, 2, *(3, 4, 2)[:axes], axes, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("padding", "align"), list(itertools.product(["zeros", "border", "reflection"], [True, False])))
+@pytest.mark.parametrize(
+    ("padding", "align"), list(itertools.product(["zeros", "border", "reflection"], [True, False]))
+)
 @pytest.mark.parametrize(("axes", "mode"), MODES)
 def test_grid_sampling(axes: int, mode: str, padding: str, align: bool) -> None:
     images, grids = images_and_grids(axes)
@@ -38,10 +42,13 @@ def test_grid_sampling(axes: int, mode: str, padding: str, align: bool) -> None:
         gradients = torch.autograd.grad(loss(image, grid), (image, grid), create_graph=True)
         return sum((g**2).sum() for g in gradients)  # type: ignore[return-value]
 
-    torch.testing.assert_close(vmap(grad(loss, (0, 1)))(images, grids), gradients_by_loop(loss, images, grids, argnums=(0, 1)))
+    torch.testing.assert_close(
+        vmap(grad(loss, (0, 1)))(images, grids), gradients_by_loop(loss, images, grids, argnums=(0, 1))
+    )
     shared = images[:1].expand_as(images)
     torch.testing.assert_close(
-        vmap(grad(loss, argnums=1), in_dims=(None, 0))(images[0], grids), *gradients_by_loop(loss, shared, grids, argnums=(1,))
+        vmap(grad(loss, argnums=1), in_dims=(None, 0))(images[0], grids),
+        *gradients_by_loop(loss, shared, grids, argnums=(1,)),
     )
     try:
         twice = gradients_by_loop(size_by_autograd, images, grids, argnums=(0, 1))
@@ -63,7 +70,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("by", ["size", "factor"])
-@pytest.mark.parametrize(("mode", "axes"), [(mode, axes) for mode, several in KINDS.items() for axes in several])
+@pytest.mark.parametrize(
+    ("mode", "axes"), [(mode, axes) for mode, several in KINDS.items() for axes in several]
+)
 def test_upsampling(mode: str, axes: int, by: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 2, 2, *(4,) * axes, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Writes of several values to one place, to places of a mask of each sample's own, and through other strides."""
+"""Writes of several values to one place, to places of a mask of each sample's own, and through other
+strides.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ X = torch.randn(4, 3, 5, dtype=torch.float64)
 MASKS = torch.rand(4, 3, 5) > 0.5
 
 
-def assert_like_the_loop(function: Callable[..., Tensor], *samples: Tensor, argnums: tuple[int, ...] = (0,)) -> None:
-    torch.testing.assert_close(vmap(grad(function, argnums))(*samples), gradients_by_loop(function, *samples, argnums=argnums))
+def assert_like_the_loop(
+    function: Callable[..., Tensor], *samples: Tensor, argnums: tuple[int, ...] = (0,)
+) -> None:
+    torch.testing.assert_close(
+        vmap(grad(function, argnums))(*samples), gradients_by_loop(function, *samples, argnums=argnums)
+    )
 
 
 @pytest.mark.parametrize("include_self", [True, False])
@@ -32,7 +38,10 @@ def test_products_with_zeros_among_the_factors(zeros: int, include_self: bool) -
 
     def scattered(start: Tensor, factors: Tensor) -> Tensor:
         index = torch.zeros(5, dtype=torch.long)
-        return start.scatter_reduce(0, index, factors, "prod", include_self=include_self).sum().exp() + (factors**3 + factors).sum()
+        return (
+            start.scatter_reduce(0, index, factors, "prod", include_self=include_self).sum().exp()
+            + (factors**3 + factors).sum()
+        )
 
     def written_out(start: Tensor, factors: Tensor) -> Tensor:
         product = start.sum() if include_self else torch.ones((), dtype=torch.float64)
@@ -51,9 +60,14 @@ def test_products_with_zeros_among_the_factors(zeros: int, include_self: bool) -
 
 @pytest.mark.parametrize("kind", ["amax", "amin"])
 def test_ties_share(kind: str) -> None:
-    x, source = torch.ones(2, 2, dtype=torch.float64), torch.tensor([[1.0, 1.0, 0.5], [2.0, 2.0, 0.5]], dtype=torch.float64)
+    x, source = (
+        torch.ones(2, 2, dtype=torch.float64),
+        torch.tensor([[1.0, 1.0, 0.5], [2.0, 2.0, 0.5]], dtype=torch.float64),
+    )
     index = torch.tensor([0, 0, 1])
-    assert_like_the_loop(lambda x, source: (x.scatter_reduce(0, index, source, kind) ** 2).sum(), x, source, argnums=(0, 1))
+    assert_like_the_loop(
+        lambda x, source: (x.scatter_reduce(0, index, source, kind) ** 2).sum(), x, source, argnums=(0, 1)
+    )
 
 
 def _write(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
@@ -85,7 +99,9 @@ def test_one_column_where_a_mask_of_columns_says() -> None:
 
 def test_elements_in_turn_to_the_places_of_a_mask() -> None:
     source = torch.randn(4, 15, dtype=torch.float64)
-    assert_like_the_loop(lambda x, mask, s: (x.masked_scatter(mask, s) ** 3).sum(), X, MASKS, source, argnums=(0, 2))
+    assert_like_the_loop(
+        lambda x, mask, s: (x.masked_scatter(mask, s) ** 3).sum(), X, MASKS, source, argnums=(0, 2)
+    )
 
 
 STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -100,7 +116,9 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_other_strides(name: str) -> None:
-    """PyTorch's gradient of as_strided_scatter in its first argument is wrong: there the oracle is a write through the view."""
+    """PyTorch's gradient of as_strided_scatter in its first argument is wrong: there the oracle is a write
+    through the view.
+    """
     function = STRIDED[name]
 
     def through_the_view(x: Tensor) -> Tensor:
@@ -109,7 +127,9 @@ def test_other_strides(name: str) -> None:
         return (y**3).sum()
 
     oracle = through_the_view if name == "scattered" else lambda x: (function(x) ** 3).sum()
-    torch.testing.assert_close(vmap(grad(lambda x: (function(x) ** 3).sum()))(X), *gradients_by_loop(oracle, X))
+    torch.testing.assert_close(
+        vmap(grad(lambda x: (function(x) ** 3).sum()))(X), *gradients_by_loop(oracle, X)
+    )
     assert_like_the_loop(through_the_view, X)
 
 

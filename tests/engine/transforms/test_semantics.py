@@ -1,4 +1,6 @@
-"""What torch.func promises, of ours: arguments, results, nesting, randomness, and that nothing is left behind."""
+"""What torch.func promises, of ours: arguments, results, nesting, randomness, and that nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def quadratic(x: Tensor, y: Tensor) -> Tensor:
     return (x.sin() * y).sum() + (x * x * y * y).sum()
 
 
-# -- grad -------------------------------------------------------------------------------------------------------------------------
+# -- grad
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), (0, -1)])
@@ -113,7 +116,8 @@ def test_unused_arguments_have_zero_gradient() -> None:
     same(vjp(lambda x, y: x, x, y)[1](x), (x, torch.zeros(2)))
 
 
-# -- vjp --------------------------------------------------------------------------------------------------------------------------
+# -- vjp
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_vjp_fn_may_be_called_often_and_late() -> None:
@@ -157,7 +161,8 @@ def test_a_value_changed_between_forward_and_back_is_noticed() -> None:
         pull(x)
 
 
-# -- nesting ----------------------------------------------------------------------------------------------------------------------
+# -- nesting
+# ------------------------------------------------------------------------------------------------------------
 
 
 def cubic(x: Tensor) -> Tensor:
@@ -170,7 +175,9 @@ def nestings(grad: Any, vmap: Any, vjp: Any) -> dict[str, Callable[[Tensor], Any
         "grad(grad)": lambda m: grad(lambda x: grad(cubic)(x).sin().sum())(m[0]),
         "grad(grad(grad))": lambda m: grad(lambda x: grad(lambda x: grad(cubic)(x).sin().sum())(x)[1])(m[0]),
         "vmap(vmap)": lambda m: vmap(vmap(lambda a: a.sin() * 2))(m),
-        "vmap(vmap), other axis": lambda m: vmap(lambda row: vmap(lambda a, b: a * b, in_dims=(0, None))(row, row.sum()), in_dims=1)(m),
+        "vmap(vmap), other axis": lambda m: vmap(
+            lambda row: vmap(lambda a, b: a * b, in_dims=(0, None))(row, row.sum()), in_dims=1
+        )(m),
         "grad(vmap)": lambda m: grad(lambda m: vmap(cubic)(m).sin().sum())(m),
         "vmap(grad)": lambda m: vmap(grad(cubic))(m),
         "vmap(grad(grad))": lambda m: vmap(grad(lambda x: grad(cubic)(x).sin().sum()))(m),
@@ -180,7 +187,9 @@ def nestings(grad: Any, vmap: Any, vjp: Any) -> dict[str, Callable[[Tensor], Any
         "vjp inside vmap": lambda m: vmap(lambda x: vjp(lambda x: x * x.sum(), x)[1](x))(m),
         "vjp(vmap)": lambda m: vjp(vmap(cubic), m)[1](m[:, 0]),
         "vjp(grad)": lambda m: vjp(grad(cubic), m[0])[1](m[1]),
-        "grad of a captured outer value": lambda m: grad(lambda x: grad(lambda y: (x * y * y).sum())(x).sum())(m[0]),
+        "grad of a captured outer value": lambda m: grad(
+            lambda x: grad(lambda y: (x * y * y).sum())(x).sum()
+        )(m[0]),
         "hessian by rows": lambda m: vmap(vjp(grad(cubic), m[0])[1])(torch.eye(3)),
     }
 
@@ -192,11 +201,16 @@ def test_nested(name: str) -> None:
     same(nestings(grad, vmap, vjp)[name](m), theirs)
 
 
-# -- vmap -------------------------------------------------------------------------------------------------------------------------
+# -- vmap
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_in_dims() -> None:
-    a, b, tree = torch.randn(4, 2), torch.randn(2, 4), {"x": torch.randn(4), "y": [torch.randn(3, 4), torch.randn(2)]}
+    a, b, tree = (
+        torch.randn(4, 2),
+        torch.randn(2, 4),
+        {"x": torch.randn(4), "y": [torch.randn(3, 4), torch.randn(2)]},
+    )
 
     def f(a: Tensor, b: Tensor, tree: dict[str, Any]) -> Tensor:
         return (a * b).sum() + tree["x"] + tree["y"][0].sum() * tree["y"][1]
@@ -268,7 +282,9 @@ def test_what_vmap_does_not_take(program: Callable[[], Any], words: str) -> None
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_no_sample_and_one(n: int) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+    )
     params = dict(model.named_parameters())
 
     def loss(params: Any, x: Tensor, label: Tensor) -> Tensor:
@@ -294,7 +310,8 @@ def test_chunks(chunk_size: int) -> None:
     assert vmap(lambda x: (x, "all"), out_dims=(0, None), chunk_size=chunk_size)(x)[1] == "all"
 
 
-# -- randomness -------------------------------------------------------------------------------------------------------------------
+# -- randomness
+# ------------------------------------------------------------------------------------------------------------
 
 
 def drawn(program: Callable[[], Any]) -> Any:
@@ -337,8 +354,14 @@ def test_a_draw_is_refused_where_nobody_said_how(name: str) -> None:
 
 def test_draws_without_a_traced_value() -> None:
     x = torch.zeros(5)
-    same(drawn(lambda: vmap(lambda x: x + torch.randn(3), randomness="different")(x)), drawn(lambda: torch.randn(5, 3)))
-    same(drawn(lambda: vmap(lambda x: x + torch.randn(3), randomness="same")(x)), drawn(lambda: torch.randn(3)).expand(5, 3))
+    same(
+        drawn(lambda: vmap(lambda x: x + torch.randn(3), randomness="different")(x)),
+        drawn(lambda: torch.randn(5, 3)),
+    )
+    same(
+        drawn(lambda: vmap(lambda x: x + torch.randn(3), randomness="same")(x)),
+        drawn(lambda: torch.randn(3)).expand(5, 3),
+    )
     with pytest.raises(TransformError, match="randomness='error'"):
         vmap(lambda x: x + torch.randn(3))(x)
 
@@ -367,7 +390,8 @@ def test_draws_under_grad_need_no_word() -> None:
     assert set(ours.tolist()) == {0.0, 2.0}
 
 
-# -- grad modes -------------------------------------------------------------------------------------------------------------------
+# -- grad modes
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_no_grad_inside_stops_the_gradient_and_outside_does_not() -> None:
@@ -382,7 +406,10 @@ def test_no_grad_inside_stops_the_gradient_and_outside_does_not() -> None:
     with torch.no_grad():
         same(grad(f)(x), torch.func.grad(f)(x))
         same(vmap(grad(cubic))(torch.ones(2, 3)), vmap(torch.func.grad(cubic))(torch.ones(2, 3)))
-        same(grad(lambda x: grad(cubic)(x).sum())(x), torch.func.grad(lambda x: torch.func.grad(cubic)(x).sum())(x))
+        same(
+            grad(lambda x: grad(cubic)(x).sum())(x),
+            torch.func.grad(lambda x: torch.func.grad(cubic)(x).sum())(x),
+        )
 
 
 def test_no_grad_between_two_levels() -> None:
@@ -406,14 +433,24 @@ def test_inference_mode_outside() -> None:
     same(ours.clone(), torch.func.vmap(torch.func.grad(cubic))(x.clone()))
 
 
-# -- nothing is left behind, nothing is touched -------------------------------------------------------------------------------------
+# -- nothing is left behind, nothing is touched
+# -------------------------------------------------------------------------------------
 
 
 class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("wrap", [grad, vmap, lambda f: vmap(grad(f)), lambda f: grad(lambda x: vmap(f)(x).sum()), lambda f: grad(grad(f))])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        grad,
+        vmap,
+        lambda f: vmap(grad(f)),
+        lambda f: grad(lambda x: vmap(f)(x).sum()),
+        lambda f: grad(grad(f)),
+    ],
+)
 def test_an_exception_leaves_no_trace(wrap: Any) -> None:
     def f(x: Tensor) -> Tensor:
         torch.set_grad_enabled(True)
@@ -449,7 +486,9 @@ def test_what_outlives_its_transform_is_the_value() -> None:
 
 def snapshot(model: nn.Module) -> dict[str, tuple[int, int, Tensor, bool, Any]]:
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    return {name: (id(t), t._version, t.detach().clone(), t.requires_grad, t.grad) for name, t in tensors.items()}
+    return {
+        name: (id(t), t._version, t.detach().clone(), t.requires_grad, t.grad) for name, t in tensors.items()
+    }
 
 
 def test_models_stay_as_they_are() -> None:
@@ -500,7 +539,8 @@ def test_two_threads_at_once() -> None:
         same(answer, expected)
 
 
-# -- functional_call ----------------------------------------------------------------------------------------------------------------
+# -- functional_call
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -526,10 +566,16 @@ def test_functional_call_is_torch_funcs() -> None:
         ({"head.weight": torch.randn(5, 3)}, (x,)),
         ({}, (x,)),
     ]:
-        same(functional_call(model, *arguments, {"shift": 1.0}), torch.func.functional_call(model, *arguments, {"shift": 1.0}))
+        same(
+            functional_call(model, *arguments, {"shift": 1.0}),
+            torch.func.functional_call(model, *arguments, {"shift": 1.0}),
+        )
     assert model.head.weight is model.embed.weight
     untied = {"embed.weight": torch.randn(5, 3), "head.weight": torch.randn(5, 3)}
-    same(functional_call(model, untied, (x,), tie_weights=False), torch.func.functional_call(model, untied, (x,), tie_weights=False))
+    same(
+        functional_call(model, untied, (x,), tie_weights=False),
+        torch.func.functional_call(model, untied, (x,), tie_weights=False),
+    )
 
 
 def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_uses() -> None:
@@ -551,10 +597,16 @@ def test_what_functional_call_does_not_take() -> None:
         functional_call(model, {"nobody": torch.randn(5, 3)}, (x,))
     with pytest.raises(TransformError, match=r"missing \['scale'\].*unexpected \['extra'\]"):
         functional_call(model, {"embed.weight": torch.randn(5, 3), "extra": x}, (x,), strict=True)
-    same(functional_call(model, {"embed.weight": torch.ones(5, 3), "scale": torch.ones(())}, (x,), strict=True), torch.full((1, 5), 3.0))
+    same(
+        functional_call(
+            model, {"embed.weight": torch.ones(5, 3), "scale": torch.ones(())}, (x,), strict=True
+        ),
+        torch.full((1, 5), 3.0),
+    )
 
 
-# -- in place, and through views ------------------------------------------------------------------------------------------------------
+# -- in place, and through views
+# ------------------------------------------------------------------------------------------------------
 
 
 def slices(x: Tensor) -> Tensor:
@@ -661,7 +713,8 @@ def diagonal(x: Tensor) -> Tensor:
     return y
 
 
-# Autograd refuses some of them, where a view or a saved value was written to: those go with the same program without writes.
+# Autograd refuses some of them, where a view or a saved value was written to: those go with the same program
+# without writes.
 IN_PLACE = {
     slices: slices_plainly,
     view_before_the_write: None,
@@ -769,7 +822,10 @@ def test_writes_on_mapped_values(name: str) -> None:
     expected = [torch.stack(column) for column in zip(*[f(row) for row in rows], strict=True)]
     same(list(vmap(f)(rows)), expected)
     same(list(vmap(f, in_dims=1)(rows.t().contiguous())), expected)
-    same(list(vmap(lambda pair: vmap(f)(pair))(rows.view(2, 2, 3))), [e.view(2, 2, *e.shape[1:]) for e in expected])
+    same(
+        list(vmap(lambda pair: vmap(f)(pair))(rows.view(2, 2, 3))),
+        [e.view(2, 2, *e.shape[1:]) for e in expected],
+    )
 
 
 def test_a_differentiated_argument_stays_as_it_is() -> None:
@@ -792,7 +848,9 @@ def test_a_differentiated_argument_stays_as_it_is() -> None:
     ],
 )
 def test_one_draw_for_all_samples_is_that_of_a_single_call(draw: Any) -> None:
-    """With randomness='same' every sample sees what a call without vmap would draw; its own values go through it."""
+    """With randomness='same' every sample sees what a call without vmap would draw; its own values go through
+    it.
+    """
     rows = torch.arange(1.0, 13.0).reshape(3, 4)
     torch.manual_seed(1)
     together = vmap(draw, randomness="same")(rows)
@@ -804,13 +862,20 @@ def test_one_draw_for_all_samples_is_that_of_a_single_call(draw: Any) -> None:
 DTYPES = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.mark.parametrize("operator", [torch.mul, torch.add, torch.eq, torch.maximum, lambda a, b: torch.where(a > 0, a, b)])
+@pytest.mark.parametrize(
+    "operator", [torch.mul, torch.add, torch.eq, torch.maximum, lambda a, b: torch.where(a > 0, a, b)]
+)
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
 def test_types_promote_as_for_one_sample(operator: Any, in_dims: tuple[int | None, int | None]) -> None:
     """A scalar gives way to a tensor with axes, though under vmap it has an axis in truth."""
     for first, second in itertools.product(DTYPES, DTYPES):
         for shapes in itertools.product([(), (3,)], repeat=2):
-            a, b = ((3 * torch.randn(4, *shape)).to(dtype) for shape, dtype in zip(shapes, (first, second), strict=True))
+            a, b = (
+                (3 * torch.randn(4, *shape)).to(dtype)
+                for shape, dtype in zip(shapes, (first, second), strict=True)
+            )
             a, b = a if in_dims[0] == 0 else a[0], b if in_dims[1] == 0 else b[0]
-            rows = [operator(a[i] if in_dims[0] == 0 else a, b[i] if in_dims[1] == 0 else b) for i in range(4)]
+            rows = [
+                operator(a[i] if in_dims[0] == 0 else a, b[i] if in_dims[1] == 0 else b) for i in range(4)
+            ]
             torch.testing.assert_close(vmap(operator, in_dims)(a, b), torch.stack(rows), equal_nan=True)

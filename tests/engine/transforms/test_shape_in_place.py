@@ -126,6 +126,8 @@ def without_gradient(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("program", [after_a_view, after_a_view_of_a_fresh_tensor, without_gradient])
-def test_what_would_leave_a_view_or_a_derivative_behind_is_refused(program: Callable[[Tensor], Tensor]) -> None:
+def test_what_would_leave_a_view_or_a_derivative_behind_is_refused(
+    program: Callable[[Tensor], Tensor],
+) -> None:
     with pytest.raises(TransformError, match="t_ writes in place"):
         vmap(grad(program))(X)

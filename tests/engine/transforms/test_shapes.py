@@ -1,4 +1,6 @@
-"""Shapes that an operator refuses for one sample are refused by the transforms, too, with an error that is meant."""
+"""Shapes that an operator refuses for one sample are refused by the transforms, too, with an error that is
+meant.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from psgrad.engine.transforms import interpreter, shapes, vjp, vmap
+from psgrad.engine.transforms import interpreter, shape_checks, vjp, vmap
 from psgrad.errors import PsgradError
 from tests.engine.transforms.misshapen import complaints
 from tests.engine.transforms.operators import entries, programs
@@ -18,33 +20,46 @@ from tests.engine.transforms.refused import UNJUDGED
 pytestmark = pytest.mark.filterwarnings("ignore")
 DATABASE = entries()
 
-# PyTorch's own kernel writes beyond its arguments for these shapes, and the process ends.
+# PyTorch's own kernel writes beyond its arguments for these shape_checks, and the process ends.
 ENDS_THE_PROCESS = "lu_unpack _batch_norm_with_update"
-# Refused for their values, not for their shapes: lengths and offsets say where the last segment ends. Their shapes are tested below.
+# Refused for their values, not for their shapes: lengths and offsets say where the last segment ends. Their
+# shapes are tested below.
 BY_VALUE = "_segment_reduce.offsets _segment_reduce.lengths"
-# Sample calls with a mask are left out: how many values it takes depends on its values. Masks are tested below.
+# Sample calls with a mask are left out: how many values it takes depends on its values. Masks are tested
+# below.
 WITH_MASKS = "index_put"
-# Their kernels read beyond their arguments for some wrong shapes. They are compared with `batch_norm` below, which checks them.
+# Their kernels read beyond their arguments for some wrong shape_checks. They are compared with `batch_norm`
+# below, which checks them.
 INNER = "native_batch_norm _native_batch_norm_legit"
 LEFT_OUT = frozenset(f"{ENDS_THE_PROCESS} {BY_VALUE} {INNER}".split()) | set(UNJUDGED)
 
 PRODUCTS = """
-    mm bmm mv dot vdot inner outer addmm addmm.decomposed addmv addr addbmm baddbmm matmul linalg.vecdot linalg.multi_dot
+    mm bmm mv dot vdot inner outer addmm addmm.decomposed addmv addr addbmm baddbmm matmul linalg.vecdot
+    linalg.multi_dot
     nn.functional.linear
-    nn.functional.conv1d nn.functional.conv2d nn.functional.conv_transpose1d nn.functional.layer_norm nn.functional.group_norm
+    nn.functional.conv1d nn.functional.conv2d nn.functional.conv_transpose1d nn.functional.layer_norm
+    nn.functional.group_norm
     nn.functional.batch_norm nn.functional.cross_entropy nn.functional.embedding softmax index_add index_put
 """
 
 
 def accepted(name: str) -> list[str]:
-    """What is wrong with the first sample calls of an entry of PyTorch's operator database, in other shapes."""
-    plain = [program for program in programs(DATABASE[name]) if not program.name.endswith(("in place", "written through"))]
+    """What is wrong with the first sample calls of an entry of PyTorch's operator database, in other
+    shape_checks.
+    """
+    plain = [
+        program
+        for program in programs(DATABASE[name])
+        if not program.name.endswith(("in place", "written through"))
+    ]
     if name in WITH_MASKS.split():
         plain = [program for program in plain if all(x.dtype != torch.bool for x in program.tensors)]
     return [complaint for program in plain[:2] for complaint in complaints(program)]
 
 
-@pytest.mark.parametrize("name", ["mm", "mv", "dot", "addmm", "addr", "outer", "nn.functional.conv1d", "softmax"])
+@pytest.mark.parametrize(
+    "name", ["mm", "mv", "dot", "addmm", "addr", "outer", "nn.functional.conv1d", "softmax"]
+)
 def test_shapes_refused_for_one_sample(name: str) -> None:
     assert accepted(name) == []
 
@@ -86,16 +101,16 @@ def test_refused_shapes_are_named_as_by_the_operator(name: str) -> None:
 
 def test_the_same_signature_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    right = shapes._ask
-    monkeypatch.setattr(shapes, "_ask", lambda op, *rest: (asked.append(op), right(op, *rest)))
-    monkeypatch.setattr(shapes, "_accepted", set())
+    right = shape_checks._ask
+    monkeypatch.setattr(shape_checks, "_ask", lambda op, *rest: (asked.append(op), right(op, *rest)))
+    monkeypatch.setattr(shape_checks, "_accepted", set())
     for _ in range(3):
         vmap(torch.mm)(torch.randn(3, 2, 2), torch.randn(3, 2, 2))
     assert asked == [torch.ops.aten.mm.default]
 
 
 def test_what_is_asked_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_accepted", set())
+    monkeypatch.setattr(shape_checks, "_accepted", set())
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
         vmap(torch.mm)(torch.randn(3, 2, 2, generator=torch.Generator()), torch.zeros(3))
@@ -108,18 +123,24 @@ def test_an_operator_that_nobody_asks_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("function", [torch.var_mean, torch.std_mean, torch.var, torch.std])
-@pytest.mark.parametrize("keywords", [{"dim": None}, {"dim": None, "keepdim": True, "correction": 0}, {"dim": 0, "correction": 0}])
+@pytest.mark.parametrize(
+    "keywords", [{"dim": None}, {"dim": None, "keepdim": True, "correction": 0}, {"dim": 0, "correction": 0}]
+)
 def test_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
     x = torch.randn(3, dtype=torch.float64)
     found, wanted = vmap(lambda x: function(x, **keywords))(x), [function(one, **keywords) for one in x]
     if isinstance(found, tuple):
-        torch.testing.assert_close(found, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True)
+        torch.testing.assert_close(
+            found, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True
+        )
     else:
         torch.testing.assert_close(found, torch.stack(wanted), equal_nan=True)
 
 
 def outcome(function: Callable[..., Any], *tensors: torch.Tensor | None) -> str:
-    """Whether the function takes tensors of these shapes: "taken", "refused", or the name of an internal error."""
+    """Whether the function takes tensors of these shapes: "taken", "refused", or the name of an internal
+    error.
+    """
     try:
         function(*tensors)
     except (RuntimeError, IndexError, PsgradError):
@@ -160,11 +181,29 @@ def test_index_put_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...], i
     def put(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return x.clone().index_put_(indices, values) if in_place else x.index_put(indices, values)
 
-    sizes = [(), (1,), (2,), (3,), (5,), (2, 3), (2, 2), (2, 1), (3, 3), (3, 3, 3), (2, 3, 3), (2, 2, 3), (1, 1, 3), (0,), (0, 3)]
+    sizes = [
+        (),
+        (1,),
+        (2,),
+        (3,),
+        (5,),
+        (2, 3),
+        (2, 2),
+        (2, 1),
+        (3, 3),
+        (3, 3, 3),
+        (2, 3, 3),
+        (2, 2, 3),
+        (1, 1, 3),
+        (0,),
+        (0, 3),
+    ]
     pairs = [(torch.randn(shape), torch.randn(size)) for shape in ((3, 3, 3), (3, 3), (3,)) for size in sizes]
     wanted = {(x.shape, v.shape): outcome(put, x, v) for x, v in pairs}
     assert {(x.shape, v.shape): outcome(mapped(put), x, v) for x, v in pairs} == wanted
-    assert {(x.shape, v.shape): outcome(lambda v, x=x: vjp(lambda v: put(x, v), v), v) for x, v in pairs} == wanted
+    assert {
+        (x.shape, v.shape): outcome(lambda v, x=x: vjp(lambda v: put(x, v), v), v) for x, v in pairs
+    } == wanted
     assert "taken" in wanted.values() or "long_mask" in names
 
 
@@ -179,7 +218,9 @@ def test_index_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...]) -> No
 # Calls of the operators below `batch_norm`, with its arguments.
 BATCH_NORMS: dict[str, Callable[..., Any]] = {
     "native": lambda x, w, b, m, v, training: torch.native_batch_norm(x, w, b, m, v, training, 0.1, 1e-5),
-    "legit": lambda x, w, b, m, v, training: torch.ops.aten._native_batch_norm_legit(x, w, b, m, v, training, 0.1, 1e-5),
+    "legit": lambda x, w, b, m, v, training: torch.ops.aten._native_batch_norm_legit(
+        x, w, b, m, v, training, 0.1, 1e-5
+    ),
     "with_update": lambda x, w, b, m, v, _: torch.ops.aten._batch_norm_with_update(x, w, b, m, v, 0.1, 1e-5),
     "no_update": lambda x, w, b, m, v, _: torch.ops.aten._batch_norm_no_update(x, w, b, m, v, 0.1, 1e-5),
 }
@@ -187,7 +228,9 @@ BATCH_NORMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", BATCH_NORMS)
 @pytest.mark.parametrize("training", [False, True])
-def test_operators_below_batch_norm_refuse_the_shapes_that_batch_norm_refuses(name: str, training: bool) -> None:
+def test_operators_below_batch_norm_refuse_the_shapes_that_batch_norm_refuses(
+    name: str, training: bool
+) -> None:
     if training is (name == "no_update") or (name == "with_update" and not training):
         pytest.skip("says by its name whether it is training")
     right = [torch.randn(2, 3, 4), *[torch.rand(3) for _ in range(4)]]
@@ -195,14 +238,26 @@ def test_operators_below_batch_norm_refuse_the_shapes_that_batch_norm_refuses(na
     for place in range(5):
         for size in ((), (2,), (4,), (0,), (2, 3), (1, 3), (3, 1), (3, 2), (3, 3, 3)):
             wrong = [torch.rand(size) if i == place else x for i, x in enumerate(right)]
-            if outcome(lambda *all_of: torch.batch_norm(*all_of, training, 0.1, 1e-5, False), *wrong) == "refused":
-                assert outcome(mapped(lambda *all_of: BATCH_NORMS[name](*all_of, training)), *wrong) == "refused", (place, size)
+            if (
+                outcome(lambda *all_of: torch.batch_norm(*all_of, training, 0.1, 1e-5, False), *wrong)
+                == "refused"
+            ):
+                assert (
+                    outcome(mapped(lambda *all_of: BATCH_NORMS[name](*all_of, training)), *wrong) == "refused"
+                ), (place, size)
 
 
 def test_native_batch_norm_without_running_statistics_refuses_wrong_shapes() -> None:
-    for op in (torch.native_batch_norm, lambda x, w, b, m, v, *rest: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, *rest)):
+    for op in (
+        torch.native_batch_norm,
+        lambda x, w, b, m, v, *rest: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, *rest),
+    ):
         for size, wanted in (((3,), "taken"), ((), "refused"), ((2,), "refused"), ((2, 3), "refused")):
-            found = outcome(mapped(lambda x, w, op=op: op(x, w, None, None, None, True, 0.1, 1e-5)), torch.randn(2, 3), torch.randn(size))
+            found = outcome(
+                mapped(lambda x, w, op=op: op(x, w, None, None, None, True, 0.1, 1e-5)),
+                torch.randn(2, 3),
+                torch.randn(size),
+            )
             assert found == wanted, size
 
 
@@ -220,7 +275,9 @@ def test_segment_reduce_refuses_shapes_that_do_not_fit(named: str, axis: int) ->
             data, given = torch.randn(shape), torch.zeros(size, dtype=torch.long)
             assert outcome(mapped(reduced), data, given) == ("taken" if fits else "refused"), (shape, size)
             if fits:  # PyTorch's own kernel reads beyond some of the others
-                torch.testing.assert_close(mapped(reduced)(data, given)[1], reduced(data, given), equal_nan=True)
+                torch.testing.assert_close(
+                    mapped(reduced)(data, given)[1], reduced(data, given), equal_nan=True
+                )
 
 
 def test_segment_reduce_without_lengths_is_refused_by_name() -> None:

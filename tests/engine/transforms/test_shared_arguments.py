@@ -1,4 +1,6 @@
-"""Normalisations, losses and pools where any subset of the arguments is batched, and the memory that their kernels are given."""
+"""Normalisations, losses and pools where any subset of the arguments is batched, and the memory that their
+kernels are given.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from psgrad.engine.transforms import dense, grad, vmap
+from psgrad.engine.transforms import grad, operators, vmap
 from tests.engine.transforms.kernel_layouts import Kernels, reads_as_contiguous
 from tests.engine.transforms.operators import entries, programs
 from tests.engine.transforms.refused import UNJUDGED
@@ -31,7 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def found_wrong(family: str, *, everything: bool) -> list[str]:
-    """The programs of a family, and which of their arguments are mapped, where a transform gives other numbers than the loop."""
+    """The programs of a family, and which of their arguments are mapped, where a transform gives other
+    numbers than the loop.
+    """
     every = 1 if everything else 8  # the short version leaves programs out
     return [
         f"{name} mapped {mapped}: {ways}"
@@ -54,7 +58,9 @@ def test_gradients_with_every_subset_of_arguments_shared(family: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 1, 4), (2, 4, 2)])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_group_norm_of_a_parameter_whose_output_meets_the_samples(shape: tuple[int, ...], groups: int) -> None:
+def test_group_norm_of_a_parameter_whose_output_meets_the_samples(
+    shape: tuple[int, ...], groups: int
+) -> None:
     if shape[1] % groups:
         pytest.skip("channels do not divide into groups")
     program = Program(lambda p: F.group_norm(p, groups), (shape,))
@@ -65,11 +71,12 @@ def test_group_norm_of_a_parameter_whose_output_meets_the_samples(shape: tuple[i
     assert len(found) == SAMPLES
 
 
-# -- the kernels themselves ---------------------------------------------------------------------------------------------------------
+# -- the kernels themselves
+# ---------------------------------------------------------------------------------------------------------
 
 
 def listed() -> dict[str, set[int]]:
-    return {op.name(): set(positions) for op, positions in dense.READ_AS_CONTIGUOUS.items()}
+    return {op.name(): set(positions) for op, positions in operators.READ_AS_CONTIGUOUS.items()}
 
 
 def called_by_programs() -> Kernels:
@@ -96,9 +103,15 @@ def called_by_operators(name: str) -> Kernels:
 
 
 def unlisted(kernels: Kernels) -> list[str]:
-    """The arguments that a kernel was found to read as contiguous memory, and that the table does not name."""
+    """The arguments that a kernel was found to read as contiguous memory, and that the table does not
+    name.
+    """
     table = listed()
-    return [f"{name} {positions}" for name, positions in reads_as_contiguous(kernels).items() if not positions <= table.get(name, set())]
+    return [
+        f"{name} {positions}"
+        for name, positions in reads_as_contiguous(kernels).items()
+        if not positions <= table.get(name, set())
+    ]
 
 
 def test_kernels_of_normalisations_losses_and_pools_that_read_contiguous_memory_are_listed() -> None:
@@ -109,16 +122,27 @@ def test_kernels_of_normalisations_losses_and_pools_that_read_contiguous_memory_
 
 @pytest.mark.sweep
 def test_kernels_of_a_fifth_of_all_operators_that_read_contiguous_memory_are_listed() -> None:
-    names = sorted(set(entries()) - set(UNJUDGED))[date.today().toordinal() % 5 :: 5]  # another fifth each day
+    names = sorted(set(entries()) - set(UNJUDGED))[
+        date.today().toordinal() % 5 :: 5
+    ]  # another fifth each day
     assert {name: found for name in names if (found := unlisted(called_by_operators(name)))} == {}
 
 
 def test_a_kernel_that_is_given_expanded_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, backward = dense.contiguous, dense.READ_AS_CONTIGUOUS[torch.ops.aten.native_group_norm_backward.default]
-    monkeypatch.setattr(dense, "contiguous", lambda positions, args: args if positions == backward else right(positions, args))
+    right, backward = (
+        operators.contiguous,
+        operators.READ_AS_CONTIGUOUS[torch.ops.aten.native_group_norm_backward.default],
+    )
+    monkeypatch.setattr(
+        operators,
+        "contiguous",
+        lambda positions, args: args if positions == backward else right(positions, args),
+    )
     assert [line for line in found_wrong("norms", everything=False) if line.startswith("group_norm")] != []
 
 
 def test_a_kernel_that_the_table_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(dense.READ_AS_CONTIGUOUS, torch.ops.aten.adaptive_max_pool3d_backward.default)
-    assert unlisted(called_by_operators("nn.functional.adaptive_max_pool3d")) == ["aten::adaptive_max_pool3d_backward {2}"]
+    monkeypatch.delitem(operators.READ_AS_CONTIGUOUS, torch.ops.aten.adaptive_max_pool3d_backward.default)
+    assert unlisted(called_by_operators("nn.functional.adaptive_max_pool3d")) == [
+        "aten::adaptive_max_pool3d_backward {2}"
+    ]

@@ -1,4 +1,6 @@
-"""Special functions that PyTorch takes for constants, against finite differences; and derivatives that nobody knows, refused."""
+"""Special functions that PyTorch takes for constants, against finite differences; and derivatives that nobody
+knows, refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ FUNCTIONS = [
     "scaled_modified_bessel_k1",
     "spherical_bessel_j0",
 ]
-POLYNOMIALS = ["chebyshev_polynomial_t", "shifted_chebyshev_polynomial_t", "hermite_polynomial_h", "hermite_polynomial_he"]
+POLYNOMIALS = [
+    "chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_t",
+    "hermite_polynomial_h",
+    "hermite_polynomial_he",
+]
 
 
 def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -43,7 +50,8 @@ def test_bessel_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "at_zero"), [("bessel_j0", 0), ("bessel_j1", 0.5), ("modified_bessel_i1", 0.5), ("spherical_bessel_j0", 0)]
+    ("name", "at_zero"),
+    [("bessel_j0", 0), ("bessel_j1", 0.5), ("modified_bessel_i1", 0.5), ("spherical_bessel_j0", 0)],
 )
 def test_bessel_functions_at_zero(name: str, at_zero: float) -> None:
     assert grad(getattr(special, name))(torch.zeros((), dtype=torch.float64)).item() == at_zero

@@ -1,4 +1,6 @@
-"""What goes wrong silently in transforms made of dispatched operators: handled, or refused with the user's line."""
+"""What goes wrong silently in transforms made of dispatched operators: handled, or refused with the user's
+line.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def refusal(program: Callable[[], Any]) -> str:
     return message
 
 
-# -- a plain tensor that a traced value is written to ---------------------------------------------------------------------------
+# -- a plain tensor that a traced value is written to
+# ---------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda plain, x: plain.add_(x),
@@ -72,7 +75,9 @@ def test_a_captured_tensor_is_not_written_to_between_its_uses() -> None:
         return y.sum()
 
     assert "outside the transformed function" in refusal(lambda: grad(f)(torch.ones(3)))
-    assert "outside the transformed function" in refusal(lambda: grad(lambda m: vmap(f)(m).sum())(torch.ones(2, 3)))
+    assert "outside the transformed function" in refusal(
+        lambda: grad(lambda m: vmap(f)(m).sum())(torch.ones(2, 3))
+    )
     assert torch.equal(captured, torch.ones(3))
 
 
@@ -100,7 +105,8 @@ def test_a_fresh_tensor_takes_traced_values_under_grad(name: str) -> None:
     torch.testing.assert_close(vmap(grad(f))(x.detach().expand(2, 3)), expected.expand(2, 3))
 
 
-# -- autograd.Function ------------------------------------------------------------------------------------------------------------
+# -- autograd.Function
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Reversed(torch.autograd.Function):
@@ -119,7 +125,11 @@ def test_an_autograd_function_without_setup_context_is_refused_by_name() -> None
     def f(x: Tensor) -> Tensor:
         return Reversed.apply(x * 2).sum()
 
-    for program in (lambda: grad(f)(torch.ones(3)), lambda: vmap(grad(f))(torch.ones(2, 3)), lambda: grad(grad(f))(torch.ones(()))):
+    for program in (
+        lambda: grad(f)(torch.ones(3)),
+        lambda: vmap(grad(f))(torch.ones(2, 3)),
+        lambda: grad(grad(f))(torch.ones(())),
+    ):
         assert "Reversed" in refusal(program)
     assert torch.equal(vmap(f)(torch.ones(2, 3)), torch.full((2,), 6.0))
 
@@ -141,7 +151,9 @@ def test_an_autograd_function_that_records_its_forward_is_refused() -> None:
 
 
 class UsesGrad(torch.autograd.Function):
-    """A Function of the user's own whose forward calls a transform: nothing of it is in that transform's way."""
+    """A Function of the user's own whose forward calls a transform: nothing of it is in that
+    transform's way.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -162,13 +174,17 @@ def test_reentrant_checkpoints_are_refused_and_others_work() -> None:
     params = {name: p.detach() for name, p in layer.named_parameters()}
 
     def f(params: Any, x: Tensor, reentrant: bool) -> Tensor:
-        return checkpoint(lambda x: functional_call(layer, params, (x,)).sin(), x, use_reentrant=reentrant).sum()
+        return checkpoint(
+            lambda x: functional_call(layer, params, (x,)).sin(), x, use_reentrant=reentrant
+        ).sum()
 
     message = refusal(lambda: grad(f)(params, torch.ones(2, 3), True))
     assert "CheckpointFunction" in message
     assert "use_reentrant=False" in message
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    expected = torch.autograd.grad(functional_call(layer, leaves, (torch.ones(2, 3),)).sin().sum(), list(leaves.values()))
+    expected = torch.autograd.grad(
+        functional_call(layer, leaves, (torch.ones(2, 3),)).sin().sum(), list(leaves.values())
+    )
     torch.testing.assert_close(list(grad(f)(params, torch.ones(2, 3), False).values()), list(expected))
 
 
@@ -176,16 +192,21 @@ def test_a_custom_operator_is_refused_by_name() -> None:
     with torch.library._scoped_library("psgrad_tests", "DEF") as library:
         library.define("double(Tensor x) -> Tensor")
         library.impl("double", lambda x: x.numpy() * 2, "CPU")
-        assert "psgrad_tests::double" in refusal(lambda: grad(lambda x: torch.ops.psgrad_tests.double(x).sum())(torch.ones(3)))
+        assert "psgrad_tests::double" in refusal(
+            lambda: grad(lambda x: torch.ops.psgrad_tests.double(x).sum())(torch.ones(3))
+        )
         assert "psgrad_tests::double" in refusal(lambda: vmap(torch.ops.psgrad_tests.double)(torch.ones(3)))
 
 
-# -- fast paths, and composite operators where only primitive ones are expected -----------------------------------------------------
+# -- fast paths, and composite operators where only primitive ones are expected
+# -----------------------------------------------------
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_transformer_layers_in_eval_do_not_take_their_fast_path(norm_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64).eval()
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    ).eval()
     leaves, x = dict(layer.named_parameters()), torch.randn(3, 5, 8, dtype=torch.float64)
     params = {name: p.detach() for name, p in leaves.items()}
 
@@ -210,7 +231,9 @@ def test_attention_layer_in_eval() -> None:
         leaf = x.clone().requires_grad_()
         expected = torch.autograd.grad(sum(loss(row, weights) for row in leaf), leaf)[0]
         with torch.no_grad():
-            torch.testing.assert_close(vmap(grad(loss), (0, None))(x, weights), expected, rtol=1e-10, atol=1e-11)
+            torch.testing.assert_close(
+                vmap(grad(loss), (0, None))(x, weights), expected, rtol=1e-10, atol=1e-11
+            )
 
 
 COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -234,7 +257,9 @@ COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", COMPOSITE)
 def test_composite_operators_at_every_level(name: str) -> None:
-    """Inside a handler PyTorch does not take them apart: at the second level they arrive as the user wrote them."""
+    """Inside a handler PyTorch does not take them apart: at the second level they arrive as the user wrote
+    them.
+    """
     f, rows = COMPOSITE[name], torch.randn(2, 3, 3, dtype=torch.float64)
 
     def loss(x: Tensor) -> Tensor:
@@ -244,7 +269,9 @@ def test_composite_operators_at_every_level(name: str) -> None:
     torch.testing.assert_close(vmap(f)(rows), torch.stack([f(row) for row in rows]))
     torch.testing.assert_close(vmap(grad(loss))(rows), torch.stack(once))
     torch.testing.assert_close(grad(lambda m: vmap(loss)(m).sum())(rows), torch.stack(once))
-    with sdpa_kernel(SDPBackend.MATH):  # of the fused kernels, which newer ones choose for this shape, PyTorch has no second derivative
+    with sdpa_kernel(
+        SDPBackend.MATH
+    ):  # of the fused kernels, which newer ones choose for this shape, PyTorch has no second derivative
         twice = torch.stack([torch.autograd.functional.hessian(loss, row).sum((0, 1)) for row in rows])
     torch.testing.assert_close(vmap(grad(lambda x: grad(loss)(x).sum()))(rows), twice)
     with torch.no_grad():
@@ -254,7 +281,8 @@ def test_composite_operators_at_every_level(name: str) -> None:
     torch.testing.assert_close(inside.clone(), torch.stack(once))
 
 
-# -- layers without a gradient of one sample ------------------------------------------------------------------------------------------
+# -- layers without a gradient of one sample
+# ------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -287,7 +315,9 @@ def test_batch_norm_over_positions_of_one_sample_is_refused_too() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
     params = dict(model.named_parameters())
     message = refusal(
-        lambda: vmap(grad(lambda p, x: functional_call(model, p, (x[None],)).sum()), (None, 0))(params, torch.randn(4, 1, 5, 5))
+        lambda: vmap(grad(lambda p, x: functional_call(model, p, (x[None],)).sum()), (None, 0))(
+            params, torch.randn(4, 1, 5, 5)
+        )
     )
     assert "BatchNorm in training mode" in message
     assert "1 (BatchNorm2d)" in message
@@ -310,11 +340,14 @@ def test_batch_norm_in_eval_works() -> None:
 
 def test_embeddings_that_count_tokens_are_refused() -> None:
     tokens = torch.tensor([0, 0, 1])
-    message = refusal(lambda: grad(lambda w: F.embedding(tokens, w, scale_grad_by_freq=True).sum())(torch.randn(3, 2)))
+    message = refusal(
+        lambda: grad(lambda w: F.embedding(tokens, w, scale_grad_by_freq=True).sum())(torch.randn(3, 2))
+    )
     assert "scale_grad_by_freq=False" in message
 
 
-# -- what depends on one sample's data ------------------------------------------------------------------------------------------------
+# -- what depends on one sample's data
+# ------------------------------------------------------------------------------------------------
 
 
 def _branch(x: Tensor) -> Tensor:
@@ -344,7 +377,10 @@ def test_what_depends_on_one_samples_data_is_refused_with_the_line(name: str) ->
 
 @pytest.mark.parametrize("name", ["item", "float", "tolist", "branch", "mask"])
 def test_under_grad_alone_data_may_decide(name: str) -> None:
-    f, x = {**DATA_DEPENDENT, "branch": _branch, "mask": lambda x: x[x > 0]}[name], torch.tensor([1.5, -0.5, 2.5])
+    f, x = (
+        {**DATA_DEPENDENT, "branch": _branch, "mask": lambda x: x[x > 0]}[name],
+        torch.tensor([1.5, -0.5, 2.5]),
+    )
     leaf = x.clone().requires_grad_()
     torch.testing.assert_close(grad(lambda x: f(x).sum())(x), torch.autograd.grad(f(leaf).sum(), leaf)[0])
 
@@ -353,7 +389,8 @@ def test_numpy_is_refused_under_grad_as_well() -> None:
     assert "NumPy" in refusal(lambda: grad(lambda x: torch.from_numpy(x.numpy()).sum())(torch.ones(3)))
 
 
-# -- operators without a rule -----------------------------------------------------------------------------------------------------------
+# -- operators without a rule
+# -----------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("psgrad_traps::odd", mutates_args=())
@@ -403,12 +440,15 @@ def test_a_change_of_shape_in_place() -> None:
         f = lambda x, change=change: getattr(x * 2, change)(*(() if change == "t_" else (0,)))
         torch.testing.assert_close(vmap(f)(torch.stack([x, -x])), torch.stack([f(x), f(-x)]))
         weights = f(torch.arange(3.0)[None])
-        torch.testing.assert_close(grad(lambda x, f=f, w=weights: (f(x) * w).sum())(x), 4 * torch.arange(3.0)[None])
+        torch.testing.assert_close(
+            grad(lambda x, f=f, w=weights: (f(x) * w).sum())(x), 4 * torch.arange(3.0)[None]
+        )
     message = refusal(lambda: grad(lambda x: (x * 1).resize_(2).sum())(torch.ones(1, 3)))
     assert "resize" in message
 
 
-# -- writes into what an outer transform batches --------------------------------------------------------------------------------------
+# -- writes into what an outer transform batches
+# --------------------------------------------------------------------------------------
 
 
 def test_a_write_into_a_captured_batched_value_is_refused() -> None:
@@ -419,7 +459,9 @@ def test_a_write_into_a_captured_batched_value_is_refused() -> None:
         x.mul_(2)
         return y
 
-    message = refusal(lambda: vmap(lambda x: grad(lambda w: written_after_use(x, w))(torch.ones(3)))(torch.ones(2, 3)))
+    message = refusal(
+        lambda: vmap(lambda x: grad(lambda w: written_after_use(x, w))(torch.ones(3)))(torch.ones(2, 3))
+    )
     assert "from outside the transformed function" in message
 
 

@@ -15,7 +15,14 @@ from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
 Pair = namedtuple("Pair", ["left", "right"])
 ZERO = torch.zeros(())
 
-leaves = st.one_of(st.integers(), st.none(), st.booleans(), st.text(max_size=2), st.just(ZERO), st.just(torch.nn.Parameter(ZERO)))
+leaves = st.one_of(
+    st.integers(),
+    st.none(),
+    st.booleans(),
+    st.text(max_size=2),
+    st.just(ZERO),
+    st.just(torch.nn.Parameter(ZERO)),
+)
 trees = st.recursive(
     leaves,
     lambda parts: st.one_of(

@@ -1,4 +1,6 @@
-"""A convolution's per-sample weight gradients: every way to them beside the kernel's own gradient of one sample at a time."""
+"""A convolution's per-sample weight gradients: every way to them beside the kernel's own gradient of one
+sample at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psgrad.engine.gradients.terms import Convolution
-from psgrad.engine.transforms.rules import windows
-from psgrad.engine.transforms.rules.windows import Geometry, grams, shifted, weight_gradients
+from psgrad.engine.transforms.rules import convolution
+from psgrad.engine.transforms.rules.convolution import Geometry, grams, shifted, weight_gradients
 
 aten = torch.ops.aten
 few = st.integers(1, 3)
@@ -20,21 +22,29 @@ few = st.integers(1, 3)
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> tuple[Tensor, Tensor, torch.Size, Geometry]:
-    """(cotangents, inputs, weight's shape, geometry), with strides beyond the kernel, dilation, groups, inner batches, transposed."""
+    """(cotangents, inputs, weight's shape, geometry), with strides beyond the kernel, dilation, groups, inner
+    batches, transposed.
+    """
     axes, groups, transposed = draw(few), draw(few), draw(st.booleans())
     channels, outputs = groups * draw(few), groups * draw(few)
     if draw(st.integers(0, 9)) == 0:
         channels *= 35  # wide enough for a product at each place of the kernel
     kernel, stride, dilation, padding, sides = (
-        tuple(draw(st.integers(low, high)) for _ in range(axes)) for low, high in ((1, 3), (1, 4), (1, 3), (0, 2), (1, 7))
+        tuple(draw(st.integers(low, high)) for _ in range(axes))
+        for low, high in ((1, 3), (1, 4), (1, 3), (0, 2), (1, 7))
     )
-    output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) if transposed else 0 for s, d in zip(stride, dilation, strict=True))
+    output_padding = tuple(
+        draw(st.integers(0, max(s, d) - 1)) if transposed else 0
+        for s, d in zip(stride, dilation, strict=True)
+    )
     geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
     shape = (channels, outputs // groups, *kernel) if transposed else (outputs, channels // groups, *kernel)
     n, inner = draw(few), draw(st.integers(1, 2))
     x = torch.randn(n, inner, channels, *sides, dtype=torch.float64)
     try:
-        out = aten.convolution.default(x.flatten(0, 1), torch.zeros(shape, dtype=torch.float64), None, *geometry)
+        out = aten.convolution.default(
+            x.flatten(0, 1), torch.zeros(shape, dtype=torch.float64), None, *geometry
+        )
     except RuntimeError:  # a kernel larger than the padded input
         assume(False)
     assume(out.numel() > 0)
@@ -44,37 +54,55 @@ def convolutions(draw: st.DrawFn) -> tuple[Tensor, Tensor, torch.Size, Geometry]
 def one_by_one(g: Tensor, x: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
     weight = torch.zeros(shape, dtype=g.dtype)
     mask = [False, True, False]
-    return torch.stack([aten.convolution_backward.default(*pair, weight, [0], *geometry, mask)[1] for pair in zip(g, x, strict=True)])
+    return torch.stack(
+        [
+            aten.convolution_backward.default(*pair, weight, [0], *geometry, mask)[1]
+            for pair in zip(g, x, strict=True)
+        ]
+    )
 
 
 @given(convolutions())
-def test_every_way_gives_the_gradients_of_one_sample_at_a_time(case: tuple[Tensor, Tensor, torch.Size, Geometry]) -> None:
+def test_every_way_gives_the_gradients_of_one_sample_at_a_time(
+    case: tuple[Tensor, Tensor, torch.Size, Geometry],
+) -> None:
     expected = one_by_one(*case)
     close = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(weight_gradients(*case), expected, **close)
-    torch.testing.assert_close(windows.as_groups(*case), expected, **close)
+    torch.testing.assert_close(convolution.as_groups(*case), expected, **close)
     moved = torch.zeros_like(expected)
     for place, part in shifted(*case):
         moved[(..., *place)] = part
     torch.testing.assert_close(moved, expected, **close)
-    patches, rows = windows.as_matrices(*case)
+    patches, rows = convolution.as_matrices(*case)
     torch.testing.assert_close((rows.transpose(-2, -1) @ patches).reshape(expected.shape), expected, **close)
 
 
 @given(convolutions())
-def test_norms_come_from_the_gram_matrix_of_pixels_as_from_the_gradients(case: tuple[Tensor, Tensor, torch.Size, Geometry]) -> None:
+def test_norms_come_from_the_gram_matrix_of_pixels_as_from_the_gradients(
+    case: tuple[Tensor, Tensor, torch.Size, Geometry],
+) -> None:
     squares = one_by_one(*case).flatten(1).square().sum(1)
     left, right = grams(*case)
-    torch.testing.assert_close((left * right).reshape(len(squares), -1).sum(1), squares, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        (left * right).reshape(len(squares), -1).sum(1), squares, rtol=1e-9, atol=1e-10
+    )
     torch.testing.assert_close(Convolution(*case).square_norms(), squares, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("channels", [512, 64])
-def test_a_deep_layers_norms_take_less_than_its_gradient(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 x 7 positions of many channels: no weight gradient is made, whose entries outnumber the Gram matrix's."""
+def test_a_deep_layers_norms_take_less_than_its_gradient(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 x 7 positions of many channels: no weight gradient is made, whose entries outnumber the Gram
+    matrix's.
+    """
     x = torch.randn(2, 1, channels, 7, 7)
     g = torch.randn(2, 1, channels, 7, 7)
-    geometry, shape = Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1), torch.Size((channels, channels, 3, 3))
+    geometry, shape = (
+        Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+        torch.Size((channels, channels, 3, 3)),
+    )
     term = Convolution(g, x, shape, geometry)
     assert term.describe() == "gram"
     expected = one_by_one(g.double(), x.double(), shape, geometry).flatten(1).square().sum(1)
@@ -82,7 +110,7 @@ def test_a_deep_layers_norms_take_less_than_its_gradient(channels: int, monkeypa
     def never(*args: object) -> None:
         raise AssertionError("a weight gradient was written out")
 
-    monkeypatch.setattr(windows, "weight_gradients", never)
+    monkeypatch.setattr(convolution, "weight_gradients", never)
     torch.testing.assert_close(term.square_norms().double(), expected, rtol=1e-5, atol=0)
 
 
@@ -92,7 +120,10 @@ def test_patches_of_wide_inputs_are_never_written_out() -> None:
 
     n, channels, side = 2, 160, 12
     x, g = torch.randn(n, 1, channels, side, side), torch.randn(n, 1, channels, side, side)
-    geometry, shape = Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1), torch.Size((channels, channels, 3, 3))
+    geometry, shape = (
+        Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+        torch.Size((channels, channels, 3, 3)),
+    )
     sizes = []
 
     class Sizes(TorchDispatchMode):

@@ -1,7 +1,8 @@
 """The worked examples of torch.func's documentation and tutorials, run with the import replaced.
 
-Each program takes the namespace that it would have imported from: `torch.func`, or ours. Its results must be equal, whichever it was.
-At the end, some of them are held against what they mean: closed forms, and loops over autograd.
+Each program takes the namespace that it would have imported from: `torch.func`, or ours. Its results must be
+equal, whichever it was. At the end, some of them are held against what they mean: closed forms, and loops
+over autograd.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ def detached(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-# -- what grad, vjp, jvp and vmap are ---------------------------------------------------------------------------------------------------
+# -- what grad, vjp, jvp and vmap are
+# ---------------------------------------------------------------------------------------------------
 
 
 @program
 def sine_and_its_derivatives(tf: Any) -> Any:
     x = torch.randn(())
-    return tf.grad(torch.sin)(x), tf.grad(tf.grad(torch.sin))(x), tf.vmap(tf.grad(tf.grad(tf.grad(torch.sin))))(torch.randn(5))
+    return (
+        tf.grad(torch.sin)(x),
+        tf.grad(tf.grad(torch.sin))(x),
+        tf.vmap(tf.grad(tf.grad(tf.grad(torch.sin))))(torch.randn(5)),
+    )
 
 
 @program
@@ -70,7 +76,14 @@ def pulling_back(tf: Any) -> Any:
     value, of_aux, aux = tf.vjp(lambda x: ({"sine": x.sin()}, x.cos()), x, has_aux=True)
     cotangents = torch.randn(3, 5)
     several = tf.vmap(lambda g: of_aux({"sine": g}))(cotangents)
-    return of_one(torch.tensor(2.0)), of_two((y, torch.tensor(1.0))), of_two((x, torch.tensor(-1.0))), value, aux, several
+    return (
+        of_one(torch.tensor(2.0)),
+        of_two((y, torch.tensor(1.0))),
+        of_two((x, torch.tensor(-1.0))),
+        value,
+        aux,
+        several,
+    )
 
 
 @program
@@ -103,7 +116,9 @@ def structures_and_axes(tf: Any) -> Any:
 
     pair = {"x": torch.randn(2, 4, 3), "y": torch.randn(2, 3)}
     mapped = tf.vmap(f, in_dims=({"x": 1, "y": None}, None), out_dims=(1, {"sum": -1}))
-    return mapped(pair, torch.tensor(2.0)), tf.vmap(tf.vmap(torch.mm), in_dims=1)(torch.randn(3, 2, 4, 5), torch.randn(3, 2, 5, 4))
+    return mapped(pair, torch.tensor(2.0)), tf.vmap(tf.vmap(torch.mm), in_dims=1)(
+        torch.randn(3, 2, 4, 5), torch.randn(3, 2, 5, 4)
+    )
 
 
 @program
@@ -113,7 +128,11 @@ def what_no_grad_means_inside(tf: Any) -> Any:
             c = x**2
         return (x - c).sum()
 
-    return tf.grad(f)(torch.randn(3)), tf.jacrev(f)(torch.randn(3)), tf.jvp(f, (torch.randn(3),), (torch.ones(3),))
+    return (
+        tf.grad(f)(torch.randn(3)),
+        tf.jacrev(f)(torch.randn(3)),
+        tf.jvp(f, (torch.randn(3),), (torch.ones(3),)),
+    )
 
 
 @program
@@ -126,10 +145,13 @@ def what_no_grad_means_outside(tf: Any) -> Any:
 @program
 def detached_is_constant(tf: Any) -> Any:
     x = torch.randn(4)
-    return tf.grad(lambda x: (x.detach() * x).sum())(x), tf.grad(lambda x: (x - x.sum().detach()).square().sum())(x)
+    return tf.grad(lambda x: (x.detach() * x).sum())(x), tf.grad(
+        lambda x: (x - x.sum().detach()).square().sum()
+    )(x)
 
 
-# -- per-sample gradients ---------------------------------------------------------------------------------------------------------------
+# -- per-sample gradients
+# ------------------------------------------------------------------------------------------------------------
 
 
 @program
@@ -177,7 +199,9 @@ def clipped_and_summed(tf: Any) -> Any:
     params = detached(model)
 
     def clipped(params: Any, x: Tensor, label: Tensor) -> Any:
-        gradient = tf.grad(lambda params: F.cross_entropy(tf.functional_call(model, params, (x,)), label))(params)
+        gradient = tf.grad(lambda params: F.cross_entropy(tf.functional_call(model, params, (x,)), label))(
+            params
+        )
         norm = torch.stack([value.norm() for value in gradient.values()]).norm()
         return {name: value * (0.5 / norm).clamp(max=1) for name, value in gradient.items()}, norm
 
@@ -201,12 +225,16 @@ def hessian_of_each_examples_network(tf: Any) -> Any:
     def loss(params: Any, x: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(tf.functional_call(model, params, (x,)), label)
 
-    return tf.vmap(tf.hessian(loss), in_dims=(None, 0, 0))(detached(model), torch.randn(3, 2), torch.randint(2, (3,)))
+    return tf.vmap(tf.hessian(loss), in_dims=(None, 0, 0))(
+        detached(model), torch.randn(3, 2), torch.randint(2, (3,))
+    )
 
 
 @program
 def attribution_to_the_inputs(tf: Any) -> Any:
-    """Saliency, input times gradient, integrated gradients, and the mean over noisy copies, of each example."""
+    """Saliency, input times gradient, integrated gradients, and the mean over noisy copies, of each
+    example.
+    """
     model = digit_network()
     params = detached(model)
     images, labels = digits(3)
@@ -220,12 +248,21 @@ def attribution_to_the_inputs(tf: Any) -> Any:
         return image * path.mean(0)
 
     noise = 0.1 * torch.randn(4, *images.shape[1:])
-    smooth = tf.vmap(tf.vmap(lambda image, label, noise: tf.grad(score)(image + noise, label), (None, None, 0)), (0, 0, None))
+    smooth = tf.vmap(
+        tf.vmap(lambda image, label, noise: tf.grad(score)(image + noise, label), (None, None, 0)),
+        (0, 0, None),
+    )
     saliency = tf.vmap(tf.grad(score))(images, labels)
-    return saliency, images * saliency, tf.vmap(integrated)(images, labels), smooth(images, labels, noise).mean(1)
+    return (
+        saliency,
+        images * saliency,
+        tf.vmap(integrated)(images, labels),
+        smooth(images, labels, noise).mean(1),
+    )
 
 
-# -- Jacobians and Hessians -------------------------------------------------------------------------------------------------------------
+# -- Jacobians and Hessians
+# ------------------------------------------------------------------------------------------------------------
 
 
 def predict(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -283,7 +320,9 @@ def batched_jacobians(tf: Any) -> Any:
         tf.vmap(tf.jacrev(predict, argnums=2), in_dims=(None, None, 0))(weight, bias, x),
         tf.vmap(tf.jacfwd(predict, argnums=2), in_dims=(None, None, 0))(weight, bias, x),
         tf.vmap(tf.hessian(predict, argnums=2), in_dims=(None, None, 0))(weight, bias, x),
-        tf.jacrev(lambda x: predict(weight, bias, x).sum(0))(x).movedim(1, 0),  # each output row depends on its own example alone
+        tf.jacrev(lambda x: predict(weight, bias, x).sum(0))(x).movedim(
+            1, 0
+        ),  # each output row depends on its own example alone
     )
 
 
@@ -306,7 +345,9 @@ def hessian_vector_products(tf: Any) -> Any:
 
 @program
 def laplacian_of_a_network(tf: Any) -> Any:
-    """As in physics-informed networks: the residual of a differential equation at each point, and its gradient in the weights."""
+    """As in physics-informed networks: the residual of a differential equation at each point, and its
+    gradient in the weights.
+    """
     model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
     params, points = detached(model), torch.randn(4, 2)
 
@@ -359,11 +400,15 @@ def motion_from_a_lagrangian(tf: Any) -> Any:
     return tf.vmap(acceleration)(torch.randn(4, 2), torch.randn(4, 2))
 
 
-# -- ensembles --------------------------------------------------------------------------------------------------------------------------
+# -- ensembles
+# ------------------------------------------------------------------------------------------------------------
 
 
 def ensemble(tf: Any, members: int = 3) -> tuple[Any, Any, Callable[..., Tensor]]:
-    models = [nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).eval() for _ in range(members)]
+    models = [
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)).eval()
+        for _ in range(members)
+    ]
     params, buffers = tf.stack_module_state(models)
     base = copy.deepcopy(models[0]).to("meta")
     return params, buffers, lambda params, buffers, x: tf.functional_call(base, (params, buffers), (x,))
@@ -407,7 +452,9 @@ def ensemble_of_per_sample_gradients(tf: Any) -> Any:
 
 @program
 def many_networks_trained_at_once(tf: Any) -> Any:
-    """Spirals: several steps of gradient descent, each member with its own start and its own learning rate."""
+    """Spirals: several steps of gradient descent, each member with its own start and its own learning
+    rate.
+    """
     models = [mlp((2, 6, 6, 2)) for _ in range(4)]
     params, _ = tf.stack_module_state(models)
     points, labels = torch.randn(10, 2), torch.randint(2, (10,))
@@ -438,7 +485,8 @@ def ensemble_with_dropout(tf: Any) -> Any:
     return tf.vmap(call, (0, 0, None), randomness="same")(params, buffers, torch.randn(3, 4))
 
 
-# -- learning to learn ------------------------------------------------------------------------------------------------------------------
+# -- learning to learn
+# ------------------------------------------------------------------------------------------------------------
 
 
 def sinusoid(params: list[Tensor], x: Tensor) -> Tensor:
@@ -474,9 +522,13 @@ def maml_on_sinusoids(tf: Any) -> Any:
 @program
 def maml_with_a_module(tf: Any) -> Any:
     """Few-shot classification by a convolutional network: vmap over the tasks, grad inside, grad outside."""
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+    )
 
-    def task(params: Any, support: Tensor, wanted: Tensor, query: Tensor, wanted_query: Tensor) -> tuple[Tensor, Tensor]:
+    def task(
+        params: Any, support: Tensor, wanted: Tensor, query: Tensor, wanted_query: Tensor
+    ) -> tuple[Tensor, Tensor]:
         def loss(params: Any) -> Tensor:
             return F.cross_entropy(tf.functional_call(model, params, (support,)), wanted)
 
@@ -507,17 +559,24 @@ def gradient_in_the_learning_rate(tf: Any) -> Any:
         return F.mse_loss(x @ weights, y)
 
     rates = torch.tensor([-3.0, -2.0])
-    return tf.vmap(tf.grad(after_training), (0, None))(rates, torch.randn(3)), tf.grad(tf.grad(after_training))(rates[0], torch.randn(3))
+    return tf.vmap(tf.grad(after_training), (0, None))(rates, torch.randn(3)), tf.grad(
+        tf.grad(after_training)
+    )(rates[0], torch.randn(3))
 
 
-# -- neural tangent kernels -------------------------------------------------------------------------------------------------------------
+# -- neural tangent kernels
+# ------------------------------------------------------------------------------------------------------------
 
 
 def kernel_network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+    )
 
 
-def kernel_by_jacobians(tf: Any, model: nn.Module, params: Any, x1: Tensor, x2: Tensor, subscripts: str) -> Tensor:
+def kernel_by_jacobians(
+    tf: Any, model: nn.Module, params: Any, x1: Tensor, x2: Tensor, subscripts: str
+) -> Tensor:
     def of_one(params: Any, x: Tensor) -> Tensor:
         return tf.functional_call(model, params, (x.unsqueeze(0),)).squeeze(0)
 
@@ -558,7 +617,8 @@ def tangent_kernel_by_products(tf: Any) -> Any:
     return kernel_by_products(tf, model, detached(model), torch.randn(4, 1, 6, 6), torch.randn(3, 1, 6, 6))
 
 
-# -- modules as functions ---------------------------------------------------------------------------------------------------------------
+# -- modules as functions
+# ------------------------------------------------------------------------------------------------------------
 
 
 class TiedPair(nn.Module):
@@ -585,7 +645,8 @@ def tied_weights_and_buffers(tf: Any) -> Any:
     return tf.grad(loss)(params, buffers), tf.functional_call(model, untied, (x,), tie_weights=False)
 
 
-# -- the import replaced ----------------------------------------------------------------------------------------------------------------
+# -- the import replaced
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -597,7 +658,8 @@ def test_with_the_import_replaced(name: str) -> None:
     torch.testing.assert_close(found, theirs, rtol=1e-9, atol=1e-11)
 
 
-# -- what they mean ---------------------------------------------------------------------------------------------------------------------
+# -- what they mean
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_sine_has_the_derivatives_of_sine() -> None:
@@ -617,11 +679,15 @@ def test_linear_regression_has_the_gradients_of_the_book() -> None:
 def test_the_cnn_agrees_with_the_loop_over_its_samples() -> None:
     model = digit_network()
     images, labels = digits(6)
-    found = ours.vmap(ours.grad(image_loss(ours, model)), (None, None, 0, 0))(detached(model), {}, images, labels)
+    found = ours.vmap(ours.grad(image_loss(ours, model)), (None, None, 0, 0))(
+        detached(model), {}, images, labels
+    )
     for sample in range(6):
         loss = F.cross_entropy(model(images[[sample]]), labels[[sample]])
         expected = torch.autograd.grad(loss, list(model.parameters()))
-        torch.testing.assert_close([value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            [value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12
+        )
 
 
 def test_hessians_of_logistic_regression_are_known() -> None:
@@ -658,24 +724,43 @@ def test_an_ensemble_is_its_members() -> None:
     params, buffers = ours.stack_module_state(models)
     assert all(value.requires_grad and value.is_leaf for value in params.values())
     x = torch.randn(6, 4)
-    found = ours.vmap(lambda params, buffers: ours.functional_call(models[0], (params, buffers), (x,)))(params, buffers)
+    found = ours.vmap(lambda params, buffers: ours.functional_call(models[0], (params, buffers), (x,)))(
+        params, buffers
+    )
     torch.testing.assert_close(found, torch.stack([model(x) for model in models]))
 
 
 def test_integrated_gradients_add_up_to_the_difference() -> None:
-    """Completeness: attributions sum to what the score rises by from the zero image, as the steps get finer."""
+    """Completeness: attributions sum to what the score rises by from the zero image, as the steps get
+    finer.
+    """
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     x = torch.randn(3, 4)
     steps = (torch.arange(2000) + 0.5) / 2000
-    path = ours.vmap(ours.vmap(lambda x, step: ours.grad(lambda x: model(x).sum())(step * x), (None, 0)), (0, None))(x, steps)
-    torch.testing.assert_close((x * path.mean(1)).sum(1), (model(x) - model(torch.zeros(4))).squeeze(1).detach(), rtol=1e-6, atol=1e-7)
+    path = ours.vmap(
+        ours.vmap(lambda x, step: ours.grad(lambda x: model(x).sum())(step * x), (None, 0)), (0, None)
+    )(x, steps)
+    torch.testing.assert_close(
+        (x * path.mean(1)).sum(1),
+        (model(x) - model(torch.zeros(4))).squeeze(1).detach(),
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 @pytest.mark.parametrize(
-    "f", [lambda x: 2 * x.sum(), lambda x: torch.zeros(()), lambda x: x.detach().sum()], ids=["linear", "constant", "cut"]
+    "f",
+    [lambda x: 2 * x.sum(), lambda x: torch.zeros(()), lambda x: x.detach().sum()],
+    ids=["linear", "constant", "cut"],
 )
 def test_what_comes_out_is_a_plain_tensor(f: Callable[[Tensor], Tensor]) -> None:
     """Zeros for what does not depend on the input, too, are no values of a transform that has ended."""
     x = torch.randn(3)
-    for value in (*ours.jvp(f, (x,), (x,)), *ours.jvp(ours.grad(f), (x,), (x,)), ours.grad(f)(x), ours.hessian(f)(x), ours.jacrev(f)(x)):
+    for value in (
+        *ours.jvp(f, (x,), (x,)),
+        *ours.jvp(ours.grad(f), (x,), (x,)),
+        ours.grad(f)(x),
+        ours.hessian(f)(x),
+        ours.jacrev(f)(x),
+    ):
         assert type(value) is Tensor

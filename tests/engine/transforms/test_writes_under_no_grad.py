@@ -1,4 +1,6 @@
-"""In-place writes under no_grad: the value changes, and derivatives go by as if it had not, at every level, as in torch.func."""
+"""In-place writes under no_grad: the value changes, and derivatives go by as if it had not, at every level,
+as in torch.func.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ def into_a_constant(x: Tensor) -> Tensor:
 class Looping:
     """torch.func, whose vmap can't write batched tangents into what is not batched: a loop in its place."""
 
-    grad, jvp, hessian = staticmethod(torch.func.grad), staticmethod(torch.func.jvp), staticmethod(torch.func.hessian)
+    grad, jvp, hessian = (
+        staticmethod(torch.func.grad),
+        staticmethod(torch.func.jvp),
+        staticmethod(torch.func.hessian),
+    )
 
     @staticmethod
     def vmap(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -98,11 +104,15 @@ NESTS: dict[str, Callable[[Any, Any, Tensor, Tensor], Any]] = {
     "jvp-of-grad": lambda tf, f, x, t: tf.jvp(tf.grad(f), (x,), (t,)),
     "jvp-of-jvp": lambda tf, f, x, t: tf.jvp(lambda x: tf.jvp(f, (x,), (t,))[1], (x,), (t,)),
     "hessian": lambda tf, f, x, t: tf.hessian(f)(x),
-    "vmap-of-grad-of-grad": lambda tf, f, x, t: tf.vmap(tf.grad(lambda x: tf.grad(f)(x).sum()))(torch.stack([x, 2 * x])),
-    "grad-of-vmap-of-grad": lambda tf, f, x, t: tf.grad(lambda xs: tf.vmap(tf.grad(f))(xs).sum())(torch.stack([x, 2 * x])),
-    "grad-of-vmap-of-jvp": lambda tf, f, x, t: tf.grad(lambda xs: tf.vmap(lambda x: tf.jvp(f, (x,), (t,))[1])(xs).sum())(
+    "vmap-of-grad-of-grad": lambda tf, f, x, t: tf.vmap(tf.grad(lambda x: tf.grad(f)(x).sum()))(
         torch.stack([x, 2 * x])
     ),
+    "grad-of-vmap-of-grad": lambda tf, f, x, t: tf.grad(lambda xs: tf.vmap(tf.grad(f))(xs).sum())(
+        torch.stack([x, 2 * x])
+    ),
+    "grad-of-vmap-of-jvp": lambda tf, f, x, t: tf.grad(
+        lambda xs: tf.vmap(lambda x: tf.jvp(f, (x,), (t,))[1])(xs).sum()
+    )(torch.stack([x, 2 * x])),
 }
 
 
@@ -110,4 +120,6 @@ NESTS: dict[str, Callable[[Any, Any, Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_as_in_torch_func(function: Callable[[Tensor], Tensor], nest: str) -> None:
     x, t = torch.tensor([0.1, 1.0, 2.0]), torch.tensor([1.0, -0.5, 2.0])
-    torch.testing.assert_close(NESTS[nest](ours, function, x, t), NESTS[nest](Looping, function, x, t), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        NESTS[nest](ours, function, x, t), NESTS[nest](Looping, function, x, t), rtol=1e-12, atol=0
+    )

@@ -69,11 +69,21 @@ def _join(w: Writer) -> Line:
     rank = len(w.shape(x))
     ways = [f"torch.stack([{x}, {y}], {w.random.randint(0, rank)})", f"torch.stack([{y}, {x}, {y}])"]
     if rank:
-        ways += [f"torch.cat([{x}, {y}], {w.axis(x)})", f"torch.cat([{x}, {y}, {x}], {w.axis(x)})", f"{x}.repeat({(2, *[1] * (rank - 1))})"]
+        ways += [
+            f"torch.cat([{x}, {y}], {w.axis(x)})",
+            f"torch.cat([{x}, {y}, {x}], {w.axis(x)})",
+            f"{x}.repeat({(2, *[1] * (rank - 1))})",
+        ]
     if rank >= 2:
         ways += [f"torch.hstack([{x}, {y}])", f"{x}.tril()", f"{x}.triu(1)", f"{x}.rot90()"]
     if rank == 1:
-        ways += [f"{x}.diag()", f"torch.diag_embed({x})", f"torch.block_diag({x}, {y})", f"torch.outer({x}, {y})", f"torch.dot({x}, {y})"]
+        ways += [
+            f"{x}.diag()",
+            f"torch.diag_embed({x})",
+            f"torch.block_diag({x}, {y})",
+            f"torch.outer({x}, {y})",
+            f"torch.dot({x}, {y})",
+        ]
     return Line(w.random.choice(ways))
 
 
@@ -84,7 +94,15 @@ def _product(w: Writer) -> Line:
     if len(shape) == 1:
         y, m = w.other((last,)), w.other((out, last))
         return Line(
-            w.random.choice((f"{x} @ {y}", f"{m} @ {x}", f"{m}.mv({x})", f"torch.einsum('i,oi->o', {x}, {m})", f"torch.kron({x}, {y})"))
+            w.random.choice(
+                (
+                    f"{x} @ {y}",
+                    f"{m} @ {x}",
+                    f"{m}.mv({x})",
+                    f"torch.einsum('i,oi->o', {x}, {m})",
+                    f"torch.kron({x}, {y})",
+                )
+            )
         )
     m = w.other((last, out))
     if len(shape) == 2:
@@ -102,7 +120,11 @@ def _product(w: Writer) -> Line:
         )
         return Line(w.random.choice(ways))
     y = w.other((shape[0], last, out))
-    return Line(w.random.choice((f"{x} @ {m}", f"{x}.bmm({y})", f"torch.einsum('bti,bio->bot', {x}, {y})", f"{x} @ {y}")))
+    return Line(
+        w.random.choice(
+            (f"{x} @ {m}", f"{x}.bmm({y})", f"torch.einsum('bti,bio->bot', {x}, {y})", f"{x} @ {y}")
+        )
+    )
 
 
 def _linear_algebra(w: Writer) -> Line:
@@ -126,5 +148,15 @@ def _linear_algebra(w: Writer) -> Line:
     return Line(w.random.choice(ways))
 
 
-ELEMENTWISE: tuple[Operator, ...] = (_unary, _unary, _unary, _binary, _binary, _binary, _product, _product, _linear_algebra)
+ELEMENTWISE: tuple[Operator, ...] = (
+    _unary,
+    _unary,
+    _unary,
+    _binary,
+    _binary,
+    _binary,
+    _product,
+    _product,
+    _linear_algebra,
+)
 REDUCTIONS: tuple[Operator, ...] = (_reduction, _reduction, _reduction, _join)

@@ -34,7 +34,14 @@ def _by_index(w: Writer) -> Line:
     shape = w.shape(x)
     i, last = w.integers((2,), shape[0], -shape[0]), w.integers((2,), shape[-1])
     scalar = w.integers((), shape[0])
-    ways = [f"{x}[{i}]", f"{x}[..., {last}]", f"{x}[{scalar}]", f"{x}[[0, -1]]", f"{x}.take({last})", f"{x}[{i}[:, None], ...]"]
+    ways = [
+        f"{x}[{i}]",
+        f"{x}[..., {last}]",
+        f"{x}[{scalar}]",
+        f"{x}[[0, -1]]",
+        f"{x}.take({last})",
+        f"{x}[{i}[:, None], ...]",
+    ]
     if len(shape) >= 2:
         j = w.integers((2,), shape[1])
         ways += [f"{x}[{i}, {j}]", f"{x}[{i}[:, None], {j}]", f"{x}[0, {j}]", f"{x}[:, {j}]"]

@@ -9,10 +9,21 @@ def _linear(w: Writer) -> Line:
     x = w.tensor(lambda t: t.dim() >= 1)
     width, out = w.shape(x)[-1], w.random.randint(1, 3)
     weight, bias = w.other((out, width), 0.6), w.argument((out,))
-    ways = [f"F.linear({x}, {weight}, {bias})", f"F.linear({x}, {weight})", f"F.linear({x}.relu(), {weight} * 0.5, {bias})"]
-    ways += [f"F.linear(F.linear({x}, {weight}), {weight}.t())", f"F.linear({x}, {weight}[:1])", f"F.linear({x}, {weight}) @ {weight}"]
+    ways = [
+        f"F.linear({x}, {weight}, {bias})",
+        f"F.linear({x}, {weight})",
+        f"F.linear({x}.relu(), {weight} * 0.5, {bias})",
+    ]
+    ways += [
+        f"F.linear(F.linear({x}, {weight}), {weight}.t())",
+        f"F.linear({x}, {weight}[:1])",
+        f"F.linear({x}, {weight}) @ {weight}",
+    ]
     other, cube = w.other(w.shape(x)), w.argument((out, width, width))
-    ways += [f"F.bilinear({x}, {other}, {cube}, {bias})", f"F.linear({x}, F.normalize({weight}, dim=1), {bias})"]
+    ways += [
+        f"F.bilinear({x}, {other}, {cube}, {bias})",
+        f"F.linear({x}, F.normalize({weight}, dim=1), {bias})",
+    ]
     return Line(w.random.choice(ways))
 
 
@@ -27,7 +38,11 @@ def _image(w: Writer, spatial: int) -> tuple[str, tuple[int, ...]]:
             return (found if len(shape) == rank else f"{found}.reshape({full})"), full
         except Skipped:
             pass
-    shape = (w.random.randint(1, 2), w.random.randint(1, 4), *(w.random.randint(2, 4 if spatial < 3 else 2) for _ in range(spatial)))
+    shape = (
+        w.random.randint(1, 2),
+        w.random.randint(1, 4),
+        *(w.random.randint(2, 4 if spatial < 3 else 2) for _ in range(spatial)),
+    )
     return w.argument(shape), shape
 
 
@@ -43,11 +58,17 @@ def _convolution(w: Writer) -> Line:
     if w.random.random() < 0.25:
         weight = w.argument((channels, out, *kernel))
         bias = bias if bias == "None" else w.argument((out * groups,))
-        return Line(f"F.conv_transpose{spatial}d({x}, {weight}, {bias}, stride={stride}, padding={padding}, groups={groups})")
+        return Line(
+            f"F.conv_transpose{spatial}d({x}, {weight}, {bias}, stride={stride}, padding={padding},"
+            f" groups={groups})"
+        )
     weight = w.other((out * groups, channels // groups, *kernel), 0.7)
     if w.random.random() < 0.2:
         return Line(f"F.conv{spatial}d({x}, {weight}, {bias}, padding='same', groups={groups})")
-    return Line(f"F.conv{spatial}d({x}, {weight}, {bias}, stride={stride}, padding={padding}, dilation={dilation}, groups={groups})")
+    return Line(
+        f"F.conv{spatial}d({x}, {weight}, {bias}, stride={stride}, padding={padding}, dilation={dilation},"
+        f" groups={groups})"
+    )
 
 
 def _optional(w: Writer, shape: tuple[int, ...]) -> str:

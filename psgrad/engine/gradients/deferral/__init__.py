@@ -1,25 +1,35 @@
-"""The deferral policy: which operators on cotangents of shared values stay un-run, and what happens to them on their way.
+"""The deferral policy: which operators on cotangents of shared values stay un-run, and what happens to them
+on their way.
 
-A level asks this policy while the pass back computes the cotangent of a value that all samples share (a weight, or anything
-made from weights alone). A contraction over positions begins a deferred value (starts.py); linear operators on it are carried out on
-its factors (on_the_way/). Anything else makes the value real first.
+A level asks this policy while the pass back computes the cotangent of a value that all samples share (a
+weight, or anything made from weights alone). A contraction over positions begins a deferred value
+(starts.py); linear operators on it are carried out on its factors (on_the_way/). Anything else makes the
+value real first.
+
+What may happen to deferred values on their way to a parameter: linear operators, carried out on the factors.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from psgrad.engine.gradients.deferral.on_the_way import ON_THE_WAY
-from psgrad.engine.gradients.deferral.starts import STARTS
-from psgrad.engine.gradients.placed import DeferredGradient as DeferredGradient
-from psgrad.engine.gradients.placed import Placed as Placed
-from psgrad.engine.gradients.placed import deferred_in as deferred_in
-from psgrad.engine.gradients.placed import oriented as oriented
+from psgrad.engine.gradients.deferral.entry import STARTS
+from psgrad.engine.gradients.deferral.products import PARTS, PRODUCTS
+from psgrad.engine.gradients.deferral.propagation import SHAPES, SUMS
+from psgrad.engine.gradients.deferred import DeferredGradient as DeferredGradient
+from psgrad.engine.gradients.deferred import Placed as Placed
+from psgrad.engine.gradients.deferred import deferred_in as deferred_in
+from psgrad.engine.gradients.deferred import oriented as oriented
 from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.registry import batching_rule
+
+# Each is given the level's Batch, the operator, for each argument its deferred value or None, the arguments,
+# and those by name. It returns a DeferredGradient, or NotImplemented where the values have to be written out
+# first.
+ON_THE_WAY: dict[Op, Any] = {**SHAPES, **PARTS, **SUMS, **PRODUCTS}
 
 
 class WeightDeferral:
@@ -43,13 +53,19 @@ def _made_real(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, An
     if batching_rule(op) is None:  # it is written with other operators, which may do with factors
         return NotImplemented
     tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]
-    lost = next((tracer.value.lost_at for tracer in tracers if tracer.value.lost_at), op.name().removeprefix("aten::"))
+    lost = next(
+        (tracer.value.lost_at for tracer in tracers if tracer.value.lost_at), op.name().removeprefix("aten::")
+    )
     for tracer in tracers:
         tracer.below()
     returns = op._schema.returns
     if op._schema.is_mutable or len(returns) != 1 or str(returns[0].type) != "Tensor":
         return NotImplemented
     result = batch.level.process(op, args, kwargs)
-    if not batch.is_mapped(result) or deferred_in(batch, result) is not None or not (result.is_floating_point() or result.is_complex()):
+    if (
+        not batch.is_mapped(result)
+        or deferred_in(batch, result) is not None
+        or not (result.is_floating_point() or result.is_complex())
+    ):
         return result
     return DeferredGradient.of(Dense(batch.physical(result), written_out=True, lost_at=lost), result.shape)

@@ -1,37 +1,141 @@
-"""The inner products of two sets of deferred gradients: a way for each region, and the samples that rounding may have spoilt again."""
+"""The inner products of two sets of deferred gradients: a way for each region, and the samples that rounding
+may have spoilt again.
+
+What each way to a region's inner products costs, from sizes alone: the constants are those of the machine
+(costs.py).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
 
+from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.inner.factored import Sides, add_factored
-from psgrad.engine.gradients.inner.prices import MATCHES, WRITTEN, cheapest_way
-from psgrad.engine.gradients.inner.regions import Region, regions
-from psgrad.engine.gradients.inner.written import add_written, bundled
+from psgrad.engine.gradients.inner.factored import Sides, add_factored, have_factors
+from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_written, bundled
+from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, count_matches, regions, rows_of
+from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.planning.machines import machine
-from psgrad.engine.gradients.terms import CANCELLATION, Product, Rows, Term, accumulating_dtype
+from psgrad.engine.gradients.terms import CANCELLATION, Convolution, Product, Rows, Term, accumulating_dtype
+
+# Ways of a region.
+WRITTEN, GRAM, MATCHES = "written out", "gram", "matches"
+
+
+def cheapest_way(region: Region, dtype: torch.dtype, machine: Machine) -> str:
+    """The cheapest of the ways that a region's terms allow."""
+    left, right = [p.term for p in region.left], [p.term for p in region.right]
+    if not region.is_aligned or not have_factors(left, right):
+        return WRITTEN
+    pairs = [(x, y) for x in left for y in right]
+    prices: dict[str, Callable[[], float]] = {
+        GRAM: lambda: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs),
+        WRITTEN: lambda: written_seconds(region, dtype, machine),
+    }
+    if any(isinstance(x, Rows) and isinstance(y, Rows) for x, y in pairs):
+        prices[MATCHES] = lambda: sum(
+            (
+                matches_seconds(x, y, dtype, machine)
+                if isinstance(x, Rows) and isinstance(y, Rows)
+                else gram_seconds(x, y, dtype, machine)
+            )
+            for x, y in pairs
+        )
+    return min(prices, key=lambda way: prices[way]())
+
+
+def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
+    """Two Gram matrices between all positions of all samples, or one and an index, and the sum of their
+    products.
+    """
+    groups, t, a, b = _sizes(x)
+    s = _sizes(y)[1]
+    rows, columns = x.samples * t, y.samples * s
+    both = isinstance(x, Product) and isinstance(y, Product)
+    left = machine.matmul_seconds(groups, rows, columns, a, dtype) if both else 0.0
+    # tiles are small enough for a cache: what is moved in them counts at the rate of small results
+    rate = machine.bandwidth(1 << 20)
+    passes = 2 if t == s == groups == 1 else 4
+    return (
+        left
+        + machine.matmul_seconds(groups, rows, columns, b, dtype)
+        + passes * groups * rows * columns * dtype.itemsize / rate
+    )
+
+
+def matches_seconds(x: Rows, y: Rows, dtype: torch.dtype, machine: Machine) -> float:
+    """Both rows of each match are gathered, multiplied and added up. It takes a look at the indices to know
+    how many there are.
+    """
+    width = x.rows.shape[2] * dtype.itemsize
+    moved = count_matches(x, y) * (4 * width + 32)
+    entries = x.samples * x.index.shape[1] + y.samples * y.index.shape[1]
+    return machine.scattered_seconds(moved) + machine.scattered_seconds(entries * (4 * width + 200))
+
+
+def written_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
+    """All gradients written out, some of them again for each block of samples of the other side, and one
+    product.
+    """
+    n, m = region.left[0].term.samples, region.right[0].term.samples
+    device = region.left[0].term.device
+    columns = region.elements // rows_of(region.terms) if region.is_aligned else region.elements
+    width = min(region.elements, max(columns, LONGEST_SUM))
+    again = math.ceil(n * width * dtype.itemsize / budget(SIDE_BYTES, device))
+    left, right = (
+        [materialise_seconds(p.term, dtype, machine) for p in side] for side in (region.left, region.right)
+    )
+    return machine.matmul_seconds(1, n, m, region.elements, dtype) + sum(left) + again * sum(right)
+
+
+def materialise_seconds(term: Term, dtype: torch.dtype, machine: Machine) -> float:
+    """One term of all its samples written out."""
+    size = math.prod(term.shape) * term.samples * dtype.itemsize
+    if isinstance(term, Product):
+        groups, t, a, b = _sizes(term)
+        return machine.matmul_seconds(term.samples * groups, a, b, t, dtype) + machine.stream_seconds(size)
+    if isinstance(term, Convolution):
+        narrow = term.inputs if term.geometry.transposed else term.cotangents
+        operations = (
+            2.0 * term.samples * math.prod(term.shape) * narrow.shape[1] * math.prod(narrow.shape[3:])
+        )
+        return machine.convolution_seconds(operations, size, dtype, grouped=True)
+    return machine.stream_seconds(size) + machine.scattered_seconds(
+        sum(f.numel() for f in term.factors) * dtype.itemsize
+    )
+
+
+def _sizes(term: Term) -> tuple[int, int, int, int]:
+    """Groups, positions, rows and columns; a table's index needs no rows."""
+    if isinstance(term, Product):
+        return (*term.left.shape[1:], term.right.shape[3])
+    assert isinstance(term, Rows)
+    return 1, term.rows.shape[1], 0, term.rows.shape[2]
+
 
 Pair = tuple[DeferredGradient, DeferredGradient]
 
 
-def inner_products(pairs: Sequence[Pair], samples: tuple[int, int], device: torch.device, *, symmetric: bool = False) -> torch.Tensor:
-    """[n, m] float64: the sum over parameters of the inner products of n samples' gradients with those of m others.
+def inner_products(
+    pairs: Sequence[Pair], samples: tuple[int, int], device: torch.device, *, symmetric: bool = False
+) -> torch.Tensor:
+    """[n, m] float64: the sum over parameters of the inner products of n samples' gradients with those of m
+    others.
 
     Args:
         pairs: for each parameter the gradients of both sets.
         samples: n and m.
         symmetric: both sets are one: half is computed.
 
-    Each region of a parameter (regions.py) is contracted by its factors or written out piece by piece, whichever is priced less. Numbers
-    are multiplied in at least float32 and added up over pieces and parameters in float64. Samples whose positions or terms nearly
-    cancel, or whose numbers are near the limits of float32, are taken again in float64. A sample whose gradient is not finite has
-    numbers that are not finite in its row or column, and leaves those of others alone.
+    Each region of a parameter (regions.py) is contracted by its factors or written out piece by piece,
+    whichever is priced less. Numbers are multiplied in at least float32 and added up over pieces and
+    parameters in float64. Samples whose positions or terms nearly cancel, or whose numbers are near the
+    limits of float32, are taken again in float64. A sample whose gradient is not finite has numbers that are
+    not finite in its row or column, and leaves those of others alone.
     """
     total = torch.zeros(samples, dtype=torch.float64, device=device)
     if not total.numel():
@@ -55,10 +159,16 @@ def inner_products(pairs: Sequence[Pair], samples: tuple[int, int], device: torc
     return _mirrored(total) if symmetric else total
 
 
-def _add_by_factors(total: torch.Tensor, region: Region, way: str, dtype: torch.dtype, symmetric: bool) -> None:
-    """Add a region's inner products by factors; the lower half of a symmetric result is left alone, or not."""
+def _add_by_factors(
+    total: torch.Tensor, region: Region, way: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    """Add a region's inner products by factors; the lower half of a symmetric result is left alone,
+    or not.
+    """
     sides = region.left, region.right
-    again = [_cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)]
+    again = [
+        _cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)
+    ]
     if all(places is None or not len(places) for places in again):
         add_factored(total, _factors(region, way), dtype, symmetric=symmetric)
         return
@@ -73,7 +183,9 @@ def _add_by_factors(total: torch.Tensor, region: Region, way: str, dtype: torch.
 
 
 def _factors(region: Region, way: str) -> Sides:
-    return Sides([placed.term for placed in region.left], [placed.term for placed in region.right], way == MATCHES)
+    return Sides(
+        [placed.term for placed in region.left], [placed.term for placed in region.right], way == MATCHES
+    )
 
 
 def _written(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
@@ -84,7 +196,9 @@ def _written(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmet
         places = places[_are_products(bundle, side, places)]
         if len(places):
             exact = torch.zeros(_count(out, side, places), dtype=torch.float64, device=out.device)
-            add_written(exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False)
+            add_written(
+                exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False
+            )
             _replace(out, side, places, exact, symmetric)
     return out
 
@@ -101,7 +215,9 @@ def _count(out: torch.Tensor, side: int, places: torch.Tensor) -> tuple[int, int
     return (out.shape[0], len(places)) if side else (len(places), out.shape[1])
 
 
-def _replace(out: torch.Tensor, side: int, places: torch.Tensor, again: torch.Tensor, symmetric: bool) -> None:
+def _replace(
+    out: torch.Tensor, side: int, places: torch.Tensor, again: torch.Tensor, symmetric: bool
+) -> None:
     if side:
         out[:, places] = again
     else:
@@ -111,12 +227,16 @@ def _replace(out: torch.Tensor, side: int, places: torch.Tensor, again: torch.Te
 
 
 def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
-    """The samples [k] in which positions or terms nearly cancel: rounding of what meets between them would show."""
+    """The samples [k] in which positions or terms nearly cancel: rounding of what meets between them would
+    show.
+    """
     terms = [placed.term for placed in side]
     if len(terms) == 1 and _positions(terms[0]) <= 1:
         return torch.empty(0, dtype=torch.int64, device=terms[0].device)
     alone = torch.stack([_of_positions(term) for term in terms]).sum(0)
-    together = square_norms([DeferredGradient(tuple(side), torch.Size(side[0].layout.shape), terms[0].dtype, terms[0].device)])[0]
+    together = square_norms(
+        [DeferredGradient(tuple(side), torch.Size(side[0].layout.shape), terms[0].dtype, terms[0].device)]
+    )[0]
     return (together < CANCELLATION * alone).nonzero().squeeze(1)
 
 
@@ -138,13 +258,18 @@ def _of_positions(term: Term) -> torch.Tensor:
 def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> torch.Tensor:
     """[k]: whether any term of these samples has factors that are all finite and not zero throughout.
 
-    Where none has, a gradient of zero is a true zero, and one that is not finite would not be so in float64 either.
+    Where none has, a gradient of zero is a true zero, and one that is not finite would not be so in float64
+    either.
     """
     found = torch.zeros(len(places), dtype=torch.bool, device=places.device)
     broken = torch.zeros_like(found)
     for region in bundle if len(places) else ():
         for placed in (region.left, region.right)[side]:
-            factors = [f[places].reshape(len(places), -1) for f in placed.term.factors if f.is_floating_point() and f[0].numel()]
+            factors = [
+                f[places].reshape(len(places), -1)
+                for f in placed.term.factors
+                if f.is_floating_point() and f[0].numel()
+            ]
             largest = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
             if largest:
                 found |= torch.stack([size > 0 for size in largest]).all(0)

@@ -1,15 +1,17 @@
-"""Random projections of per-sample gradients: dense, sparse, and two-sided, none of which writes a gradient or a matrix out."""
+"""Random projections of per-sample gradients: dense, sparse, and two-sided, none of which writes a gradient
+or a matrix out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from psgrad.engine.gradients.projections.base import VERSION
 from psgrad.engine.gradients.projections.base import Projection as Projection
-from psgrad.engine.gradients.projections.dense import Gaussian as Gaussian
-from psgrad.engine.gradients.projections.dense import Rademacher as Rademacher
-from psgrad.engine.gradients.projections.entries import VERSION
-from psgrad.engine.gradients.projections.sparse import Sparse as Sparse
+from psgrad.engine.gradients.projections.entrywise import Gaussian as Gaussian
+from psgrad.engine.gradients.projections.entrywise import Rademacher as Rademacher
+from psgrad.engine.gradients.projections.entrywise import Sparse as Sparse
 from psgrad.engine.gradients.projections.two_sided import TwoSided as TwoSided
 from psgrad.errors import TransformArgumentError
 
@@ -20,7 +22,8 @@ def projection_from(description: Mapping[str, Any]) -> Projection:
     """The projection that `Projection.describe` described.
 
     Raises:
-        TransformArgumentError: a kind that is not known, sizes it does not take, or numbers that this version would not give again.
+        TransformArgumentError: a kind that is not known, sizes it does not take, or numbers that this version
+        would not give again.
     """
     values = dict(description)
     kind, version = values.pop("kind", None), values.pop("version", None)
@@ -36,4 +39,6 @@ def projection_from(description: Mapping[str, Any]) -> Projection:
     try:
         return _KINDS[kind](**values)
     except TypeError as error:
-        raise TransformArgumentError(f"a description of a {kind} projection with {sorted(values)}: {error}") from error
+        raise TransformArgumentError(
+            f"a description of a {kind} projection with {sorted(values)}: {error}"
+        ) from error

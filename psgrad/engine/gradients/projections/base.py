@@ -1,20 +1,180 @@
-"""What all random projections have in common: their description, their columns, and sums that don't lose digits."""
+"""What all random projections have in common: their description, their columns, and sums that don't lose
+digits.
+
+Memory that is kept between the blocks of a walk: fresh pages cost more than most of what is written into
+them.
+
+Random numbers by position: the entries of a projection matrix, the same on every machine, in whatever order
+they are asked for.
+
+An entry is a pure function of the seed, the parameter's name, the entry's place in the parameter and its row
+of the matrix. Nothing is drawn in turn, so that chunks, batches and devices can't change it, and a matrix
+that never exists as a whole can be asked for any part. The generator is SplitMix64's finaliser over a counter
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 5), in int64 tensor
+arithmetic, which wraps around alike everywhere.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from psgrad.engine.gradients.placed import DeferredGradient
-from psgrad.engine.gradients.projections.entries import VERSION
+from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.terms import BLOCK_BYTES, accumulating_dtype
 from psgrad.errors import TransformArgumentError
+
+
+class Workspace:
+    """Tensors by name, with whatever was left in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor in the memory of this name, which what was got by the name before shares."""
+        size, held = math.prod(shape), self._memory.get(name)
+        if held is None or held.numel() < size or held.dtype != dtype:
+            held = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return held[:size].view(shape)
+
+
+Kind = Literal["rademacher", "gaussian"]
+# Entries that one 64-bit word holds: a bit each, or 16 bits each.
+PER_WORD: dict[str, int] = {"rademacher": 64, "gaussian": 4}
+# Counts up whenever the same description would mean other numbers.
+VERSION = 1
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+# (shift, multiplier) of the finaliser's rounds.
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+_SIGN_BIT, _ONE = -(1 << 31), 0x3F800000  # of a float32
+
+
+def key_of(seed: int, *names: str) -> int:
+    """A signed 64-bit key: the first bytes of SHA-256 over the seed and the names."""
+    text = json.dumps([seed, *names])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def mixed(words: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 words, each mixed in place: SplitMix64's finaliser, a bijection. spare: memory of the same shape
+    to work in.
+    """
+    for shift, factor in _ROUNDS:
+        shifted = torch.bitwise_right_shift(
+            words, shift, out=spare
+        )  # of signed numbers: the sign comes in from the left, and is masked off
+        words ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            words *= factor
+    return words
+
+
+def streams(key: int, places: torch.Tensor) -> torch.Tensor:
+    """int64 of the shape of `places`: where each place's own sequence of words begins."""
+    return mixed(places * _GAMMA + key)
+
+
+def words_at(stream: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The words of these numbers (from zero) in these streams, which broadcast."""
+    return mixed(stream + (number + 1) * _GAMMA)
+
+
+def signs(some: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 words [m, w] to float32 [m, 64 * w] of -1 and 1, a bit each.
+
+    A bit is moved to where a float keeps its sign: three passes over 32-bit words, which no table of signs
+    and no generator of PyTorch comes near. out: memory for them, int32 [m, 2 * w, 32].
+
+    Sign number j of a word is its bit 31 - j for j < 32, its bit 95 - j for the others.
+    """
+    halves = some.contiguous().view(torch.int32).unsqueeze(-1)  # the low half first
+    bits = torch.bitwise_left_shift(halves, torch.arange(32, dtype=torch.int32, device=some.device), out=out)
+    return bits.bitwise_and_(_SIGN_BIT).bitwise_or_(_ONE).view(torch.float32).flatten(1)
+
+
+def sign_at(some: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """float32 of the words' shape: of each word the sign of this number, 0 to 63."""
+    bit = torch.where(number < 32, 31 - number, 95 - number)
+    return 1.0 - 2.0 * ((some >> bit) & 1)
+
+
+def normals(
+    some: torch.Tensor, out: torch.Tensor | None = None, index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 words [m, w] to float32 [m, 4 * w] normal numbers, 16 bits each, the lowest first: a look-up in
+    2^16 equally likely quantiles.
+
+    out, index: memory for them and for int32 indices, flat.
+    """
+    quarters = some.contiguous().view(torch.int16)
+    places = quarters.to(torch.int32) if index is None else index.view(quarters.shape).copy_(quarters)
+    return torch.index_select(_quantiles(some.device), 0, places.add_(1 << 15).flatten(), out=out).view(
+        quarters.shape
+    )
+
+
+@lru_cache(maxsize=8)
+def _quantiles(device: torch.device) -> torch.Tensor:
+    """float32 [65536]: the middle quantiles of the standard normal distribution, scaled to a variance
+    of one.
+    """
+    middles = (torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)
+    values = torch.special.ndtri(middles)
+    return (values / values.square().mean().sqrt()).float().to(device)
+
+
+def below(some: torch.Tensor, bound: int) -> torch.Tensor:
+    """Words to whole numbers in 0 .. bound - 1, uniform (to within bound / 2^31), from the upper 31 bits."""
+    return (((some >> 33) & ((1 << 31) - 1)) * bound) >> 31
+
+
+class Entries:
+    """The entries of one parameter's matrix: float32, of mean zero and variance one.
+
+    Large blocks are made in memory that is kept, as fresh memory costs more than the numbers: what a call
+    returns holds until the next.
+
+    Args:
+        count: rows of the matrix. The first rows don't depend on it.
+    """
+
+    def __init__(self, kind: Kind, key: int, count: int, device: torch.device) -> None:
+        self.kind, self.key, self.count = kind, key, count
+        self._numbers = (torch.arange(-(-count // PER_WORD[kind]), device=device) + 1) * _GAMMA
+        self._memory = Workspace(device)
+
+    def at(self, places: torch.Tensor) -> torch.Tensor:
+        """[m, count]: for each of the places [m] its column of the matrix."""
+        m, each, words = len(places), PER_WORD[self.kind], len(self._numbers)
+        some, spare = (self._memory.kept(name, (m, words), torch.int64) for name in ("words", "spare"))
+        torch.add(streams(self.key, places).unsqueeze(1), self._numbers, out=some)
+        mixed(some, spare)
+        if self.kind == "rademacher":
+            made = signs(some, self._memory.kept("bits", (m, 2 * words, 32), torch.int32))
+        else:
+            flat = (m * words * each,)
+            made = normals(
+                some,
+                self._memory.kept("normals", flat, torch.float32),
+                self._memory.kept("index", flat, torch.int32),
+            )
+        return made[:, : self.count]
+
 
 Per = Literal["total", "parameter"]
 # Products that are summed in their own precision before the sum goes into float64.
@@ -22,15 +182,17 @@ _TOGETHER = 32
 
 
 class Projection(ABC):
-    """A random linear map P of gradients to few numbers, with E[<Px, Py>] = <x, y> over the seeds. Its kinds are frozen dataclasses.
+    """A random linear map P of gradients to few numbers, with E[<Px, Py>] = <x, y> over the seeds. Its kinds
+    are frozen dataclasses.
 
-    The map is a function of its description and of the parameters' names and shapes alone: the same for every sample, chunk, device and
-    machine, so that gradients projected in different runs may be compared.
+    The map is a function of its description and of the parameters' names and shapes alone: the same for every
+    sample, chunk, device and machine, so that gradients projected in different runs may be compared.
 
-    With per='total' all parameters are projected into the same k columns, each by a map of its own, and the results are summed:
-    [n, k], of which inner products estimate those of whole gradients. With per='parameter' each parameter has k columns of its own,
-    side by side in the order of the names (`columns`): inner products within a block estimate the parameter's own, and over the whole
-    row their sum, with less noise than 'total' has in as many columns a parameter, as nothing of different parameters meets.
+    With per='total' all parameters are projected into the same k columns, each by a map of its own, and the
+    results are summed: [n, k], of which inner products estimate those of whole gradients. With
+    per='parameter' each parameter has k columns of its own, side by side in the order of the names
+    (`columns`): inner products within a block estimate the parameter's own, and over the whole row their sum,
+    with less noise than 'total' has in as many columns a parameter, as nothing of different parameters meets.
     """
 
     kind: ClassVar[str]
@@ -53,11 +215,16 @@ class Projection(ABC):
         """What the sums are multiplied by in the end."""
 
     @torch.no_grad()
-    def apply(self, gradients: Mapping[str, DeferredGradient], samples: int, device: torch.device) -> torch.Tensor:
+    def apply(
+        self, gradients: Mapping[str, DeferredGradient], samples: int, device: torch.device
+    ) -> torch.Tensor:
         """[n, width], or [n, parameters * width]: what `PerSampleGradients.project` gives."""
         types = [accumulating_dtype(gradient.dtype) for gradient in gradients.values()]
         dtype = torch.float64 if torch.float64 in types else torch.float32
-        sums = [Sums(samples, self.width, dtype, device) for _ in range(1 if self.per == "total" else len(gradients))]
+        sums = [
+            Sums(samples, self.width, dtype, device)
+            for _ in range(1 if self.per == "total" else len(gradients))
+        ]
         for place, (name, gradient) in enumerate(gradients.items()):
             if gradient.shape.numel():
                 self.add(sums[place if len(sums) > 1 else 0], name, gradient)
@@ -65,7 +232,9 @@ class Projection(ABC):
         return torch.cat(found, 1) if found else torch.zeros(samples, 0, dtype=dtype, device=device)
 
     def columns(self, names: Iterable[str]) -> dict[str, slice]:
-        """name -> its columns in the projection of gradients of these parameters; with per='total' all of them for every name."""
+        """name -> its columns in the projection of gradients of these parameters; with per='total' all of
+        them for every name.
+        """
         start = 0 if self.per == "total" else self.width
         return {name: slice(place * start, place * start + self.width) for place, name in enumerate(names)}
 
@@ -79,27 +248,38 @@ class Projection(ABC):
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
     def _check(self, **sizes: int) -> None:
-        """Refuse sizes that are no positive whole numbers, an unknown `per`, a seed that is no whole number."""
+        """Refuse sizes that are no positive whole numbers, an unknown `per`, a seed that is no whole
+        number.
+        """
         title = type(self).__name__
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise TransformArgumentError(f"{title}: {name}={size!r}", expected="a whole number, at least 1")
+                raise TransformArgumentError(
+                    f"{title}: {name}={size!r}", expected="a whole number, at least 1"
+                )
         if self.per not in ("total", "parameter"):
             raise TransformArgumentError(f"{title}: per={self.per!r}", expected="'total' or 'parameter'")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TransformArgumentError(
-                f"{title}: seed={self.seed!r}", expected="a whole number", cause="a float would seed by its rounding"
+                f"{title}: seed={self.seed!r}",
+                expected="a whole number",
+                cause="a float would seed by its rounding",
             )
 
 
 class Sums:
-    """[n, k]: sums over many slices. float32 products are added up a few at a time, and these sums in float64: a single float32 sum
-    over ten thousands of slices would lose digits."""
+    """[n, k]: sums over many slices. float32 products are added up a few at a time, and these sums in
+    float64: a single float32 sum over ten thousands of slices would lose digits.
+    """
 
     def __init__(self, samples: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device, self.columns = dtype, device, columns
         self._part = torch.zeros(samples, columns, dtype=dtype, device=device)
-        self._total = torch.zeros(samples, columns, dtype=torch.float64, device=device) if dtype != torch.float64 else None
+        self._total = (
+            torch.zeros(samples, columns, dtype=torch.float64, device=device)
+            if dtype != torch.float64
+            else None
+        )
         self._added = 0
 
     def part(self) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Two-sided projections: a sketch of a weight's rows and one of its columns, which act on the factors before these are contracted."""
+"""Two-sided projections: a sketch of a weight's rows and one of its columns, which act on the factors before
+these are contracted.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.base import Per, Projection, Sums, room_of
-from psgrad.engine.gradients.projections.dense import WIDEST
-from psgrad.engine.gradients.projections.entries import Entries, Kind, key_of
-from psgrad.engine.gradients.projections.places import Places
-from psgrad.engine.gradients.projections.slices import Slice, slices
-from psgrad.engine.gradients.projections.sparse import Orders, add_sparse
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed
+from psgrad.engine.gradients.projections.base import Entries, Kind, Per, Projection, Sums, key_of, room_of
+from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
+from psgrad.engine.gradients.projections.slices import Places, Slice, slices
 from psgrad.engine.gradients.terms import Convolution, Product, Rows, blocks
 from psgrad.errors import TransformArgumentError
 
@@ -24,17 +23,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TwoSided(Projection):
-    """The Kronecker product of two dense projections for each weight: A [left, rows] for its first axis, B [right, columns] for all others.
+    """The Kronecker product of two dense projections for each weight: A [left, rows] for its first axis, B
+    [right, columns] for all others.
 
-    A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the price of two
-    small products; for a convolution A acts on the channels of the cotangents, and B is a convolution with random kernels; for a table that
-    is looked up, columns of A are looked up in its place. A parameter of fewer than two axes has no sides: it is projected as by `Sparse`,
-    one column an entry, which loses nothing where there are as many columns as entries. A term that is no sum over rows and columns
-    of the weight (behind a mask, matrices of a batch, or written out already) is projected slice by slice.
+    A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the
+    price of two small products; for a convolution A acts on the channels of the cotangents, and B is a
+    convolution with random kernels; for a table that is looked up, columns of A are looked up in its place. A
+    parameter of fewer than two axes has no sides: it is projected as by `Sparse`, one column an entry, which
+    loses nothing where there are as many columns as entries. A term that is no sum over rows and columns of
+    the weight (behind a mask, matrices of a batch, or written out already) is projected slice by slice.
 
-    By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is your data worth to GPT?", 2024,
-    section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a dense projection of as many columns: for weight gradients of
-    one position, x = l r^T and y = m s^T, it is <Al, Am> <Br, Bs>, whose relative second moments multiply.
+    By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is
+    your data worth to GPT?", 2024, section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a
+    dense projection of as many columns: for weight gradients of one position, x = l r^T and y = m s^T, it is
+    <Al, Am> <Br, Bs>, whose relative second moments multiply.
 
     Args:
         left, right: rows of A and of B.
@@ -51,7 +53,9 @@ class TwoSided(Projection):
     def __post_init__(self) -> None:
         self._check(left=self.left, right=self.right)
         if self.matrices not in ("rademacher", "gaussian"):
-            raise TransformArgumentError(f"TwoSided: matrices={self.matrices!r}", expected="'rademacher' or 'gaussian'")
+            raise TransformArgumentError(
+                f"TwoSided: matrices={self.matrices!r}", expected="'rademacher' or 'gaussian'"
+            )
 
     @property
     def width(self) -> int:
@@ -63,7 +67,9 @@ class TwoSided(Projection):
 
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
         if len(gradient.shape) < 2:
-            add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.width, 1), gradient, 1 / self.scale)
+            add_sparse(
+                sums, Orders(key_of(self.seed, self.kind, name), self.width, 1), gradient, 1 / self.scale
+            )
             return
         sides = _Sides(self, name, math.prod(gradient.shape[1:]), sums.device)
         for placed in gradient.terms:
@@ -82,29 +88,40 @@ class _Sides:
     def __init__(self, projection: TwoSided, name: str, columns: int, device: torch.device) -> None:
         self.sizes, self.columns = (projection.left, projection.right), columns
         keys = (key_of(projection.seed, projection.kind, name, side) for side in ("left", "right"))
-        self._entries = [Entries(projection.matrices, key, size, device) for key, size in zip(keys, self.sizes, strict=True)]
+        self._entries = [
+            Entries(projection.matrices, key, size, device)
+            for key, size in zip(keys, self.sizes, strict=True)
+        ]
 
     def of(self, side: int, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[m, left] of A for these rows of the parameter (side 0), or [m, right] of B for these columns (side 1)."""
+        """[m, left] of A for these rows of the parameter (side 0), or [m, right] of B for these columns (side
+        1).
+        """
         return self._entries[side].at(places).to(dtype)
 
-    def apart(self, places: Places, first: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+    def apart(
+        self, places: Places, first: torch.Tensor, count: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """The matrices for a term whose places are pairs (i, j), i * count + j in its own order.
 
         Args:
             first: int64 [m], the values of i that are asked for. count: the j's.
 
         Returns:
-            The matrix for i [m, k], that for j [count, k'], and whether i goes along the parameter's columns and j along its
-            rows; None where the pairs aren't rows and columns of the parameter.
+            The matrix for i [m, k], that for j [count, k'], and whether i goes along the parameter's columns
+            and j along its rows; None where the pairs aren't rows and columns of the parameter.
         """
         device = first.device
         one = _tensor(places.of(first * count, device), device)
         other = _tensor(places.of(torch.arange(count, device=device), device), device)
         origin = _tensor(places.of(torch.zeros(1, dtype=torch.int64, device=device), device), device)
         for rows, columns, swapped in ((one, other, False), (other, one, True)):
-            # place(i, j) = place(i, 0) + place(0, j) - place(0, 0): rows differ by whole rows, columns stay within the first one's
-            if not bool(((rows - origin) % self.columns == 0).all() & (columns // self.columns == origin // self.columns).all()):
+            # place(i, j) = place(i, 0) + place(0, j) - place(0, 0): rows differ by whole rows, columns stay
+            # within the first one's
+            if not bool(
+                ((rows - origin) % self.columns == 0).all()
+                & (columns // self.columns == origin // self.columns).all()
+            ):
                 continue
             a, b = self.of(0, rows // self.columns, dtype), self.of(1, columns % self.columns, dtype)
             return (b, a, True) if swapped else (a, b, False)
@@ -115,7 +132,9 @@ Factors = Iterator[tuple[slice, torch.Tensor, torch.Tensor]]  # samples, [m, t, 
 
 
 def _tensor(places: range | torch.Tensor, device: torch.device) -> torch.Tensor:
-    return places if isinstance(places, torch.Tensor) else torch.arange(places.start, places.stop, device=device)
+    return (
+        places if isinstance(places, torch.Tensor) else torch.arange(places.start, places.stop, device=device)
+    )
 
 
 def _product(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors | None:
@@ -123,7 +142,9 @@ def _product(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors | Non
     assert isinstance(term, Product)
     n, groups, positions, rows = term.left.shape
     columns = term.right.shape[3]
-    found = sides.apart(Places(placed.layout), torch.arange(groups * rows, device=term.device), columns, dtype)
+    found = sides.apart(
+        Places(placed.layout), torch.arange(groups * rows, device=term.device), columns, dtype
+    )
     if found is None:
         return None
     first, second, swapped = found
@@ -169,7 +190,9 @@ def _convolution(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors |
         return None
     first, second, swapped = found
     groups, axes = term.geometry.groups, len(term.weight_shape) - 2
-    kernels = second.t().reshape(-1, *term.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))  # [groups * k', i, *kernel]
+    kernels = (
+        second.t().reshape(-1, *term.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
+    )  # [groups * k', i, *kernel]
     geometry = term.geometry._replace(transposed=False, output_padding=(0,) * axes)
 
     def factors() -> Factors:
@@ -177,9 +200,13 @@ def _convolution(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors |
         for samples in blocks(term.samples, 2 * each, term.device):
             some = term.at(samples, dtype)
             # a transposed convolution is the adjoint of an ordinary one: input and cotangent change places
-            narrow, wide = (some.inputs, some.cotangents) if term.geometry.transposed else (some.cotangents, some.inputs)
+            narrow, wide = (
+                (some.inputs, some.cotangents) if term.geometry.transposed else (some.cotangents, some.inputs)
+            )
             patches = aten.convolution.default(wide.flatten(0, 1), kernels, None, *geometry)
-            for axis, size in enumerate(narrow.shape[3:]):  # output padding, and windows that end before the input does
+            for axis, size in enumerate(
+                narrow.shape[3:]
+            ):  # output padding, and windows that end before the input does
                 patches = patches.narrow(2 + axis, 0, size)
             right = _by_position(patches.unflatten(0, narrow.shape[:2]), groups)  # [m, g, t, k']
             left = _by_position(narrow, groups) @ first.view(groups, channels // groups, -1)
@@ -193,14 +220,20 @@ def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:
     """[m, b, groups * c, *positions] to [m, groups, b * positions, c]."""
     x = x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
     m, inner, channels, positions = x.shape
-    return x.reshape(m, inner, groups, channels // groups, positions).permute(0, 2, 1, 4, 3).reshape(m, groups, inner * positions, -1)
+    return (
+        x.reshape(m, inner, groups, channels // groups, positions)
+        .permute(0, 2, 1, 4, 3)
+        .reshape(m, groups, inner * positions, -1)
+    )
 
 
 _WAYS: dict[type, Any] = {Product: _product, Rows: _rows, Convolution: _convolution}
 
 
 def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
-    """What is not a sum over positions of rows times columns: slices of the value, by whole rows, within a row, or place by place."""
+    """What is not a sum over positions of rows times columns: slices of the value, by whole rows, within a
+    row, or place by place.
+    """
     room = room_of(sums.device, sums.dtype)
     width = max(1, min(WIDEST, room // sums.columns))
     for part in slices(placed, sums.dtype, room, width):
@@ -210,13 +243,17 @@ def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
             continue
         for cut in part.cut(width):
             places = cut.place_tensor()
-            a, b = sides.of(0, places // sides.columns, sums.dtype), sides.of(1, places % sides.columns, sums.dtype)
+            a, b = (
+                sides.of(0, places // sides.columns, sums.dtype),
+                sides.of(1, places % sides.columns, sums.dtype),
+            )
             sums.add_product(cut.samples, cut.values, (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1))
 
 
 def _by_rows(part: Slice, columns: int, width: int) -> Iterator[Slice]:
-    """A slice of neighbouring places in slices of whole rows of the parameter, or within one row where it begins or ends in one or a row
-    is wider than `width`."""
+    """A slice of neighbouring places in slices of whole rows of the parameter, or within one row where it
+    begins or ends in one or a row is wider than `width`.
+    """
     assert isinstance(part.places, range)
     start, stop = part.places.start, part.places.stop
     at = start

@@ -9,8 +9,8 @@ from psgrad.engine.gradients.terms.base import blocks as blocks
 from psgrad.engine.gradients.terms.base import square_norm as square_norm
 from psgrad.engine.gradients.terms.base import sum_of_products as sum_of_products
 from psgrad.engine.gradients.terms.convolution import Convolution as Convolution
-from psgrad.engine.gradients.terms.dense import Dense as Dense
-from psgrad.engine.gradients.terms.hadamard import Hadamard as Hadamard
-from psgrad.engine.gradients.terms.multiples import Multiples as Multiples
+from psgrad.engine.gradients.terms.elementwise import Dense as Dense
+from psgrad.engine.gradients.terms.elementwise import Hadamard as Hadamard
+from psgrad.engine.gradients.terms.elementwise import Multiples as Multiples
 from psgrad.engine.gradients.terms.product import Product as Product
 from psgrad.engine.gradients.terms.rows import Rows as Rows

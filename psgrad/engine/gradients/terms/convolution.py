@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from psgrad.engine.gradients.planning.costs import Cost, Machine, cheapest
-from psgrad.engine.gradients.planning.machines import machine
+from psgrad.engine.gradients.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
     accumulating,
@@ -26,7 +26,7 @@ from psgrad.engine.gradients.terms.base import (
     sums_of_grams,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.transforms.rules.windows import (
+from psgrad.engine.transforms.rules.convolution import (
     Geometry,
     as_matrices,
     grams,
@@ -54,7 +54,9 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Convolution(Term):
-    """A convolution's weight gradient: a product over output positions of cotangents with patches that are not written out."""
+    """A convolution's weight gradient: a product over output positions of cotangents with patches that are
+    not written out.
+    """
 
     cotangents: torch.Tensor  # [n, b, o, *out]
     inputs: torch.Tensor  # [n, b, i, *in]
@@ -72,7 +74,10 @@ class Convolution(Term):
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Convolution:
         kind = dtype or self.dtype
         return Convolution(
-            rows_of(self.cotangents, samples).to(kind), rows_of(self.inputs, samples).to(kind), self.weight_shape, self.geometry
+            rows_of(self.cotangents, samples).to(kind),
+            rows_of(self.inputs, samples).to(kind),
+            self.weight_shape,
+            self.geometry,
         )
 
     def as_product(self) -> Product:
@@ -82,14 +87,25 @@ class Convolution(Term):
 
     def _sizes(self) -> Sizes:
         return _sizes(
-            self.cotangents.shape[1:], self.inputs.shape[1:], self.weight_shape, Geometry.of(self.geometry, self.inputs.dim() - 3)
+            self.cotangents.shape[1:],
+            self.inputs.shape[1:],
+            self.weight_shape,
+            Geometry.of(self.geometry, self.inputs.dim() - 3),
         )
 
     def ways(self) -> dict[str, Cost]:
-        """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of p*p for each step along an
-        axis of the kernel; writing the value out t*rows*columns for each of its places."""
+        """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of
+        p*p for each step along an axis of the kernel; writing the value out t*rows*columns for each of its
+        places.
+        """
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _norm_ways(machine(self.device), self._sizes(), accumulating_dtype(self.dtype), grouped, block_bytes(self.device))
+        return _norm_ways(
+            machine(self.device),
+            self._sizes(),
+            accumulating_dtype(self.dtype),
+            grouped,
+            block_bytes(self.device),
+        )
 
     def way(self) -> str:
         on, kind = machine(self.device), accumulating_dtype(self.dtype)
@@ -135,7 +151,9 @@ class Convolution(Term):
         """[k, *shape] for one block of samples after the other."""
         for block in self._blocks():
             whole = block == slice(0, self.samples)
-            cotangents, inputs = (self.cotangents, self.inputs) if whole else (self.cotangents[block], self.inputs[block])
+            cotangents, inputs = (
+                (self.cotangents, self.inputs) if whole else (self.cotangents[block], self.inputs[block])
+            )
             yield weight_gradients(cotangents, inputs, self.weight_shape, self.geometry)
 
     @property
@@ -143,7 +161,9 @@ class Convolution(Term):
         return self._sizes().positions
 
     def absolute_sums(self) -> torch.Tensor:
-        """By Cauchy and Schwarz over positions; a pixel is in at most as many patches as the kernel has places."""
+        """By Cauchy and Schwarz over positions; a pixel is in at most as many patches as the kernel has
+        places.
+        """
         norms = [norms_at_least(factor.flatten(1), 1) for factor in (self.cotangents, self.inputs)]
         return norms[0] * norms[1] * math.sqrt(self._sizes().places)
 
@@ -154,7 +174,9 @@ class Convolution(Term):
         g, x = accumulating(self.cotangents), accumulating(self.inputs)
         g = g * weights.reshape(-1, *(1,) * (g.dim() - 1)).to(g.dtype)
         shape_only = torch.empty((), dtype=g.dtype, device=g.device).expand(self.weight_shape)
-        return aten.convolution_backward.default(g.flatten(0, 1), x.flatten(0, 1), shape_only, [0], *self.geometry, [False, True, False])[1]
+        return aten.convolution_backward.default(
+            g.flatten(0, 1), x.flatten(0, 1), shape_only, [0], *self.geometry, [False, True, False]
+        )[1]
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)
@@ -169,7 +191,10 @@ class Convolution(Term):
 
     def plus(self, others: Sequence[Convolution]) -> Convolution:
         every = (self, *others)
-        cotangents, inputs = torch.cat([term.cotangents for term in every], 1), torch.cat([term.inputs for term in every], 1)
+        cotangents, inputs = (
+            torch.cat([term.cotangents for term in every], 1),
+            torch.cat([term.inputs for term in every], 1),
+        )
         return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
 
 
@@ -193,7 +218,9 @@ def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, blo
     by_grams = on.matmul_seconds(n * groups, pixels, pixels, columns, dtype) + on.matmul_seconds(
         n * groups, positions, positions, rows, dtype
     )
-    by_grams += on.stream_seconds(3 * steps * n * groups * pixels**2 * item, n * grams) + on.stream_seconds(2 * n * grams, n * grams)
+    by_grams += on.stream_seconds(3 * steps * n * groups * pixels**2 * item, n * grams) + on.stream_seconds(
+        2 * n * grams, n * grams
+    )
     m = max(1, block // value)
     if grouped:
         moved = groups * (positions * rows + pixels * columns) * item + value

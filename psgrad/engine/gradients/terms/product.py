@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.planning.costs import Cost, norm_ways
-from psgrad.engine.gradients.planning.machines import machine
+from psgrad.engine.gradients.costs import Cost, norm_ways
+from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
     accumulating,
@@ -21,14 +21,16 @@ from psgrad.engine.gradients.terms.base import (
     square_norm,
     sum_of_products,
     sums_of_grams,
+    times_shared,
     zero_where_lost,
 )
-from psgrad.engine.gradients.terms.grouped import times_shared
 
 
 @dataclass(frozen=True)
 class Product(Term):
-    """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix product."""
+    """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
+    product.
+    """
 
     left: torch.Tensor  # [n, g, t, a]
     right: torch.Tensor  # [n, g, t, b]
@@ -42,13 +44,20 @@ class Product(Term):
         return (self.left, self.right)
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Product:
-        return Product(rows_of(self.left, samples).to(dtype or self.dtype), rows_of(self.right, samples).to(dtype or self.dtype))
+        return Product(
+            rows_of(self.left, samples).to(dtype or self.dtype),
+            rows_of(self.right, samples).to(dtype or self.dtype),
+        )
 
     def ways(self) -> dict[str, Cost]:
-        """Gram matrices cost t*t*(a+b) a group, writing the value out t*a*b; neither is needed for one position."""
+        """Gram matrices cost t*t*(a+b) a group, writing the value out t*a*b; neither is needed for one
+        position.
+        """
         groups, rows, columns = self.shape
         sizes = groups, self.left.shape[2], rows, columns
-        return norm_ways(machine(self.device), *sizes, accumulating_dtype(self.dtype), block_bytes(self.device))
+        return norm_ways(
+            machine(self.device), *sizes, accumulating_dtype(self.dtype), block_bytes(self.device)
+        )
 
     def square_norms(self) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
@@ -76,7 +85,9 @@ class Product(Term):
         return (norms_at_least(self.left, 3) * norms_at_least(self.right, 3)).sum((1, 2))
 
     def materialise(self) -> torch.Tensor:
-        if self.left.shape[2] == 1:  # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
+        if (
+            self.left.shape[2] == 1
+        ):  # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
             return self.left.transpose(2, 3) * self.right
         return torch.matmul(self.left.transpose(2, 3), self.right)
 
@@ -89,7 +100,9 @@ class Product(Term):
             right = right * scale
         if left.shape[1] == 1:
             return (left.flatten(0, 2).t() @ right.flatten(0, 2)).unsqueeze(0)
-        return torch.bmm(left.transpose(0, 1).flatten(1, 2).transpose(1, 2), right.transpose(0, 1).flatten(1, 2))
+        return torch.bmm(
+            left.transpose(0, 1).flatten(1, 2).transpose(1, 2), right.transpose(0, 1).flatten(1, 2)
+        )
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
@@ -103,7 +116,9 @@ class Product(Term):
 
     def plus(self, others: Sequence[Product]) -> Product:
         every = (self, *others)
-        return Product(torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2))
+        return Product(
+            torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2)
+        )
 
     def transposed(self) -> Product:
         return Product(self.right, self.left)

@@ -8,14 +8,24 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.planning.costs import Cost
-from psgrad.engine.gradients.planning.machines import machine
-from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, norms_at_least, rows_of, square_norm, sum_of_products
+from psgrad.engine.gradients.costs import Cost
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.terms.base import (
+    Term,
+    accumulating,
+    accumulating_dtype,
+    norms_at_least,
+    rows_of,
+    square_norm,
+    sum_of_products,
+)
 
 
 @dataclass(frozen=True)
 class Rows(Term):
-    """Rows added where an index says: the gradient of a table that was looked up. The one-hot factor is never built."""
+    """Rows added where an index says: the gradient of a table that was looked up. The one-hot factor is never
+    built.
+    """
 
     index: torch.Tensor  # [n, t]
     rows: torch.Tensor  # [n, t, b]
@@ -30,11 +40,15 @@ class Rows(Term):
         return (self.rows, self.index)
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Rows:
-        return Rows(rows_of(self.index, samples), rows_of(self.rows, samples).to(dtype or self.dtype), self.count)
+        return Rows(
+            rows_of(self.index, samples), rows_of(self.rows, samples).to(dtype or self.dtype), self.count
+        )
 
     def _keys(self) -> torch.Tensor:
         """[n * t]: one number for each pair of sample and table row."""
-        return (self.index + torch.arange(self.samples, device=self.device).unsqueeze(1) * self.count).reshape(-1)
+        return (
+            self.index + torch.arange(self.samples, device=self.device).unsqueeze(1) * self.count
+        ).reshape(-1)
 
     def square_norms(self) -> torch.Tensor:
         rows = accumulating(self.rows)
@@ -43,12 +57,20 @@ class Rows(Term):
             return square_norm(rows)
         if self._table_is_smaller:
             return self.materialised_square_norms()
-        # rows of one sample with the same index are added first: linear in the positions, and nothing cancels afterwards
+        # rows of one sample with the same index are added first: linear in the positions, and nothing cancels
+        # afterwards
         index, order = self.index.sort(1)
-        ranks = torch.cat([torch.zeros_like(index[:, :1]), (index[:, 1:] != index[:, :-1]).cumsum(1)], 1)  # among the sample's indices
-        places = torch.empty_like(ranks).scatter_(1, order, ranks) + torch.arange(n, device=self.device).unsqueeze(1) * positions
+        ranks = torch.cat(
+            [torch.zeros_like(index[:, :1]), (index[:, 1:] != index[:, :-1]).cumsum(1)], 1
+        )  # among the sample's indices
+        places = (
+            torch.empty_like(ranks).scatter_(1, order, ranks)
+            + torch.arange(n, device=self.device).unsqueeze(1) * positions
+        )
         merged = torch.zeros(n * positions, columns, dtype=rows.dtype, device=self.device)
-        return square_norm(merged.index_add_(0, places.reshape(-1), rows.reshape(-1, columns)).reshape(rows.shape))
+        return square_norm(
+            merged.index_add_(0, places.reshape(-1), rows.reshape(-1, columns)).reshape(rows.shape)
+        )
 
     @property
     def summands(self) -> int:
@@ -64,7 +86,9 @@ class Rows(Term):
     def materialise(self) -> torch.Tensor:
         n, _, columns = self.rows.shape
         value = torch.zeros(n * self.count, columns, dtype=self.dtype, device=self.device)
-        return value.index_add_(0, self._keys(), self.rows.reshape(-1, columns)).reshape(n, self.count, columns)
+        return value.index_add_(0, self._keys(), self.rows.reshape(-1, columns)).reshape(
+            n, self.count, columns
+        )
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         rows = accumulating(self.rows)
@@ -84,7 +108,11 @@ class Rows(Term):
 
     def plus(self, others: Sequence[Rows]) -> Rows:
         every = (self, *others)
-        return Rows(torch.cat([term.index for term in every], 1), torch.cat([term.rows for term in every], 1), self.count)
+        return Rows(
+            torch.cat([term.index for term in every], 1),
+            torch.cat([term.rows for term in every], 1),
+            self.count,
+        )
 
     def ways(self) -> dict[str, Cost]:
         size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
@@ -92,7 +120,9 @@ class Rows(Term):
 
     @property
     def _table_is_smaller(self) -> bool:
-        """Then adding the rows up in a table costs less than sorting their indices, and takes no more room than they do."""
+        """Then adding the rows up in a table costs less than sorting their indices, and takes no more room
+        than they do.
+        """
         return self.count <= self.index.shape[1]
 
     def describe(self) -> str:

@@ -1,22 +1,44 @@
-"""Products of the training set's mean curvature with blocks of vectors: all that iterative solvers ask of a matrix of any size."""
+"""Products of the training set's mean curvature with blocks of vectors: all that iterative solvers ask of a
+matrix of any size.
+
+Products with a Gauss-Newton matrix or an empirical Fisher from its rows, computed once and kept: G v = sum
+over rows of j (j'v) / n.
+
+No product runs the model again. What is kept are factors, or rows written out where products with those are
+less work (row_blocks.py).
+
+Products with a curvature matrix by passes over the data: the derivative along each vector, forward, and back
+again.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.flat import Flat
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.memory import chunk_budget, free_memory
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.flat import Flat, Vectors
+from psgrad.engine.gradients.terms.base import block_bytes
+from psgrad.engine.influence.curvature.row_blocks import Part, part_of
+from psgrad.engine.influence.curvature.rows import gauss_newton_rows
+from psgrad.engine.influence.solvers.spectrum import hutchinson_trace
+from psgrad.engine.transforms import grad, jvp, vjp, vmap
+from psgrad.errors import InfluenceError
 
 Curvature = Literal["gauss_newton", "hessian", "fisher"]
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CurvatureProducts(ABC):
-    """A symmetric matrix [p, p]: the mean over n samples of a curvature of their loss, plus a weight decay on the diagonal.
+    """A symmetric matrix [p, p]: the mean over n samples of a curvature of their loss, plus a weight decay on
+    the diagonal.
 
     Attributes:
         how: where its products come from, in words for a manifest.
@@ -30,7 +52,9 @@ class CurvatureProducts(ABC):
 
     @abstractmethod
     def apply(self, block: torch.Tensor) -> torch.Tensor:
-        """[k, p] float64: the matrix, with its weight decay, times each of k vectors [k, p]. Sums over samples are in float64."""
+        """[k, p] float64: the matrix, with its weight decay, times each of k vectors [k, p]. Sums over
+        samples are in float64.
+        """
 
     def damped(self, damping: float) -> Apply:
         """Products with the matrix plus `damping` on its diagonal."""
@@ -38,10 +62,14 @@ class CurvatureProducts(ABC):
 
     @abstractmethod
     def mean_eigenvalue(self) -> tuple[float, float]:
-        """The mean of the eigenvalues without the weight decay, that is the trace over p, and its standard error: 0 where it is exact."""
+        """The mean of the eigenvalues without the weight decay, that is the trace over p, and its standard
+        error: 0 where it is exact.
+        """
 
     def diagonal(self) -> torch.Tensor | None:
-        """[p] float64 with the weight decay, on the CPU; None where it can't be had for the price of some products."""
+        """[p] float64 with the weight decay, on the CPU; None where it can't be had for the price of some
+        products.
+        """
         return None
 
 
@@ -50,13 +78,248 @@ def curvature_products(
 ) -> CurvatureProducts:
     """Products with the mean curvature of the training set, the cheapest way.
 
-    curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters), 'fisher' (of the labels that
-    there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed: of the random signs behind an estimated trace.
+    curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters),
+    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed:
+    of the random signs behind an estimated trace.
 
-    Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product runs over the data.
+    Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
+    runs over the data.
     """
-    from psgrad.engine.influence.curvature.pass_products import PassProducts
-    from psgrad.engine.influence.curvature.row_products import RowProducts
+    pass
+    pass
 
     found = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
     return found if found is not None else PassProducts(training, curvature, weight_decay, seed)
+
+
+Rows = Mapping[str, Part]
+
+# Intermediates of a product, as a multiple of the block size of the device: its matrices want to be large.
+_BLOCKS = 8
+# Of the free memory, what rows may take.
+_SHARE = 3
+
+
+class RowProducts(CurvatureProducts):
+    """Products with the mean over n samples of sums of j j' over each one's rows j, plus a weight decay.
+
+    Args:
+        flat: the order of the parameters. count: n. chunks: of each chunk of samples the rows in each
+        parameter; one in which all rows are zero is left out. weight_decay: what is added to the diagonal.
+    """
+
+    how = "rows kept"
+
+    def __init__(self, flat: Flat, count: int, chunks: list[Rows], weight_decay: float = 0.0) -> None:
+        super().__init__(flat, count, weight_decay)
+        self.chunks = chunks
+
+    @classmethod
+    def of(cls, training: Examples, curvature: str, weight_decay: float = 0.0) -> RowProducts | None:
+        """Those of a training set's 'gauss_newton' or 'fisher'; None where the rows don't fit in memory.
+
+        Raises InfluenceError where the loss is not convex in the output.
+        """
+        source: Examples
+        budget = free_memory(training.device) // _SHARE
+        if curvature == "gauss_newton":
+            try:
+                exact = gauss_newton_rows(training)
+            except InfluenceError:  # the output is large, or no tensor
+                return None
+            source, rows = replace(exact, settle=False), exact.per_sample
+        else:
+            source, rows = training, 1
+        if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
+            return None
+        found: list[Rows] = []
+
+        def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+            parts = {
+                name: part_of(gradient, rows)
+                for name, gradient in gradients.gradients.items()
+                if gradient.terms
+            }
+            found.append(_without_zeros(parts))
+            return {}
+
+        chunks: list[Rows] = []
+        kept = 0
+        for done, _ in source.each(keep):
+            chunks.append(found.pop())
+            found.clear()  # of attempts that ran out of memory
+            kept += sum(part.bytes for part in chunks[-1].values())
+            if kept * len(source) > budget * done.stop:
+                return None
+        return cls(training.flat, len(training), chunks, weight_decay)
+
+    def apply(self, block: torch.Tensor) -> torch.Tensor:
+        vectors = block.double().t()
+        parts = {
+            (name, part.form): part for rows in self.chunks for name, part in rows.items()
+        }  # chunks may differ in the form
+        arranged = {
+            (name, form): part.arrange(vectors[self.flat.columns[name]])
+            for (name, form), part in parts.items()
+        }
+        totals = {kind: torch.zeros_like(value) for kind, value in arranged.items()}
+        for rows in self.chunks:
+            for samples in _pieces(rows, vectors):
+                along = torch.stack(
+                    [part.inner(arranged[name, part.form], samples) for name, part in rows.items()]
+                ).sum(0)
+                for name, part in rows.items():
+                    part.add_back(totals[name, part.form], along, samples)
+        result = self.weight_decay * vectors
+        for (name, form), total in totals.items():
+            result[self.flat.columns[name]] += parts[name, form].restore(total) / self.count
+        return result.t()
+
+    def mean_eigenvalue(self) -> tuple[float, float]:
+        return float(self.diagonal().mean()) - self.weight_decay, 0.0
+
+    def diagonal(self) -> torch.Tensor:
+        total = torch.full((self.flat.size,), self.weight_decay, dtype=torch.float64)
+        for rows in self.chunks:
+            for name, part in rows.items():
+                total[self.flat.columns[name]] += part.diagonal().reshape(-1).cpu() / self.count
+        return total
+
+
+def _without_zeros(rows: Rows) -> Rows:
+    """The same without those that are zero for all samples: a softmax's curvature has one eigenvalue
+    of zero.
+    """
+    if not rows:
+        return rows
+    alive = torch.stack([part.alive() for part in rows.values()]).any(0)
+    if not bool(alive.any()):  # samples to be ignored, all of them
+        return {}
+    return rows if bool(alive.all()) else {name: part.only(alive) for name, part in rows.items()}
+
+
+def _pieces(rows: Rows, vectors: torch.Tensor) -> list[slice]:
+    """The samples of a chunk, as slices whose intermediates of a product with vectors [p, k] are of a good
+    size.
+    """
+    count = max((part.samples for part in rows.values()), default=0)
+    room = vectors.element_size() * sum(part.room(vectors.shape[1]) for part in rows.values())
+    step = max(1, _BLOCKS * block_bytes(vectors.device) // max(room, 1))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+# So many vectors share a pass forward: more only take more memory.
+_VECTORS = 32
+# Random vectors behind an estimated trace.
+_PROBES = 64
+
+
+class PassProducts(CurvatureProducts):
+    """Products of a training set's curvature, each a pass over the data for every `_VECTORS` vectors.
+
+    Passes run in the parameters' type; only sums over chunks are in float64. seed: of the random signs behind
+    the trace of a Hessian, or of a Gauss-Newton matrix of large outputs.
+    """
+
+    how = "passes over the data"
+
+    def __init__(
+        self, training: Examples, curvature: Curvature, weight_decay: float = 0.0, seed: int = 0
+    ) -> None:
+        super().__init__(training.flat, len(training), weight_decay)
+        self.training, self.curvature, self.seed = training, curvature, seed
+        memory = chunk_budget(training.device, training.options.get("memory")) // _VECTORS
+        self._examples = replace(training, options={**training.options, "memory": memory})
+
+    def apply(self, block: torch.Tensor) -> torch.Tensor:
+        block = block.to(self.training.device)
+        return torch.cat([self._apply(part) for part in block.split(_VECTORS)])
+
+    def mean_eigenvalue(self) -> tuple[float, float]:
+        p = self.flat.size
+        source = (
+            self.training
+            if self.curvature == "fisher"
+            else self._rows()
+            if self.curvature == "gauss_newton"
+            else None
+        )
+        if source is not None:
+            return sum(float(found["square_norm"].sum()) for _, found in source.norms()) / self.count / p, 0.0
+        without_decay = PassProducts(self.training, self.curvature, seed=self.seed)
+        trace, error = hutchinson_trace(
+            without_decay.apply, p, probes=_PROBES, seed=self.seed, device=self.training.device
+        )
+        return trace / p, error / p
+
+    def _rows(self) -> Examples | None:
+        """Rows of the Gauss-Newton matrix, whose square norms add up to its trace; None where there are too
+        many of them.
+        """
+        try:
+            return gauss_newton_rows(self.training)
+        except InfluenceError:
+            return None
+
+    def _apply(self, vectors: torch.Tensor) -> torch.Tensor:
+        kind = next(iter(self.training.params.values())).dtype
+        summing = _Summing(self.flat.join)
+        way = partial(self._products, self.flat.split(vectors.to(kind)))
+        for _ in self._examples.stream.run(self.count, [summing], way):
+            pass
+        return summing.total / self.count + self.weight_decay * vectors.double()
+
+    def _products(
+        self,
+        vectors: Vectors,
+        loss: Callable[..., Any],
+        params: Vectors,
+        inputs: Any,
+        target: Any,
+        *,
+        randomness: str,
+        **_: Any,
+    ) -> Vectors:
+        """name -> [k, *shape]: the sum over a chunk's samples of their curvature times each of k vectors."""
+        objective, over = self.training.objective, (0, None if target is None else 0)
+
+        def losses(params: Vectors) -> torch.Tensor:
+            return vmap(lambda *sample: loss(params, *sample)[0], over, randomness=randomness)(inputs, target)
+
+        def outputs(params: Vectors) -> Any:
+            return vmap(lambda *sample: objective.predict(params, sample), randomness=randomness)(*inputs)
+
+        def slopes(output: Any) -> Any:
+            return vmap(grad(objective.criterion), over)(output, target)
+
+        if self.curvature == "hessian":
+            total = grad(lambda params: losses(params).sum())
+            return vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors)  # type: ignore[no-any-return]
+        function = outputs if self.curvature == "gauss_newton" else losses
+        value, pull = vjp(function, params)
+
+        def product(vector: Vectors) -> Vectors:
+            along = jvp(function, (params,), (vector,))[1]
+            curved = jvp(slopes, (value,), (along,))[1] if self.curvature == "gauss_newton" else along
+            return pull(curved)[0]  # type: ignore[no-any-return]
+
+        return vmap(product)(vectors)  # type: ignore[no-any-return]
+
+
+class _Summing:
+    """A measure that adds up, in float64, the products of chunks."""
+
+    needs_factors = True
+
+    def __init__(self, join: Callable[[Vectors], torch.Tensor]) -> None:
+        self.join = join
+        self.total: Any = 0.0
+        self._chunk: Any = 0.0
+
+    def columns(self, products: Vectors) -> dict[str, torch.Tensor]:
+        self._chunk = self.join(products).double()
+        return {}
+
+    def keep(self) -> None:
+        self.total = self.total + self._chunk
+        self._chunk = 0.0

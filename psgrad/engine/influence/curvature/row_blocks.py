@@ -1,7 +1,8 @@
-"""Rows of a curvature matrix for a chunk of samples, kept as factors or written out, and their products with a block of vectors.
+"""Rows of a curvature matrix for a chunk of samples, kept as factors or written out, and their products with
+a block of vectors.
 
-Rows of one sample are gradients at the same activations: of a matrix product they share one factor, and what a vector makes of that
-factor is computed once for all of them.
+Rows of one sample are gradients at the same activations: of a matrix product they share one factor, and what
+a vector makes of that factor is computed once for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.gradients.placed import DeferredGradient, oriented
+from psgrad.engine.gradients.deferred import DeferredGradient, oriented
 from psgrad.engine.gradients.terms import Product
 
 # Factors take less room than rows written out, and need not be converted: they may cost so much more work.
@@ -20,7 +21,8 @@ _WORTH = 2
 
 
 class Part(ABC):
-    """The rows of n samples, R each, in one parameter. Blocks of k vectors come with the vectors along the last axis.
+    """The rows of n samples, R each, in one parameter. Blocks of k vectors come with the vectors along the
+    last axis.
 
     form: parts of one form arrange alike. samples: n. bytes: what is kept.
     """
@@ -108,7 +110,8 @@ class Written(Part):
 
 @dataclass(frozen=True)
 class Shared(Part):
-    """Rows that are sums over positions of outer products, one factor of which is the same for all rows of a sample.
+    """Rows that are sums over positions of outer products, one factor of which is the same for all rows of a
+    sample.
 
     own: [n, R, t, a]. shared: [n, t, b]. transposed: whether the parameter is [b, a], not [a, b].
     """
@@ -157,7 +160,9 @@ class Shared(Part):
 
     def diagonal(self) -> torch.Tensor:
         if self.own.shape[2] == 1:
-            total = self.own.squeeze(2).double().square().sum(1).t() @ self.shared.squeeze(1).double().square()
+            total = (
+                self.own.squeeze(2).double().square().sum(1).t() @ self.shared.squeeze(1).double().square()
+            )
         else:
             total = self.own.new_zeros(self._sizes, dtype=torch.float64)
             for own, shared in zip(self.own, self.shared, strict=True):
@@ -175,7 +180,9 @@ class Shared(Part):
 
 
 def part_of(gradient: DeferredGradient, rows: int) -> Part:
-    """Gradients of n * R losses, the R of one sample next to one another, in the form that products with vectors are cheapest in."""
+    """Gradients of n * R losses, the R of one sample next to one another, in the form that products with
+    vectors are cheapest in.
+    """
     term = oriented(gradient.terms[0]) if len(gradient.terms) == 1 else None
     shared = _shared(term, rows) if isinstance(term, Product) and term.shape[0] == 1 else None
     if shared is not None:
@@ -185,8 +192,12 @@ def part_of(gradient: DeferredGradient, rows: int) -> Part:
 
 
 def _shared(term: Product, rows: int) -> Shared | None:
-    """The term with the factor that rows have in common kept once; None where they have none, or written out it is less work."""
-    left, right = (factor.squeeze(1).unflatten(0, (-1, rows)) for factor in term.factors)  # [n, R, t, a], [n, R, t, b]
+    """The term with the factor that rows have in common kept once; None where they have none, or written out
+    it is less work.
+    """
+    left, right = (
+        factor.squeeze(1).unflatten(0, (-1, rows)) for factor in term.factors
+    )  # [n, R, t, a], [n, R, t, b]
     positions, a, b = left.shape[2], left.shape[3], right.shape[3]
     for own, shared, transposed in ((left, right, False), (right, left, True)):
         work = positions * (a * b + rows * own.shape[3])

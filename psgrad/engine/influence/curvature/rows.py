@@ -1,8 +1,10 @@
 """The Gauss-Newton matrix of a training set as a sum over rows: sum_i J_i' L_i J_i = sum_r j_r j_r'.
 
-J_i [C, p] is the Jacobian of sample i's output, L_i [C, C] the second derivatives of its loss in that output. With L_i = S_i S_i' the
-rows are those of S_i' J_i, and each is a gradient: that of the product of the output with one column of S_i. So they come as deferred
-gradients, as those of the losses do.
+J_i [C, p] is the Jacobian of sample i's output, L_i [C, C] the second derivatives of its loss in that output.
+With L_i = S_i S_i' the rows are those of S_i' J_i, and each is a gradient: that of the product of the output
+with one column of S_i. So they come as deferred gradients, as those of the losses do.
+
+The loss's derivatives in the model's output, sample by sample, and a square root of the second ones.
 """
 
 from __future__ import annotations
@@ -15,15 +17,94 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.flat import Vectors
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.memory import chunk_budget
+from psgrad.engine.execution.streaming import Measure, Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
-from psgrad.engine.gradients.loading import Batch
-from psgrad.engine.gradients.memory import chunk_budget
-from psgrad.engine.gradients.streaming import Measure, Stream
-from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
-from psgrad.engine.transforms import vmap
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.transforms import grad, hessian, vmap
 from psgrad.errors import InfluenceError
+
+# A second derivative below zero by no more than this share of the sample's largest one is rounding. So is one
+# below zero by no more than some rounding errors of a number of order one: where a probability is nearly one,
+# the second derivative is a difference of such.
+_ROUNDING = 1e-7
+_CANCELLED = 64 * torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class OutputDerivatives:
+    """Of k samples, in the output's C numbers, float64.
+
+    gradient: [k, C]. hessian: [k, C, C].
+    """
+
+    gradient: torch.Tensor
+    hessian: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, criterion: Callable[[Any, Any], torch.Tensor], outputs: torch.Tensor, target: torch.Tensor | None
+    ) -> OutputDerivatives:
+        """outputs: [k, *shape], target: [k, ...]. In float64 whatever the model's type, for a loss that takes
+        float64.
+        """
+
+        def derivatives(outputs: torch.Tensor, target: torch.Tensor | None) -> OutputDerivatives:
+            def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+                return criterion(flat.reshape(outputs.shape[1:]), target)
+
+            flat, dims = outputs.reshape(len(outputs), -1), (0, None if target is None else 0)
+            gradient, second = (
+                vmap(grad(loss), in_dims=dims)(flat, target),
+                vmap(hessian(loss), in_dims=dims)(flat, target),
+            )
+            return cls(gradient.double(), 0.5 * (second + second.transpose(1, 2)).double())
+
+        wide = target.double() if target is not None and target.is_floating_point() else target
+        try:
+            return derivatives(outputs.double(), wide)
+        except RuntimeError:
+            if outputs.dtype == torch.float64:
+                raise
+            return derivatives(outputs, target)  # a loss that holds tensors of the model's type
+
+    def root(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(S, c): S [k, C, C] with S S' = the Hessian, and the shortest c [k, C] for which S c comes nearest
+        to the gradient.
+
+        rows: [k], which samples these are. Raises InfluenceError, with the row, where the loss is not finite
+        or not convex in the output.
+        """
+        finite = self.hessian.flatten(1).isfinite().all(1) & self.gradient.isfinite().all(1)
+        if not bool(finite.all()):
+            row = int(rows[~finite][0])
+            raise InfluenceError(
+                f"at row {row} the loss has derivatives in the model's output that are not finite",
+                cause="an output or a target that is not finite",
+                next_step="leave the row out",
+            )
+        values, vectors = torch.linalg.eigh(self.hessian)
+        largest = values.abs().amax(1, keepdim=True)
+        negative = (values < -_ROUNDING * largest - _CANCELLED * max(1.0, float(largest.max()))).any(1)
+        if bool(negative.any()):
+            place = int(negative.nonzero()[0])
+            raise InfluenceError(
+                f"at row {int(rows[place])} the loss is not convex in the model's output: its second"
+                f" derivative there is {float(values[place, 0]):.3g} in one direction, and"
+                f" {float(largest[place]):.3g} at most",
+                expected=(
+                    "a loss that is convex in the output (cross-entropy, squared error), which the"
+                    " Gauss-Newton curvature is made of"
+                ),
+                next_step="set curvature: fisher or hessian (of ekfac, fisher: empirical)",
+            )
+        kept = values > _ROUNDING**2 * largest
+        roots = torch.where(kept, values, 0).sqrt()
+        along = (vectors.transpose(1, 2) @ self.gradient.unsqueeze(2)).squeeze(2)
+        return vectors * roots.unsqueeze(1), torch.where(kept, along / torch.where(kept, roots, 1), 0)
+
 
 # Numbers in an output of which the exact rows are had: so many passes back a sample.
 LARGEST_OUTPUT = 128
@@ -31,9 +112,11 @@ LARGEST_OUTPUT = 128
 
 @dataclass(frozen=True)
 class OutputRows(Examples):
-    """Examples whose gradients are `per_sample` rows for each sample, next to one another: row i * per_sample + r is sample i's r-th.
+    """Examples whose gradients are `per_sample` rows for each sample, next to one another: row i * per_sample
+    + r is sample i's r-th.
 
-    `len` counts rows, `count` samples. Passes go over rows in place of samples, but for `outputs`. settle: as for per_sample_gradients.
+    `len` counts rows, `count` samples. Passes go over rows in place of samples, but for `outputs`. settle: as
+    for per_sample_gradients.
     """
 
     per_sample: int = 1
@@ -43,8 +126,12 @@ class OutputRows(Examples):
         return self.count * self.per_sample
 
     @abstractmethod
-    def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        """[k, R, C]: what the output [k, *shape] is multiplied with, for the samples of numbers `rows` [k]."""
+    def cotangents(
+        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """[k, R, C]: what the output [k, *shape] is multiplied with, for the samples of numbers
+        `rows` [k].
+        """
 
     @cached_property
     def row_stream(self) -> Stream:
@@ -82,7 +169,12 @@ class OutputRows(Examples):
             yield slice(columns.start * self.per_sample, columns.stop * self.per_sample), columns.values
 
     def _rows_of(
-        self, loss: Any, params: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, **options: Any
+        self,
+        loss: Any,
+        params: Vectors,
+        inputs: tuple[torch.Tensor, ...],
+        target: torch.Tensor | None,
+        **options: Any,
     ) -> PerSampleGradients:
         numbers, *given = inputs
         randomness = options["randomness"]
@@ -95,7 +187,12 @@ class OutputRows(Examples):
         def along(params: Vectors, inputs: tuple[torch.Tensor, ...], cotangent: torch.Tensor) -> Any:
             return (self.objective.predict(params, inputs) * cotangent).sum(), {}
 
-        how: dict[str, Any] = {"in_dims": (0, 0), "has_aux": True, "randomness": randomness, "settle": self.settle}
+        how: dict[str, Any] = {
+            "in_dims": (0, 0),
+            "has_aux": True,
+            "randomness": randomness,
+            "settle": self.settle,
+        }
         return per_sample_gradients(along, params, repeated, cotangents, **how)
 
 
@@ -103,23 +200,33 @@ class OutputRows(Examples):
 class GaussNewtonRows(OutputRows):
     """All rows of S_i' J_i: their sum of j_r j_r' is the Gauss-Newton matrix of the sum of the losses."""
 
-    def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        return OutputDerivatives.of(self.objective.criterion, outputs, target).root(self.numbers_of(rows))[0].transpose(1, 2)
+    def cotangents(
+        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        return (
+            OutputDerivatives.of(self.objective.criterion, outputs, target)
+            .root(self.numbers_of(rows))[0]
+            .transpose(1, 2)
+        )
 
 
 @dataclass(frozen=True)
 class JacobianRows(OutputRows):
     """The rows of J_i: the gradients of the output's numbers, one by one."""
 
-    def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        return torch.eye(self.per_sample, dtype=outputs.dtype, device=outputs.device).expand(len(outputs), -1, -1)
+    def cotangents(
+        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.eye(self.per_sample, dtype=outputs.dtype, device=outputs.device).expand(
+            len(outputs), -1, -1
+        )
 
 
 def gauss_newton_rows(training: Examples) -> GaussNewtonRows:
     """Rows j_r with sum_r j_r j_r' = the Gauss-Newton matrix of the sum of the losses of `training`.
 
-    Raises InfluenceError where the output is no tensor, or has more than LARGEST_OUTPUT numbers; and, as a pass goes on, where the loss
-    is not convex in the output.
+    Raises InfluenceError where the output is no tensor, or has more than LARGEST_OUTPUT numbers; and, as a
+    pass goes on, where the loss is not convex in the output.
     """
     return _of(GaussNewtonRows, training, output_size(training))
 
@@ -130,21 +237,30 @@ def jacobian_rows(training: Examples) -> JacobianRows:
 
 
 def output_size(training: Examples) -> int:
-    """How many numbers the model's output for one sample has. Raises InfluenceError where it is not one tensor."""
+    """How many numbers the model's output for one sample has. Raises InfluenceError where it is not one
+    tensor.
+    """
     inputs, _ = training.stream.load(0, 1)
-    output = vmap(training.objective.predict, in_dims=(None, 0), randomness=training.stream.randomness)(training.params, inputs)
+    output = vmap(training.objective.predict, in_dims=(None, 0), randomness=training.stream.randomness)(
+        training.params, inputs
+    )
     _assert_one_tensor(output)
     return int(output[0].numel())
 
 
 def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(S [n, C, C], c [n, C], r [n, C]) float64 on the CPU: the root of each output's curvature, the coefficients that S c = r is
-    solved by as far as it can be, and the gradient r of each loss in its output."""
+    """(S [n, C, C], c [n, C], r [n, C]) float64 on the CPU: the root of each output's curvature, the
+    coefficients that S c = r is solved by as far as it can be, and the gradient r of each loss in its output.
+    """
     parts = []
     for rows, found in training.outputs():
         _, target = training.stream.load(rows.start, rows.stop)
-        derivatives = OutputDerivatives.of(training.objective.criterion, found["output"].to(training.device), target)
-        root, coefficients = derivatives.root(training.numbers_of(torch.arange(rows.start, rows.stop, device=training.device)))
+        derivatives = OutputDerivatives.of(
+            training.objective.criterion, found["output"].to(training.device), target
+        )
+        root, coefficients = derivatives.root(
+            training.numbers_of(torch.arange(rows.start, rows.stop, device=training.device))
+        )
         parts.append((root.cpu(), coefficients.cpu(), derivatives.gradient.cpu()))
     root, coefficients, gradient = (torch.cat(column) for column in zip(*parts, strict=True))
     return root, coefficients, gradient
@@ -155,17 +271,26 @@ def _of(kind: Any, training: Examples, size: int) -> Any:
         raise InfluenceError(
             f"the model's output has {size} numbers for one sample, and the Gauss-Newton matrix as many rows",
             expected=f"at most {LARGEST_OUTPUT}, for a solver that has to have them one by one",
-            next_step="set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row a sample",
+            next_step=(
+                "set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row a"
+                " sample"
+            ),
         )
-    return kind(training.objective, training.read, training.count, training.options, training.numbers, per_sample=size)
+    return kind(
+        training.objective, training.read, training.count, training.options, training.numbers, per_sample=size
+    )
 
 
 def _assert_one_tensor(output: Any) -> None:
     if not isinstance(output, torch.Tensor):
         raise InfluenceError(
-            f"the model's output is a {type(output).__name__}, and the Gauss-Newton curvature is made of the output's Jacobian",
+            f"the model's output is a {type(output).__name__}, and the Gauss-Newton curvature is made of the"
+            " output's Jacobian",
             expected="a model that returns one tensor",
-            next_step="let the model return the tensor that the loss reads alone; or set curvature: fisher (of ekfac, fisher: empirical)",
+            next_step=(
+                "let the model return the tensor that the loss reads alone; or set curvature: fisher (of"
+                " ekfac, fisher: empirical)"
+            ),
         )
 
 

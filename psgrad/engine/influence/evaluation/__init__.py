@@ -1,1 +1,3 @@
-"""How well scores foretell what retraining does: models that are trained again, metrics with intervals, and controls."""
+"""How well scores foretell what retraining does: models that are trained again, metrics with intervals, and
+controls.
+"""

@@ -1,23 +1,148 @@
-"""What is to be trained: a job a model."""
+"""What is to be trained: a job a model.
+
+How the built-in trainer trains.
+
+Trained models as one: their weights stacked, to be asked together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
-from psgrad.engine.influence.evaluation.members import Rows
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.objective import Criterion
+from psgrad.engine.transforms import functional_call, stack_module_state, vmap
+from psgrad.errors import ModelError
+
+# Rows that are asked at once, of each of the models.
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a dataset, on the device and in the type of the model.
+
+    inputs: each [n, ...]. target: [n, ...], None where the loss needs none.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    def digest(self) -> str:
+        """A SHA-256 of all numbers."""
+        found = hashlib.sha256()
+        for x in (*self.inputs, *(() if self.target is None else (self.target,))):
+            found.update(f"{x.dtype} {tuple(x.shape)} ".encode())
+            found.update(x.cpu().contiguous().numpy().data)
+        return found.hexdigest()
+
+    @staticmethod
+    def of(examples: Examples) -> Rows:
+        """All rows of these examples: what is trained again has to fit into memory."""
+        block: Any = examples.read(0, len(examples))
+        return Rows(
+            *placed(block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype)
+        )
+
+
+@dataclass(frozen=True)
+class Members:
+    """K models of one architecture.
+
+    Attributes:
+        model: of that architecture, in eval mode; its own weights count for nothing.
+        state: name -> [K, ...], parameters and buffers.
+        loss: [K], the mean training loss of the last epoch; NaN where nobody said.
+    """
+
+    model: nn.Module
+    state: dict[str, torch.Tensor]
+    loss: np.ndarray[Any, Any]
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @staticmethod
+    def of(models: Sequence[nn.Module]) -> Members:
+        """Models that were trained elsewhere. Raises ModelError where they are not of one architecture."""
+        shapes = [
+            {name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models
+        ]
+        odd = next(
+            (
+                number
+                for number, found in enumerate(shapes)
+                if found != shapes[0] or type(models[number]) is not type(models[0])
+            ),
+            None,
+        )
+        if odd is not None:
+            raise ModelError(
+                f"the retrained model number {odd} has other weights than number 0",
+                expected="models of one class with the same parameters and buffers",
+                next_step="have the training function return the model that it is given, trained",
+            )
+        for model in models:
+            model.eval()
+        state = {name: value.detach() for part in stack_module_state(models) for name, value in part.items()}
+        return Members(models[0], state, np.full(len(models), np.nan))
+
+    def member(self, number: int) -> nn.Module:
+        """The model with the weights of one of them put in: the same object each time."""
+        with torch.no_grad():
+            own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            for name, value in self.state.items():
+                own[name].copy_(value[number])
+        return self.model
+
+    def measured(self, rows: Rows, criterion: Criterion) -> np.ndarray[Any, Any]:
+        """[K, m] float64: the scalar of (output, target) of each of m rows, by each model."""
+        each = vmap(criterion, in_dims=(0, None if rows.target is None else 0))
+        return self._asked(rows, lambda output, target: each(output, target).double())
+
+    def outputs(self, rows: Rows) -> np.ndarray[Any, Any]:
+        """[K, n, ...] float64: the output of each model for each row. Models must return one tensor."""
+        return self._asked(rows, lambda output, target: output.double())
+
+    def _asked(
+        self, rows: Rows, answer: Callable[[Any, torch.Tensor | None], torch.Tensor]
+    ) -> np.ndarray[Any, Any]:
+        def one(
+            state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+        ) -> torch.Tensor:
+            return answer(functional_call(self.model, state, inputs), target)
+
+        parts = []
+        with torch.no_grad():
+            for start in range(0, len(rows), _CHUNK):
+                taken = slice(start, start + _CHUNK)
+                target = None if rows.target is None else rows.target[taken]
+                asked = vmap(one, in_dims=(0, None, None))(
+                    self.state, tuple(x[taken] for x in rows.inputs), target
+                )
+                parts.append(asked.cpu())
+        found: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
+        return found
 
 
 @dataclass(frozen=True)
 class Job:
     """One model to be trained.
 
-    name: for people. rows: the numbers of its training rows. seed: of its initial weights and shuffles. target: [n, ...] in place of the
-    targets of all rows of the dataset; None for the dataset's own.
+    name: for people. rows: the numbers of its training rows. seed: of its initial weights and shuffles.
+    target: [n, ...] in place of the targets of all rows of the dataset; None for the dataset's own.
     """
 
     name: str
@@ -33,3 +158,51 @@ def stacked_target(rows: Rows, jobs: Sequence[Job]) -> torch.Tensor | None:
     if all(job.target is None for job in jobs):
         return rows.target.expand(len(jobs), *rows.target.shape)
     return torch.stack([rows.target if job.target is None else job.target.to(rows.target) for job in jobs])
+
+
+OptimizerName = Literal["sgd", "adam", "adamw", "newton"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training from fresh weights.
+
+    Attributes:
+        optimizer: sgd, adam and adamw are torch.optim's. newton minimises a convex objective exactly. epochs,
+        batch_size: passes over the rows, in shuffled order, the last batch of a pass being the rest.
+        learning_rate: of the first step. schedule: constant, or falling to zero by the last step, linearly or
+        as half a cosine. momentum: of sgd. weight_decay: the optimiser's own. newton adds n * weight_decay /
+        2 * |theta|^2 to the sum of the losses, where n counts the whole
+            training set whichever rows are left out: the objective that removals are predicted for.
+        tolerance: newton ends where no entry of the gradient of the mean loss is larger.
+        together: how many models are trained at once.
+    """
+
+    optimizer: OptimizerName = "adam"
+    epochs: int = 50
+    batch_size: int = 64
+    learning_rate: float = 1e-3
+    schedule: Schedule = "constant"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    tolerance: float = 1e-10
+    together: int = 100
+
+    def optimiser(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """torch's optimiser over stacked parameters: it works element by element, so that the models don't
+        notice one another.
+        """
+        options: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "fused": True}
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, momentum=self.momentum, **options)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return kind(parameters, **options)
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step number `step` of so many."""
+        left = 1 - step / steps
+        factor = {"constant": 1.0, "linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2}[
+            self.schedule
+        ]
+        return self.learning_rate * factor

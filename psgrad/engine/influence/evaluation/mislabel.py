@@ -1,4 +1,10 @@
-"""Mislabelled examples: how well scores find labels that were flipped on purpose."""
+"""Mislabelled examples: how well scores find labels that were flipped on purpose.
+
+Controls: scores that know nothing of influence, for the same tables.
+
+A method that does not beat its label, its neighbours in input space and the loss of the training example
+explains little.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.evaluation.jobs import Rows
 
 Array = np.ndarray[Any, Any]
 
@@ -17,8 +28,10 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Detection:
-    """Of one score, for one set of flips: the area under the ROC curve, average precision, and the share of the flips that is found among
-    the first tenth of the rows. undefined: rows without a score, which come last."""
+    """Of one score, for one set of flips: the area under the ROC curve, average precision, and the share of
+    the flips that is found among the first tenth of the rows. undefined: rows without a score, which come
+    last.
+    """
 
     auc: float
     average_precision: float
@@ -40,7 +53,9 @@ class MislabelScore:
 
 
 def flip(labels: Array, share: float, random: np.random.Generator) -> tuple[Array, Array]:
-    """(labels with a share of them flipped, which rows were [n] bool): each to another of the classes that occur, equally likely."""
+    """(labels with a share of them flipped, which rows were [n] bool): each to another of the classes that
+    occur, equally likely.
+    """
     classes = np.unique(labels)
     chosen = random.choice(len(labels), round(share * len(labels)), replace=False)
     place = np.searchsorted(classes, labels[chosen])
@@ -89,8 +104,8 @@ def folds(rows: int, random: np.random.Generator, count: int = FOLDS) -> list[Ar
 def suspicion(outputs: Array, labels: Array) -> dict[str, Array]:
     """Scores from logits [n, classes] and labels [n], each larger where a label looks wrong.
 
-    self_confidence: 1 - p of the label (cleanlab's, turned round). el2n: |p - onehot(label)| (Paul, Ganguli and Dziugaite 2021).
-    margin: the largest other logit minus the label's.
+    self_confidence: 1 - p of the label (cleanlab's, turned round). el2n: |p - onehot(label)| (Paul, Ganguli
+    and Dziugaite 2021). margin: the largest other logit minus the label's.
     """
     from scipy.special import softmax
 
@@ -105,3 +120,95 @@ def suspicion(outputs: Array, labels: Array) -> dict[str, Array]:
         "EL2N": np.linalg.norm(error, axis=1),
         "margin": others.max(1) - outputs[own],
     }
+
+
+RANDOM, LABEL, NEIGHBOUR, PENULTIMATE, LOSS, NORM = (
+    "random",
+    "same label",
+    "nearest neighbour (input)",
+    "penultimate cosine",
+    "training loss",
+    "gradient norm",
+)
+
+
+def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict[str, Array], list[str]]:
+    """(name -> [n, m] float64, which controls there are none of and why, in sentences)."""
+    ours, theirs = Rows.of(training), Rows.of(queries)
+    n, m = len(ours), len(theirs)
+    notes = []
+    found = {RANDOM: np.random.default_rng(seed).standard_normal((n, m))}
+    if has_labels(ours) and has_labels(theirs):
+        assert ours.target is not None
+        assert theirs.target is not None
+        found[LABEL] = (ours.target[:, None] == theirs.target[None, :]).double().cpu().numpy()
+    else:
+        notes.append(f"no control {LABEL!r}: targets are not one whole number a row")
+    first, second = _numbers(ours), _numbers(theirs)
+    if first is None or second is None:
+        notes.append(f"no control {NEIGHBOUR!r}: no input is made of fractional numbers")
+    else:
+        found[NEIGHBOUR] = -torch.cdist(first, second).cpu().numpy()
+    one, other = penultimate(training.objective.model, ours), penultimate(training.objective.model, theirs)
+    if one is None or other is None:
+        notes.append(
+            f"no control {PENULTIMATE!r}: the model's last module with parameters has no input of one size"
+            " a row"
+        )
+    else:
+        found[PENULTIMATE] = (
+            (nn.functional.normalize(one, dim=1) @ nn.functional.normalize(other, dim=1).T).cpu().numpy()
+        )
+    for name, column in own_controls(training).items():
+        found[name] = np.repeat(column[:, None], m, axis=1)
+    return found, notes
+
+
+def own_controls(training: Examples) -> dict[str, Array]:
+    """Controls that look at the training example alone: name -> [n] float64."""
+    parts = [found for _, found in training.norms()]
+    return {
+        LOSS: torch.cat([part["loss"] for part in parts]).double().numpy(),
+        NORM: torch.cat([part["square_norm"] for part in parts]).double().sqrt().numpy(),
+    }
+
+
+def has_labels(rows: Rows) -> bool:
+    """Whether targets are one whole number a row."""
+    return rows.target is not None and rows.target.dim() == 1 and not rows.target.is_floating_point()
+
+
+def penultimate(model: nn.Module, rows: Rows) -> torch.Tensor | None:
+    """[n, d] float64: what goes into the last module with parameters of its own that runs; None where that is
+    no tensor, a row a sample.
+    """
+    last: list[tuple[Any, ...]] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        last[:] = [inputs]
+
+    layers = [
+        module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
+    ]
+    hooks = [module.register_forward_pre_hook(note) for module in layers]
+    try:
+        with torch.no_grad():
+            model(*rows.inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    seen = last[0][0] if last and last[0] else None
+    if (
+        not isinstance(seen, torch.Tensor)
+        or not seen.is_floating_point()
+        or seen.dim() < 2
+        or len(seen) != len(rows)
+    ):
+        return None
+    return seen.reshape(len(rows), -1).double()
+
+
+def _numbers(rows: Rows) -> torch.Tensor | None:
+    """[n, d] float64: all inputs that are fractional numbers, side by side."""
+    parts = [x.reshape(len(rows), -1).double() for x in rows.inputs if x.is_floating_point()]
+    return torch.cat(parts, dim=1) if parts else None

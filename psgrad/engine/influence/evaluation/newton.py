@@ -1,7 +1,7 @@
 """Newton's method for many copies of one convex objective, which differ in their rows.
 
-The copies have nearly the same Hessian, so that one factorisation serves all: each takes steps with the last Hessian that was good for it,
-and gets one of its own only where its gradient no longer falls.
+The copies have nearly the same Hessian, so that one factorisation serves all: each takes steps with the last
+Hessian that was good for it, and gets one of its own only where its gradient no longer falls.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from psgrad.engine.flat import Flat
-from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.members import Rows
-from psgrad.engine.influence.evaluation.recipe import Recipe
-from psgrad.engine.objective import Criterion
+from psgrad.engine.execution.objective import Criterion
+from psgrad.engine.gradients.flat import Flat
+from psgrad.engine.influence.evaluation.jobs import Job, Recipe, Rows
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, hessian, vmap
 from psgrad.errors import InfluenceError
 
@@ -46,10 +44,11 @@ def minimise(
     """The minimum of (1/k) (sum of the losses of k rows + n * weight_decay / 2 * |theta|^2), for each job.
 
     Args:
-        params: name -> [K, *shape], where the search begins. fixed: the rest of the models' state, name -> [K, ...].
+        params: name -> [K, *shape], where the search begins. fixed: the rest of the models' state, name ->
+        [K, ...].
 
-    Returns the parameters, and the mean loss [K] there. Raises InfluenceError where the objective is not strictly convex, has too many
-    parameters for a Hessian, or is not minimised to the recipe's tolerance.
+    Returns the parameters, and the mean loss [K] there. Raises InfluenceError where the objective is not
+    strictly convex, has too many parameters for a Hessian, or is not minimised to the recipe's tolerance.
     """
     flat = Flat({name: value[0] for name, value in params.items()})
     if flat.size > _MOST_PARAMETERS:
@@ -62,7 +61,9 @@ def minimise(
     start = flat.join(params)
     found = torch.stack([search.solve(number, start) for number in range(len(jobs))])
     losses = np.array([float(search.loss(number, found[number])) for number in range(len(jobs))])
-    return {name: value.to(params[name].dtype).contiguous() for name, value in flat.split(found).items()}, losses
+    return {
+        name: value.to(params[name].dtype).contiguous() for name, value in flat.split(found).items()
+    }, losses
 
 
 class _Search:
@@ -87,7 +88,9 @@ class _Search:
         self._last: torch.Tensor | None = None
 
     def solve(self, number: int, start: torch.Tensor) -> torch.Tensor:
-        """The minimum for one job. A convex objective has one, so the search begins at the last one that was found."""
+        """The minimum for one job. A convex objective has one, so the search begins at the last one that was
+        found.
+        """
         at = start[number] if self._last is None else self._last
         arguments = self._arguments(number)
         gradient, value = self._slope(at, *arguments)
@@ -108,7 +111,8 @@ class _Search:
                 self._factor = None
             size = after
         raise InfluenceError(
-            f"newton did not find the minimum of {self.jobs[number].name}: an entry of the gradient is still {float(size):.3g}",
+            f"newton did not find the minimum of {self.jobs[number].name}: an entry of the gradient is still"
+            f" {float(size):.3g}",
             expected=f"at most {self.recipe.tolerance:g}",
             cause="the weights are in float32, or the objective is hardly convex",
             next_step="set engine.dtype: float64, a larger train.weight_decay or a larger train.tolerance",
@@ -117,9 +121,13 @@ class _Search:
     def _step(
         self, arguments: Arguments, at: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """One step, halved until the objective does not rise: (where, gradient, value, its largest entry, whether it was halved)."""
+        """One step, halved until the objective does not rise: (where, gradient, value, its largest entry,
+        whether it was halved).
+        """
         assert self._factor is not None
-        direction = torch.cholesky_solve(gradient.unsqueeze(1).to(self._factor), self._factor).squeeze(1).to(at)
+        direction = (
+            torch.cholesky_solve(gradient.unsqueeze(1).to(self._factor), self._factor).squeeze(1).to(at)
+        )
         rounding = 16 * torch.finfo(at.dtype).eps * value.abs()
         for halvings in range(_HALVINGS):
             there = at - direction / 2**halvings
@@ -135,7 +143,10 @@ class _Search:
             raise InfluenceError(
                 f"newton can't train {self.jobs[number].name}: its Hessian is not positive definite",
                 expected="a strictly convex objective, such as softmax regression with weight decay",
-                cause="the model has hidden layers, or directions that its loss does not see and no weight decay",
+                cause=(
+                    "the model has hidden layers, or directions that its loss does not see and no weight"
+                    " decay"
+                ),
                 next_step="set a train.weight_decay, or influence.evaluate.train.optimizer: adam",
             )
         return factor
@@ -149,7 +160,11 @@ class _Search:
         """(the rest of the model's state, inputs, target, weight decay) of a job."""
         job = self.jobs[number]
         taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
-        whole = self.rows.target if job.target is None or self.rows.target is None else job.target.to(self.rows.target)
+        whole = (
+            self.rows.target
+            if job.target is None or self.rows.target is None
+            else job.target.to(self.rows.target)
+        )
         return (
             {name: value[number] for name, value in self.fixed.items()},
             tuple(x[taken] for x in self.rows.inputs),

@@ -1,18 +1,212 @@
-"""Retrained models' measurements: trained in batches, and kept as they are finished, so that what was stopped goes on where it was."""
+"""Retrained models' measurements: trained in batches, and kept as they are finished, so that what was stopped
+goes on where it was.
+
+Many small models trained at once: their weights stacked, and one vmapped gradient step for all of them.
+
+Each model has its own rows, its own initial weights and its own shuffles, all by its seed: what becomes of it
+does not depend, but for rounding, on which others are trained beside it. Dropout alone draws for all at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from psgrad.engine.influence.evaluation.ensemble import Trainer
-from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.members import Members
+from psgrad.engine.execution.objective import Criterion
+from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows, stacked_target
+from psgrad.engine.influence.evaluation.newton import minimise
+from psgrad.engine.transforms import capture, functional_call, grad_and_value, stack_module_state, vmap
+from psgrad.errors import InfluenceError, ModelError
 
 Array = np.ndarray[Any, Any]
+# From so many steps on it pays to record one and replay it.
+_CAPTURED_FROM = 100
+Fresh = Callable[[int], nn.Module]
+
+
+Trainer = Callable[[Sequence[Job]], Members]
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The built-in trainer.
+
+    fresh: seed to a model with new weights, on the device and in the type to train in. rows: the training
+    set. criterion: the loss of one sample. recipe: how.
+    """
+
+    fresh: Fresh
+    rows: Rows
+    criterion: Criterion
+    recipe: Recipe
+
+    def __call__(self, jobs: Sequence[Job]) -> Members:
+        """The trained models, in the order of the jobs.
+
+        Raises InfluenceError where a model diverges, or has no minimum for newton; ModelError for layers that
+        see a whole batch.
+        """
+        size = self.recipe.together
+        alike: dict[int, list[int]] = {}
+        for number, job in enumerate(jobs):
+            alike.setdefault(len(job.rows), []).append(number)
+        groups = [
+            numbers[start : start + size]
+            for numbers in alike.values()
+            for start in range(0, len(numbers), size)
+        ]
+        parts = [self._trained([jobs[number] for number in group]) for group in groups]
+        order = torch.as_tensor(np.argsort(np.concatenate(groups)))
+        state = {name: torch.cat([part.state[name] for part in parts])[order] for name in parts[0].state}
+        return Members(parts[0].model, state, np.concatenate([part.loss for part in parts])[order.numpy()])
+
+    def _trained(self, jobs: Sequence[Job]) -> Members:
+        """Models with as many rows each."""
+        models = [fresh_model(self.fresh, job.seed) for job in jobs]
+        template = models[0]
+        trained = {name for name, parameter in template.named_parameters() if parameter.requires_grad}
+        parameters, buffers = stack_module_state(models)
+        params = {name: value.detach() for name, value in parameters.items() if name in trained}
+        fixed = {
+            name: value.detach()
+            for part in (parameters, buffers)
+            for name, value in part.items()
+            if name not in trained
+        }
+        if self.recipe.optimizer == "newton":
+            template.eval()
+            params, loss = minimise(template, params, fixed, self.rows, jobs, self.criterion, self.recipe)
+        else:
+            template.train()
+            _require_independent(template)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(jobs[0].seed)
+                loss = self._descend(template, params, fixed, jobs)
+        template.eval()
+        return Members(template, {**params, **fixed}, loss)
+
+    def _descend(
+        self,
+        model: nn.Module,
+        params: dict[str, torch.Tensor],
+        fixed: dict[str, torch.Tensor],
+        jobs: Sequence[Job],
+    ) -> Array:
+        """Steps on stacked parameters, in place; returns the mean loss of each model over its last epoch."""
+        recipe, (inputs, target) = self.recipe, (self.rows.inputs, stacked_target(self.rows, jobs))
+        device = inputs[0].device
+        own = torch.arange(len(jobs), device=device).unsqueeze(1)
+        step = vmap(grad_and_value(self._loss(model)), in_dims=(0, 0, 0, 0), randomness="different")
+        optimiser = recipe.optimiser(list(params.values()))
+        shuffles = [np.random.default_rng([job.seed, 1]) for job in jobs]
+        size = len(jobs[0].rows)
+        per_epoch = -(-size // recipe.batch_size)
+        if recipe.epochs * per_epoch >= _CAPTURED_FROM:
+            step = capture(step, say=lambda why: None)
+        mean = torch.zeros(len(jobs), dtype=torch.float64)
+        for epoch in range(recipe.epochs):
+            order = torch.as_tensor(
+                np.stack([random.permutation(job.rows) for random, job in zip(shuffles, jobs, strict=True)])
+            ).to(device)
+            total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
+            for number, batch in enumerate(order.split(recipe.batch_size, dim=1)):
+                labels = None if target is None else target[own, batch]
+                gradients, losses = step(params, fixed, tuple(x[batch] for x in inputs), labels)
+                for group in optimiser.param_groups:
+                    group["lr"] = recipe.rate(epoch * per_epoch + number, recipe.epochs * per_epoch)
+                for name, parameter in params.items():
+                    parameter.grad = gradients[name]
+                optimiser.step()
+                total += losses.double() * batch.shape[1]
+            mean = (total / size).cpu()
+            _require_finite(mean, params, jobs, epoch)
+        for parameter in params.values():
+            parameter.grad = None
+        return mean.numpy()
+
+    def _loss(self, model: nn.Module) -> Callable[..., torch.Tensor]:
+        def mean_loss(
+            params: Any, fixed: Any, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+        ) -> torch.Tensor:
+            output = functional_call(model, {**params, **fixed}, inputs)
+            return vmap(self.criterion, in_dims=(0, None if target is None else 0))(output, target).mean()
+
+        return mean_loss
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """A trainer that hands each model to a function of the user's: (fresh model, inputs, target, seed) to the
+    trained model.
+    """
+
+    fresh: Fresh
+    rows: Rows
+    function: Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None, int], nn.Module]
+
+    def __call__(self, jobs: Sequence[Job]) -> Members:
+        """The trained models, in the order of the jobs."""
+        return Members.of([self._trained(job) for job in jobs])
+
+    def _trained(self, job: Job) -> nn.Module:
+        taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
+        whole = (
+            self.rows.target
+            if job.target is None or self.rows.target is None
+            else job.target.to(self.rows.target)
+        )
+        target = None if whole is None else whole[taken]
+        model = fresh_model(self.fresh, job.seed).train()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(job.seed)
+            return self.function(model, tuple(x[taken] for x in self.rows.inputs), target, job.seed)
+
+
+def fresh_model(fresh: Fresh, seed: int) -> nn.Module:
+    """A model with the initial weights of this seed; the caller's random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return fresh(seed)
+
+
+def _require_finite(
+    mean: torch.Tensor, params: dict[str, torch.Tensor], jobs: Sequence[Job], epoch: int
+) -> None:
+    finite = mean.isfinite()
+    for value in params.values():
+        finite &= value.reshape(len(jobs), -1).isfinite().all(1).cpu()
+    if bool(finite.all()):
+        return
+    lost = (~finite).nonzero().flatten().tolist()
+    raise InfluenceError(
+        f"the training of {jobs[lost[0]].name} diverged in epoch {epoch}: its loss or weights are not finite "
+        f"({len(lost)} of the {len(jobs)} models that are trained together)",
+        cause="the learning rate is too high for this model, or its loss is not bounded on these rows",
+        next_step="set a smaller learning_rate in influence.evaluate.train",
+    )
+
+
+def _require_independent(model: nn.Module) -> None:
+    mixing = next((name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)), None)
+    if mixing is not None:
+        raise ModelError(
+            f"the built-in trainer can't train the layer {mixing or 'the model itself'} (batch"
+            " normalisation)",
+            cause=(
+                "in train mode it makes every sample depend on its whole batch, and keeps a state beside the"
+                " weights"
+            ),
+            next_step=(
+                "name a training function of your own: influence.evaluate.train.function: file.py:train"
+            ),
+        )
 
 
 class Store(Protocol):
@@ -37,9 +231,9 @@ def measured(
     """[jobs, m]: what `measure` says of each trained model, [K, m] of K.
 
     Args:
-        fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. What was kept under another is not used.
-        together: models to a batch, which is what an interruption can cost.
-        tell: called with the number of models that are done.
+        fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. What was kept
+        under another is not used. together: models to a batch, which is what an interruption can cost. tell:
+        called with the number of models that are done.
     """
     parts = []
     # Models of one size come together, whatever their order: a batch is trained at once.

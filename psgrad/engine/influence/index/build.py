@@ -1,15 +1,21 @@
-"""Building an index: the training examples stream past once for each checkpoint, and their rows go to the disk shard by shard."""
+"""Building an index: the training examples stream past once for each checkpoint, and their rows go to the
+disk shard by shard.
+
+An index that is asked: methods answer from its rows, and the training data are not touched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.influence.index.estimators import require_parameters
-from psgrad.engine.influence.index.projector import Projector
-from psgrad.engine.influence.index.rows import Of, RowBlock, projected_rows
-from psgrad.engine.influence.index.spec import Store, projector_of, spec_of
-from psgrad.engine.influence.index.stored import StoredRows, encoded
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.estimators import RowCosines, RowProducts, require_parameters
+from psgrad.engine.influence.index.rows import Of, Projector, RowBlock, RowSource, projected_rows
+from psgrad.engine.influence.index.stored import Store, StoredRows, encoded, projector_of, spec_of
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
+from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, Products, TracIn
+from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
+from psgrad.errors import InfluenceError
 
 
 def build_index(
@@ -22,12 +28,14 @@ def build_index(
     """Compute and write what the store does not hold yet.
 
     Args:
-        load: checkpoint number to the training examples as that checkpoint sees them. Called once for each checkpoint with shards to
+        load: checkpoint number to the training examples as that checkpoint sees them. Called once for each
+        checkpoint with shards to
             write, in order, so that one model is in memory at a time.
         say: told which rows have gradients that are not finite.
         progress: told how many rows are done of how many, over all checkpoints, after each shard.
 
-    Raises InfluenceError where a checkpoint has other parameters than the description says, and what `projected_rows` raises.
+    Raises InfluenceError where a checkpoint has other parameters than the description says, and what
+    `projected_rows` raises.
     """
     spec, shards = spec_of(store.description), store.shards
     missing = store.unwritten()
@@ -43,7 +51,10 @@ def build_index(
             for shard, blocks in _by_shard(examples, projector, spec.features, shards, wanted):
                 bad = [str(block.start + int(row)) for block in blocks for row in (~block.finite).nonzero()]
                 if bad:
-                    say(f"{len(bad)} rows have a gradient that is not finite, and no score: {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}")
+                    say(
+                        f"{len(bad)} rows have a gradient that is not finite, and no score:"
+                        f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
+                    )
                 store.write(number, shard, encoded(blocks, spec.dtype))
                 done += len(shards[shard])
                 progress(done, total)
@@ -53,7 +64,9 @@ def build_index(
 def _by_shard(
     examples: Examples, projector: Projector, of: Of, shards: Sequence[range], wanted: Sequence[int]
 ) -> Iterator[tuple[int, list[RowBlock]]]:
-    """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all the rest is missing."""
+    """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all
+    the rest is missing.
+    """
     held: list[RowBlock] = []
     shard = wanted[0]
     for found in projected_rows(examples, projector, of, shards[shard].start):
@@ -67,3 +80,55 @@ def _by_shard(
                 if shard == wanted[-1]:
                     return
                 held, shard = [], shard + 1
+
+
+def from_index(method: Method, store: Store) -> Method:
+    """The same method, fitted to the rows of an index: `fit` asks nothing of the training examples that it is
+    given.
+
+    Its projection is the index's, whatever the method's own options say. Raises InfluenceError for a method
+    that needs more than rows.
+    """
+    if not isinstance(method, _ANSWERED):
+        raise InfluenceError(
+            f"an index has no answer by {method.name}",
+            expected=f"one of {', '.join(kind.name for kind in _ANSWERED)}",
+            cause="it holds one row of numbers for each training example, and no curvature of the model",
+            next_step="choose one of these, or leave influence.index out",
+        )
+    return _Indexed(method, store)
+
+
+_ANSWERED = (GradientDot, GradientCosine, TracIn, ProjectedInfluence, TRAK)
+
+
+class _Indexed(Method):
+    def __init__(self, method: Method, store: Store) -> None:
+        self.method, self.store = method, store
+        # of an instance, though a class's elsewhere: it speaks for the method
+        self.name, self.unit = method.name, method.unit  # type: ignore[misc]
+        self.predicts_removal = method.predicts_removal  # type: ignore[misc]
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        count = self.store.description["checkpoints"]
+        if not 0 <= checkpoint.number < count:
+            raise InfluenceError(
+                f"checkpoint {checkpoint.number} (from 0) was asked of an index of {count}",
+                next_step="build an index of all checkpoints",
+            )
+        return _fitted(self.method, StoredRows(self.store, checkpoint.number), training, checkpoint)
+
+    def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
+        return self.method.across(blocks)
+
+
+def _fitted(method: Method, source: RowSource, training: Examples, checkpoint: Checkpoint) -> Fitted:
+    match method:
+        case TRAK() | ProjectedInfluence():
+            return method.fit_rows(source)
+        case GradientCosine():
+            return RowCosines(source)
+        case _:
+            fitted = method.fit(training, checkpoint)  # which only keeps what it is given
+            assert isinstance(fitted, Products)
+            return RowProducts(source, fitted.factor)

@@ -1,4 +1,6 @@
-"""Scores from rows of (projected) gradients: inner products, cosines, and products with the inverse of the rows' own second moment."""
+"""Scores from rows of (projected) gradients: inner products, cosines, and products with the inverse of the
+rows' own second moment.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.flat import Flat
-from psgrad.engine.influence.damping import Damping
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource
 from psgrad.engine.influence.index.stored import StoredRows
+from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.errors import InfluenceError
 
@@ -20,7 +22,9 @@ Columns = slice | list[int]
 
 
 class OfRows(Fitted):
-    """What methods on rows have in common: queries become rows of their own, by the same projector, and the training rows stream past."""
+    """What methods on rows have in common: queries become rows of their own, by the same projector, and the
+    training rows stream past.
+    """
 
     def __init__(self, source: RowSource) -> None:
         self.source = source
@@ -37,7 +41,10 @@ class OfRows(Fitted):
         prepared = self.prepared(self.projected(queries))
         for block in self.source.blocks():
             rows = block.rows.double()
-            found = {label: self.contracted(block, rows[:, some], prepared[:, some]) for label, some in columns.items()}
+            found = {
+                label: self.contracted(block, rows[:, some], prepared[:, some])
+                for label, some in columns.items()
+            }
             for scores in found.values():
                 scores[~block.finite] = torch.nan
             yield ScoreBlock(block.start, block.stop, found, self.weights(block))
@@ -49,7 +56,12 @@ class OfRows(Fitted):
     def projected(self, queries: Examples) -> torch.Tensor:
         """[m, k] float64 of m queries."""
         projector = self.source.projector
-        return torch.cat([found["rows"].double() for _, found in queries.each(lambda gradients: {"rows": projector(gradients)})])
+        return torch.cat(
+            [
+                found["rows"].double()
+                for _, found in queries.each(lambda gradients: {"rows": projector(gradients)})
+            ]
+        )
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         """What the rows are multiplied by, [m, k], of projected queries [m, k]."""
@@ -64,7 +76,9 @@ class OfRows(Fitted):
 
 
 class RowProducts(OfRows):
-    """<P g_q, P g_i> times a factor: an unbiased estimate of <g_q, g_i>. Self-influences are of the whole gradients, without noise."""
+    """<P g_q, P g_i> times a factor: an unbiased estimate of <g_q, g_i>. Self-influences are of the whole
+    gradients, without noise.
+    """
 
     def __init__(self, source: RowSource, factor: float = 1.0) -> None:
         super().__init__(source)
@@ -75,7 +89,12 @@ class RowProducts(OfRows):
 
     def self_influence(self) -> Iterator[SelfBlock]:
         for block in self.source.blocks():
-            yield SelfBlock(block.start, block.stop, block.square_norm * self.factor, block.square_norm.sqrt() * self.factor)
+            yield SelfBlock(
+                block.start,
+                block.stop,
+                block.square_norm * self.factor,
+                block.square_norm.sqrt() * self.factor,
+            )
 
 
 class RowCosines(OfRows):
@@ -103,7 +122,8 @@ class RowInfluence(OfRows):
     """P g_q (M / n + lam I)^-1 P g_i / n, M the sum over the rows of P g g' P', in float64.
 
     Args:
-        of: whether g is the gradient of the loss (M is then the projected empirical Fisher), or that of the margin: TRAK, whose scores are
+        of: whether g is the gradient of the loss (M is then the projected empirical Fisher), or that of the
+        margin: TRAK, whose scores are
             those of -df, and go with weights -dl/df.
         damping: lam; None for `relative_damping` times the mean eigenvalue of M / n.
 
@@ -113,7 +133,9 @@ class RowInfluence(OfRows):
     def __init__(self, source: RowSource, of: Of, damping: float | None, relative_damping: float) -> None:
         super().__init__(source)
         self.of = of
-        self.has_self_influence = not isinstance(source, StoredRows)  # of so many rows as an index has it takes longer than all else
+        self.has_self_influence = not isinstance(
+            source, StoredRows
+        )  # of so many rows as an index has it takes longer than all else
         moment = source.moment(of)
         k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)
@@ -142,11 +164,14 @@ class RowInfluence(OfRows):
             rows = block.rows.double() * block.to_loss.unsqueeze(1)
             solved = self.prepared(rows)
             found = (rows * solved).sum(1), solved.norm(dim=1)
-            yield SelfBlock(block.start, block.stop, *(values.where(block.finite, torch.nan) for values in found))
+            yield SelfBlock(
+                block.start, block.stop, *(values.where(block.finite, torch.nan) for values in found)
+            )
 
 
 def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, count: int) -> torch.Tensor:
-    """The lower Cholesky factor of a symmetric matrix [k, k] float64, the sum over `count` rows plus its damping.
+    """The lower Cholesky factor of a symmetric matrix [k, k] float64, the sum over `count` rows plus its
+    damping.
 
     Raises InfluenceError, with a damping that would do, where it has no inverse to float64's digits.
     """
@@ -157,10 +182,18 @@ def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, coun
         return root
     enough = 1e-6 * mean_eigenvalue
     raise InfluenceError(
-        f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)} columns, {count} training examples",
+        f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)}"
+        f" columns, {count} training examples",
         expected="a matrix with an inverse",
-        cause="fewer training examples than columns, or parameters that the loss does not depend on, and hardly any damping",
-        next_step=f"set influence.method.damping: {enough:.3g}, or more" if enough > 0 else "look at the data: every gradient is zero",
+        cause=(
+            "fewer training examples than columns, or parameters that the loss does not depend on, and hardly"
+            " any damping"
+        ),
+        next_step=(
+            f"set influence.method.damping: {enough:.3g}, or more"
+            if enough > 0
+            else "look at the data: every gradient is zero"
+        ),
     )
 
 
@@ -168,11 +201,18 @@ def require_parameters(flat: Flat, queries: Examples) -> None:
     """Raises InfluenceError unless the queries are of the parameters that the rows are of."""
     if flat.shapes == queries.flat.shapes:
         return
-    names = [name for name in {**flat.shapes, **queries.flat.shapes} if flat.shapes.get(name) != queries.flat.shapes.get(name)]
+    names = [
+        name
+        for name in {**flat.shapes, **queries.flat.shapes}
+        if flat.shapes.get(name) != queries.flat.shapes.get(name)
+    ]
     first = names[0] if names else next(iter(flat.shapes))
-    sizes = [None if first not in shapes else list(shapes[first]) for shapes in (flat.shapes, queries.flat.shapes)]
+    sizes = [
+        None if first not in shapes else list(shapes[first]) for shapes in (flat.shapes, queries.flat.shapes)
+    ]
     raise InfluenceError(
-        f"the queries' gradients are of other parameters than the training examples': {first} is {sizes[1] or 'not among them'}",
+        f"the queries' gradients are of other parameters than the training examples': {first} is"
+        f" {sizes[1] or 'not among them'}",
         expected=f"{first} {sizes[0] or 'not among them'}",
         cause="another model, or another choice of parameters",
         next_step="choose the same model and parameters, or build the index again",

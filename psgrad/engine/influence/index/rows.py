@@ -1,19 +1,224 @@
-"""Training gradients as rows of k numbers: how they are made, and what their methods ask of them."""
+"""Training gradients as rows of k numbers: how they are made, and what their methods ask of them.
+
+The map from a gradient to its row of an index: a random projection of one checkpoint, or the gradient as it
+is.
+
+The model's output as one number that the loss is a function of: what TRAK takes gradients of, in place of the
+loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.influence.index.margin import require_explained, with_margin
-from psgrad.engine.influence.index.projector import Projector
-from psgrad.errors import InfluenceError
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided
+from psgrad.engine.gradients.flat import Flat
+from psgrad.engine.influence.method import Per
+from psgrad.engine.transforms import grad_and_value
+from psgrad.errors import ConfigError, InfluenceError
+
+Kind = Literal["none", "sparse", "rademacher", "gaussian", "two-sided"]
+KINDS = ("none", "sparse", "rademacher", "gaussian", "two-sided")
+
+
+class Projector:
+    """P of [k, p], with E[<Px, Py>] = <x, y>: the same for training examples and queries of one checkpoint,
+    another for each checkpoint.
+
+    Args:
+        kind: as in `psgrad.engine.gradients`; 'none' keeps every number. 'two-sided' has columns of its own
+        for each parameter. dimension: columns; of 'two-sided' columns for each parameter, rounded down to a
+        square. Where a gradient has no more numbers than
+            that, nothing is projected: a projection to as many columns would add noise and save nothing.
+        seed, number: of the run, and of the checkpoint.
+        params: name -> tensor of the parameter's shape.
+
+    Attributes:
+        width: k, columns of a row. noise: for gradients x and y that are orthogonal, the standard deviation
+        of <Px, Py> / (|x| |y|), at most; 0 where nothing is projected.
+
+    Raises ConfigError for a kind that is not known or a dimension below 1.
+    """
+
+    def __init__(
+        self, kind: str, dimension: int, seed: int, number: int, params: Mapping[str, torch.Tensor]
+    ) -> None:
+        if kind not in KINDS:
+            raise ConfigError(f"a projection of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
+        if isinstance(dimension, bool) or not isinstance(dimension, int) or dimension < 1:
+            raise ConfigError(f"a projection to {dimension!r} columns", expected="a whole number, at least 1")
+        self.flat = Flat(params)
+        side = math.isqrt(dimension)
+        width = side * side * len(self.flat.shapes) if kind == "two-sided" else dimension
+        self.projection: Projection | None = None
+        if kind != "none" and width < self.flat.size:
+            own = seed_of(seed, number)
+            self.projection = {
+                "sparse": lambda: Sparse(dimension, seed=own),
+                "rademacher": lambda: Rademacher(dimension, seed=own),
+                "gaussian": lambda: Gaussian(dimension, seed=own),
+                "two-sided": lambda: TwoSided(side, side, seed=own),
+            }[kind]()
+        self.width = self.flat.size if self.projection is None else width
+        self.noise = 0.0 if self.projection is None else dimension**-0.5
+        if isinstance(self.projection, TwoSided):
+            # of l r' and m s' with l = m: <Al, Al> has a second moment of at most 1 + 2 / left, <Br, Bs> one
+            # of 1 / right
+            self.noise = math.sqrt((1 + 2 / side) / side)
+
+    def __call__(self, gradients: PerSampleGradients) -> torch.Tensor:
+        """[n, k] of n gradients, float32 or, where they are, float64."""
+        return (
+            self.flat.join(gradients.materialise())
+            if self.projection is None
+            else gradients.project(self.projection)
+        )
+
+    def columns(self, per: Per) -> dict[str, slice | list[int]]:
+        """Label -> its columns. Raises InfluenceError where the columns are all parameters' together."""
+        if per == "total":
+            return {"": slice(0, self.width)}
+        if self.projection is None:
+            columns = self.flat.columns
+        elif self.projection.per == "parameter":
+            columns = self.projection.columns(self.flat.shapes)
+        else:
+            raise InfluenceError(
+                f"scores by layer were asked of gradients whose {self.projection.kind} projection adds all"
+                " parameters up",
+                expected="columns of their own for each parameter",
+                next_step="use projection: two-sided or none, or leave `layers` out",
+            )
+        if per == "parameter":
+            return dict(columns)
+        groups: dict[str, list[int]] = {}
+        for name, found in columns.items():
+            groups.setdefault(name.rpartition(".")[0], []).extend(range(found.start, found.stop))
+        return dict(groups)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of checkpoint `number`'s projection: projections of different checkpoints, and of different
+    seeds, share nothing.
+    """
+    return int.from_bytes(
+        hashlib.sha256(f"psgrad checkpoint {number} of seed {seed}".encode()).digest()[:7], "little"
+    )
+
+
+# What may be left of the loss's slope that the margin does not explain, relative, squared.
+_UNEXPLAINED = 1e-4
+
+
+def margin(output: Any, target: Any) -> torch.Tensor:
+    """f of one sample: of logits [c] and a label, z_y - logsumexp(z without y), the log odds of the label; of
+    one number, that number.
+
+    Park et al., "TRAK: Attributing Model Behavior at Scale" (2023), section 3. A label outside the classes
+    (one to ignore) has margin zero everywhere, and no gradient.
+
+    Raises InfluenceError for any other output.
+    """
+    if not isinstance(output, torch.Tensor):
+        raise _no_margin(f"the model returned an object of type {type(output).__name__}")
+    if output.numel() == 1:
+        return output.sum()
+    if (
+        output.dim() != 1
+        or not isinstance(target, torch.Tensor)
+        or target.numel() != 1
+        or target.is_floating_point()
+    ):
+        of = (
+            f" and a {str(target.dtype).removeprefix('torch.')} target {list(target.shape)}"
+            if isinstance(target, torch.Tensor)
+            else ""
+        )
+        raise _no_margin(f"one sample has an output {list(output.shape)}{of}")
+    here = torch.arange(len(output), device=output.device) == target.reshape(())
+    odds = (output * here).sum() - output.masked_fill(here, -torch.inf).logsumexp(0)
+    return odds * here.any()
+
+
+def _no_margin(arrived: str) -> InfluenceError:
+    return InfluenceError(
+        f"TRAK has no margin here: {arrived}",
+        expected="logits [classes] with one label, or one number",
+        cause=(
+            "a loss over positions or over several values, which is no function of one number of the model's"
+            " output"
+        ),
+        next_step="choose another method, such as influence or ekfac",
+    )
+
+
+def with_margin(examples: Examples) -> Examples:
+    """The same rows, differentiated by their margin; the `aux` of each has `loss`, `weight`, `slope`,
+    `unexplained` [] float64.
+
+    weight: -dl/df, for a cross entropy 1 - p_y, so that the gradient of the loss is -weight * the gradient of
+    the margin. It is found from the slopes of loss and margin in the model's output; unexplained: the square
+    of what is left of the loss's slope, whose square is `slope`. All is computed in float64: p_y rounds to
+    one in float32 where a sample is learnt.
+    """
+    criterion = examples.objective.criterion
+
+    def summary(output: torch.Tensor, target: Any) -> dict[str, torch.Tensor]:
+        z = output.double()
+        slope, loss = _slope(criterion, z, target)
+        rise, _ = _slope(margin, z, target)
+        square = rise.square().sum()
+        weight = -(slope * rise).sum() / torch.where(square > 0, square, torch.ones_like(square))
+        return {
+            "loss": loss,
+            "weight": weight,
+            "slope": slope.square().sum(),
+            "unexplained": (slope + weight * rise).square().sum(),
+        }
+
+    objective = Objective(examples.objective.model, margin, summary, autocast=examples.objective.autocast)
+    objective.params = examples.params
+    return replace(examples, objective=objective)
+
+
+def _slope(
+    function: Callable[[Any, Any], torch.Tensor], output: torch.Tensor, target: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = grad_and_value(lambda z: function(z, target))(output)
+    return found
+
+
+def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> None:
+    """Raises InfluenceError unless the loss of these samples, rows `numbers` [k], is a function of their
+    margin alone.
+    """
+    rest, slope = aux["unexplained"], aux["slope"]
+    wrong = rest > _UNEXPLAINED * slope + torch.finfo(torch.float64).eps
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise InfluenceError(
+            f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves"
+            f" {(rest / slope).sqrt()[row].item():.0%} of its slope",
+            expected=(
+                "a loss of the label's log odds alone, such as a cross entropy, or a loss of an output that"
+                " is one number"
+            ),
+            cause=(
+                "label smoothing, probabilities as targets, or a loss that looks at the other classes one"
+                " by one"
+            ),
+            next_step="choose another method, such as influence or ekfac",
+        )
+
 
 Of = Literal["loss", "margin"]  # what was differentiated
 # Numbers of a block that is read or multiplied at once.
@@ -24,9 +229,10 @@ BLOCK = 1 << 22
 class RowBlock:
     """The rows start, ..., stop - 1, on the CPU.
 
-    rows: [b, k], P times the gradient of the loss or of the margin; zeros where a gradient is not finite. loss, square_norm: [b]
-    float64, of the loss and its whole gradient; NaN where a gradient is not finite. weight: [b] float64, -dl/df: the gradient of the
-    loss is that of the margin times -weight; None for rows of the loss.
+    rows: [b, k], P times the gradient of the loss or of the margin; zeros where a gradient is not finite.
+    loss, square_norm: [b] float64, of the loss and its whole gradient; NaN where a gradient is not finite.
+    weight: [b] float64, -dl/df: the gradient of the loss is that of the margin times -weight; None for rows
+    of the loss.
     """
 
     start: int
@@ -97,7 +303,9 @@ def projected_rows(examples: Examples, projector: Projector, of: Of, start: int 
             require_explained(found, examples.numbers_of(torch.arange(place.start, place.stop)))
             found["square_norm"] = found["square_norm"] * weight.square()
         finite = found["rows"].isfinite().all(1) & found["square_norm"].isfinite() & found["loss"].isfinite()
-        values: dict[str, Any] = {name: found[name].where(finite, torch.nan) for name in ("loss", "square_norm")}
+        values: dict[str, Any] = {
+            name: found[name].where(finite, torch.nan) for name in ("loss", "square_norm")
+        }
         if weight is not None:
             values["weight"] = weight.where(finite, 0.0)
         rows = found["rows"].where(finite.unsqueeze(1), torch.zeros((), dtype=found["rows"].dtype))
@@ -131,7 +339,8 @@ class RowsInMemory:
 
 
 def moments(source: RowSource) -> dict[Of, torch.Tensor]:
-    """The sum over the rows of P g g' P' [k, k] float64, for the gradients of the loss, and of the margin where the rows are of that.
+    """The sum over the rows of P g g' P' [k, k] float64, for the gradients of the loss, and of the margin
+    where the rows are of that.
 
     Raises InfluenceError where no row is finite.
     """
@@ -148,5 +357,7 @@ def moments(source: RowSource) -> dict[Of, torch.Tensor]:
             rows = rows * block.to_loss.unsqueeze(1)
         found["loss"].addmm_(rows.t(), rows)
     if not some:
-        raise InfluenceError("no training example has a finite gradient", next_step="look at the data and the checkpoint")
+        raise InfluenceError(
+            "no training example has a finite gradient", next_step="look at the data and the checkpoint"
+        )
     return found

@@ -1,15 +1,115 @@
-"""The rows of an index as the methods read them, and as they lie on the disk."""
+"""What an index holds, said in plain values, and the place where it is kept.
+
+The rows of an index as the methods read them, and as they lie on the disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 
-from psgrad.engine.influence.index.rows import BLOCK, Of, RowBlock, moments
-from psgrad.engine.influence.index.spec import DType, Store, projector_of, spec_of
-from psgrad.errors import InfluenceError
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.rows import BLOCK, Kind, Of, Projector, RowBlock, moments
+from psgrad.errors import ConfigError, InfluenceError
+
+DType = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """What an index keeps of each training example.
+
+    Args:
+        dimension, projection, seed: as of `TRAK`. features: 'loss' for the gradients of the loss, or 'margin'
+        for those of the margin, from which the former follow: for TRAK, where
+            the loss is a function of the margin.
+        dtype: of the numbers on the disk. Halves are kept relative to the largest number of their row.
+        rows_per_shard: rows of a file, which is the least that is computed again after a kill.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    dimension: int = 2048
+    projection: Kind = "sparse"
+    seed: int = 0
+    features: Of = "loss"
+    dtype: DType = "float32"
+    rows_per_shard: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, kind in (("projection", Kind), ("features", Of), ("dtype", DType)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(
+                    f"an index with {name}: {getattr(self, name)}",
+                    expected=f"one of {', '.join(get_args(kind))}",
+                )
+        for name in ("dimension", "rows_per_shard"):
+            if (
+                isinstance(getattr(self, name), bool)
+                or not isinstance(getattr(self, name), int)
+                or getattr(self, name) < 1
+            ):
+                raise ConfigError(
+                    f"an index with {name}: {getattr(self, name)!r}", expected="a whole number, at least 1"
+                )
+
+
+class Store(Protocol):
+    """Where an index is kept: psgrad.storage.gradient_index.GradientIndex."""
+
+    @property
+    def description(self) -> dict[str, Any]: ...
+
+    @property
+    def shards(self) -> list[range]: ...
+
+    def unwritten(self) -> list[tuple[int, int | None]]: ...
+
+    def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def read(self, checkpoint: int, shard: int | None) -> dict[str, np.ndarray]: ...
+
+    def blocks(
+        self, checkpoint: int, most: int, names: Sequence[str] | None = None
+    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]: ...
+
+
+def describe(
+    spec: IndexSpec, training: Examples, fingerprint: Mapping[str, Any], checkpoints: int = 1
+) -> dict[str, Any]:
+    """What an index of these examples says of itself, in plain values; two indexes with the same description
+    hold the same rows.
+
+    fingerprint: what the caller knows of the run: hashes of the data and of each checkpoint's file, the loss,
+    by name.
+    """
+    projector = Projector(spec.projection, spec.dimension, spec.seed, 0, training.params)
+    return {
+        "rows": len(training),
+        "checkpoints": checkpoints,
+        **asdict(spec),
+        "columns": projector.width,
+        "projection_of_first_checkpoint": (
+            None if projector.projection is None else projector.projection.describe()
+        ),
+        "parameters": {name: list(shape) for name, shape in projector.flat.shapes.items()},
+        "fingerprint": dict(fingerprint),
+    }
+
+
+def spec_of(description: Mapping[str, Any]) -> IndexSpec:
+    return IndexSpec(**{name: description[name] for name in IndexSpec.__dataclass_fields__})
+
+
+def projector_of(description: Mapping[str, Any], number: int) -> Projector:
+    """The projector of a checkpoint of an index."""
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in description["parameters"].items()}
+    return Projector(description["projection"], description["dimension"], description["seed"], number, shapes)
+
 
 # Up to this many columns the sums over rows, columns x columns in float64, are kept: 512 MiB.
 WIDEST = 8192
@@ -18,7 +118,9 @@ _LEAST = -1000
 
 
 class StoredRows:
-    """The rows of one checkpoint of an index, a RowSource. They are read from the disk block by block each time they are asked for."""
+    """The rows of one checkpoint of an index, a RowSource. They are read from the disk block by block each
+    time they are asked for.
+    """
 
     def __init__(self, store: Store, number: int) -> None:
         self.store, self.number = store, number
@@ -38,23 +140,34 @@ class StoredRows:
             yield decoded(arrays, start, self.dtype)
 
     def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for them."""
+        """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for
+        them.
+        """
         parts = [found for _, found in self.store.blocks(self.number, BLOCK, ("loss", "square_norm"))]
-        loss, square_norm = (torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in ("loss", "square_norm"))
+        loss, square_norm = (
+            torch.from_numpy(np.concatenate([part[name] for part in parts]))
+            for name in ("loss", "square_norm")
+        )
         return loss, square_norm
 
     def moment(self, of: Of) -> torch.Tensor:
         found = self.store.read(self.number, None).get(of)
         if found is None:
             raise InfluenceError(
-                f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so many",
+                f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so"
+                " many",
                 expected=f"at most {WIDEST:,} columns for trak and projected_influence",
-                next_step="build an index with a smaller dimension, or ask this one for gradient_dot or gradient_cosine",
+                next_step=(
+                    "build an index with a smaller dimension, or ask this one for gradient_dot or"
+                    " gradient_cosine"
+                ),
             )
         return torch.from_numpy(found)
 
     def sums(self) -> dict[str, np.ndarray]:
-        """What is kept of all rows together, once they are written: their second moments, 'loss' and 'margin', where not too large."""
+        """What is kept of all rows together, once they are written: their second moments, 'loss' and
+        'margin', where not too large.
+        """
         kept = {"rows": np.array([len(self)])}
         if self.projector.width <= WIDEST:
             kept.update((str(of), moment.numpy()) for of, moment in moments(self).items())
@@ -64,14 +177,14 @@ class StoredRows:
 def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
     """Neighbouring blocks as arrays of one shard.
 
-    rows: each divided by the power of two above its largest number, which is exact, so that no row is too small or too large for a half;
-    bfloat16 as the uint16 of its bits. exponent: [b] of that power.
+    rows: each divided by the power of two above its largest number, which is exact, so that no row is too
+    small or too large for a half; bfloat16 as the uint16 of its bits. exponent: [b] of that power.
     """
     rows = torch.cat([block.rows.double() for block in blocks])
     exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
     kept = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
     arrays = {
-        "rows": (kept.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else kept.numpy()),
+        "rows": kept.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else kept.numpy(),
         "exponent": exponent.to(torch.int16).numpy(),
         "loss": torch.cat([block.loss for block in blocks]).numpy(),
         "square_norm": torch.cat([block.square_norm for block in blocks]).numpy(),
@@ -82,7 +195,11 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
 
 def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType) -> RowBlock:
     """A block of a shard's rows, in float64."""
-    rows = torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(arrays["rows"])
+    rows = (
+        torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
+        if dtype == "bfloat16"
+        else torch.from_numpy(arrays["rows"])
+    )
     scale = torch.from_numpy(np.ldexp(1.0, arrays["exponent"])).unsqueeze(1)
     weight = torch.from_numpy(arrays["weight"]) if "weight" in arrays else None
     loss, square_norm = torch.from_numpy(arrays["loss"]), torch.from_numpy(arrays["square_norm"])

@@ -8,36 +8,52 @@ from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.flat import Vectors, as_gradients
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.influence.calibration import is_affine
-from psgrad.engine.influence.curvature.kronecker import Block, fisher_rows, fit_blocks
-from psgrad.engine.influence.damping import Damping, default_damping
-from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
+from psgrad.engine.influence.amounts import is_affine
+from psgrad.engine.influence.curvature.kronecker_blocks import Block
+from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
+from psgrad.engine.influence.leverage import Damping, default_damping
+from psgrad.engine.influence.method import (
+    RELATIVE,
+    Checkpoint,
+    Fitted,
+    Method,
+    Per,
+    Preconditioned,
+    ScoreBlock,
+    SelfBlock,
+    labelled,
+)
 from psgrad.errors import ConfigError, InfluenceError
 
 
 @dataclass(frozen=True)
 class EKFAC(Method):
-    """score = g_q^T (n (C + lam I))^-1 g_i, C the mean curvature in blocks, one for each weight with its bias, that are diagonal in the
-    product of the eigenvectors of their factors' second moments: C = U Lambda U^T.
+    """score = g_q^T (n (C + lam I))^-1 g_i, C the mean curvature in blocks, one for each weight with its
+    bias, that are diagonal in the product of the eigenvectors of their factors' second moments: C = U Lambda
+    U^T.
 
-    George, Laurent, Bouthillier, Ballas and Vincent, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis"
-    (2018), equation 8; Grosse et al., "Studying Large Language Model Generalization with Influence Functions" (2023), section 3.1.
+    George, Laurent, Bouthillier, Ballas and Vincent, "Fast Approximate Natural Gradient Descent in a
+    Kronecker-factored Eigenbasis" (2018), equation 8; Grosse et al., "Studying Large Language Model
+    Generalization with Influence Functions" (2023), section 3.1.
 
     Attributes:
-        fisher: what the curvature's rows are. 'sampled': `draws` random rows of the Gauss-Newton matrix for each training example, which
-            are what gradients for labels that the model draws itself are; 'exact': all of its rows; 'empirical': the gradients of the
-            training loss.
-        draws, seed: of 'sampled'.
-        damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by block. Where neither is
-            given: none with a weight decay and a model that is affine in its parameters, and a tenth of the mean eigenvalue else.
+        fisher: what the curvature's rows are. 'sampled': `draws` random rows of the Gauss-Newton matrix for
+        each training example, which
+            are what gradients for labels that the model draws itself are; 'exact': all of its rows;
+            'empirical': the gradients of the training loss.
+        draws, seed: of 'sampled'. damping: lam, the same for all blocks; None for `relative_damping` times
+        the mean eigenvalue, block by block. Where neither is
+            given: none with a weight decay and a model that is affine in its parameters, and a tenth of the
+            mean eigenvalue else.
         weight_decay: of training, on the mean loss; it is part of the curvature.
     """
 
     name = "ekfac"
-    # Each block has a damping of its own and nothing between blocks is counted: scores rank, and were beyond any possible change.
+    # Each block has a damping of its own and nothing between blocks is counted: scores rank, and were beyond
+    # any possible change.
     unit = RELATIVE
     predicts_removal = False
 
@@ -50,7 +66,9 @@ class EKFAC(Method):
 
     def __post_init__(self) -> None:
         if self.draws < 1:
-            raise ConfigError(f"draws is {self.draws}", expected="at least one sampled row for each training example")
+            raise ConfigError(
+                f"draws is {self.draws}", expected="at least one sampled row for each training example"
+            )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         blocks = fit_blocks(self._rows(training), len(training))
@@ -60,7 +78,9 @@ class EKFAC(Method):
 
     def _damping(self, training: Examples) -> Damping:
         convex = self.weight_decay > 0 and is_affine(training)
-        return default_damping(self.damping, self.relative_damping, 0.1, convex=convex, weight_decay=self.weight_decay)
+        return default_damping(
+            self.damping, self.relative_damping, 0.1, convex=convex, weight_decay=self.weight_decay
+        )
 
     def _rows(self, training: Examples) -> Examples:
         if self.fisher == "empirical":
@@ -75,7 +95,9 @@ class KroneckerFactored(Preconditioned):
     Raises InfluenceError where a block has no inverse.
     """
 
-    def __init__(self, training: Examples, blocks: list[Block], weight_decay: float, damping: Damping) -> None:
+    def __init__(
+        self, training: Examples, blocks: list[Block], weight_decay: float, damping: Damping
+    ) -> None:
         super().__init__(training)
         self.blocks, self.weight_decay = blocks, weight_decay
         self.means = {block.label: float(block.values.mean()) for block in blocks}
@@ -87,8 +109,12 @@ class KroneckerFactored(Preconditioned):
             "blocks": {block.label: block.basis.describe() for block in blocks},
         }
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> KroneckerFactored:
-        """The same blocks with another damping: an absolute one, or one relative to each block's mean eigenvalue."""
+    def with_damping(
+        self, *, damping: float | None = None, relative: float | None = None
+    ) -> KroneckerFactored:
+        """The same blocks with another damping: an absolute one, or one relative to each block's mean
+        eigenvalue.
+        """
         chosen = Damping(damping) if relative is None else Damping(damping, relative)
         fitted = KroneckerFactored(self.training, self.blocks, self.weight_decay, chosen)
         fitted.facts = {**self.facts, **fitted.facts}
@@ -101,13 +127,16 @@ class KroneckerFactored(Preconditioned):
         precision = torch.finfo(self.training.stream.dtype).eps
         if not smallest > precision * largest:
             mean = self.means[block.label]
-            cause, next_step = "no training example has a gradient in this layer", "leave it out of `parameters`"
+            cause, next_step = (
+                "no training example has a gradient in this layer",
+                "leave it out of `parameters`",
+            )
             if mean:
                 cause = "directions that no training example's gradient has"
                 next_step = f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
             raise InfluenceError(
-                f"the curvature of {block.label} has no inverse: with a damping of {self.damping[block.label]:.3g} its eigenvalues "
-                f"go from {smallest:.3g} to {largest:.3g}",
+                f"the curvature of {block.label} has no inverse: with a damping of"
+                f" {self.damping[block.label]:.3g} its eigenvalues go from {smallest:.3g} to {largest:.3g}",
                 expected=f"all of them above {precision * largest:.3g}",
                 cause=cause,
                 next_step=next_step,
@@ -126,7 +155,10 @@ class KroneckerFactored(Preconditioned):
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         parts = [found for _, found in queries.each(self._precondition)]
-        vectors = {name: torch.cat([part[name] for part in parts]).to(self.training.device) for name in self.training.params}
+        vectors = {
+            name: torch.cat([part[name] for part in parts]).to(self.training.device)
+            for name in self.training.params
+        }
         prepared = as_gradients(vectors)
         for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
             yield ScoreBlock(rows.start, rows.stop, found)

@@ -1,4 +1,6 @@
-"""The influence function: what one Newton step on the training loss without the example would do to the query's loss."""
+"""The influence function: what one Newton step on the training loss without the example would do to the
+query's loss.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +10,90 @@ from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.examples import Examples
-from psgrad.engine.gradients.memory import free_memory
-from psgrad.engine.influence.calibration import calibrated, is_affine
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
-from psgrad.engine.influence.damping import Damping, default_damping
-from psgrad.engine.influence.fits.corrected import Corrected
-from psgrad.engine.influence.fits.iterative import ByProducts, Solve
-from psgrad.engine.influence.fits.kernel import ByKernel
-from psgrad.engine.influence.fits.matrix import ByMatrix
-from psgrad.engine.influence.fits.output import AtOutput
-from psgrad.engine.influence.fits.setting import TITLES, Setting
+from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
+from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, Setting, default_damping
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
-from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
+from psgrad.engine.influence.solvers.conjugate_gradient import (
+    Diagonal,
+    Preconditioner,
+    conjugate_gradient,
+    nystroem,
+)
+from psgrad.engine.influence.solvers.costs import Work
 from psgrad.engine.influence.solvers.lissa import lissa
-from psgrad.engine.influence.solvers.preconditioner import Diagonal, Preconditioner, nystroem
-from psgrad.engine.influence.solvers.work import Work
 from psgrad.errors import ConfigError, InfluenceError
 
-# Parameters up to which the curvature is written out whatever else there is: 288 MB, and seconds for its factor.
+# Parameters up to which the curvature is written out whatever else there is: 288 MB, and seconds for its
+# factor.
 LARGEST_MATRIX = 6000
-# Of an absolute damping, or a weight decay alone, its share of the mean eigenvalue, which is not known yet; and queries where nobody says
-# how many there will be.
+# Of an absolute damping, or a weight decay alone, its share of the mean eigenvalue, which is not known yet;
+# and queries where nobody says how many there will be.
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
 _PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem")
-# From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than it saves. Measured on digits.
+# From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than
+# it saves. Measured on digits.
 _MANY_QUERIES = 100
 _RANKS = {"nystroem": 200, "arnoldi": 50}
 # Products at most, and what LiSSA's may take, where the options don't say.
 _LISSA_SECONDS = 60.0
-_NOT_AFFINE = "the model is not affine in its parameters, so that no training ends where a step of the curvature says"
+_NOT_AFFINE = (
+    "the model is not affine in its parameters, so that no training ends where a step of the curvature says"
+)
 _DAMPED = "a damping is added to the curvature, which makes scores smaller"
-_OTHER_CURVATURE = "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses are"
+_OTHER_CURVATURE = (
+    "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses are"
+)
 _OTHER_ESTIMAND = "arnoldi inverts the curvature along its leading eigenvectors only"
-# Solvers whose scores can be corrected for leverage, and the residual of the solves that one of them estimates it by.
+# Solvers whose scores can be corrected for leverage, and the residual of the solves that one of them
+# estimates it by.
 _WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
 
 
 @dataclass(frozen=True)
 class Influence(Method):
-    """score = g_q' (n (C + (weight_decay + lam) I))^-1 g_i, with C the mean curvature of the training loss and lam the damping.
+    """score = g_q' (n (C + (weight_decay + lam) I))^-1 g_i, with C the mean curvature of the training loss
+    and lam the damping.
 
-    Koh and Liang, "Understanding Black-box Predictions via Influence Functions" (2017), equation 2, times -1/n: their sign is that of
-    adding weight to the example, ours that of its removal.
+    Koh and Liang, "Understanding Black-box Predictions via Influence Functions" (2017), equation 2, times
+    -1/n: their sign is that of adding weight to the example, ours that of its removal.
 
     Attributes:
-        curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss also the Fisher information),
+        curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss
+        also the Fisher information),
             'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
-        solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and 'arnoldi' take products
-            with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another estimand. 'auto' takes exact up to
-            6,000 parameters, and beyond what is predicted to be the least work that fits into memory (solvers/work.py).
-        damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam is zero for a convex problem
-            (a model that is affine in its parameters, with a weight decay or a curvature that has an inverse), whose scores are then
-            amounts; and one mean eigenvalue for all others, which ranks best on networks (docs/explanation/influence.md).
+        solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and
+        'arnoldi' take products
+            with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another
+            estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is predicted to be the least
+            work that fits into memory (solvers/work.py).
+        damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
+        is zero for a convex problem
+            (a model that is affine in its parameters, with a weight decay or a curvature that has an
+            inverse), whose scores are then amounts; and one mean eigenvalue for all others, which ranks best
+            on networks (docs/explanation/influence.md).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
-        leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, by exact, dual
-            or conjugate_gradient, which estimates it. On networks it lowers the agreement with retraining. None: where the damping is
-            zero by default, for the Hessian, too, which is the same matrix there.
-        change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the output that the step leads
-            to, to first order in the parameters (fits/output.py). It brings out what a large change of a confident query is. 'auto':
-            the latter where the damping is zero by default, and to first order for scores by layer.
-        tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and products at most (arnoldi: the size
-            of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', or
-            'auto', which is the last for less than a hundred queries.
+        leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For
+        gauss_newton, by exact, dual
+            or conjugate_gradient, which estimates it. On networks it lowers the agreement with retraining.
+            None: where the damping is zero by default, for the Hessian, too, which is the same matrix there.
+        change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the
+        output that the step leads
+            to, to first order in the parameters (fits/output.py). It brings out what a large change of a
+            confident query is. 'auto': the latter where the damping is zero by default, and to first order
+            for scores by layer.
+        tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and
+        products at most (arnoldi: the size
+            of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none',
+            'diagonal', 'nystroem', or 'auto', which is the last for less than a hundred queries.
         rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50. seed: of what these draw.
     """
 
@@ -104,10 +122,15 @@ class Influence(Method):
             if value not in allowed:
                 raise ConfigError(f"influence: {name} is {value!r}", expected=f"one of {', '.join(allowed)}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise ConfigError(f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative")
-        if not self.tolerance > 0 or any(given is not None and given < 1 for given in (self.rank, self.iterations)):
             raise ConfigError(
-                f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank}", expected="all of them above zero"
+                f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative"
+            )
+        if not self.tolerance > 0 or any(
+            given is not None and given < 1 for given in (self.rank, self.iterations)
+        ):
+            raise ConfigError(
+                f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank}",
+                expected="all of them above zero",
             )
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"influence: seed is {self.seed}", expected="a whole number from 0 to 2^63 - 1")
@@ -116,7 +139,11 @@ class Influence(Method):
             object.__setattr__(self, "unit", RELATIVE)
             object.__setattr__(self, "predicts_removal", False)
         elif self.solver == "arnoldi":  # another estimand than the others', and so not the class's unit
-            object.__setattr__(self, "unit", f"{UNCALIBRATED}, as far as its effect is along the curvature's leading eigenvectors")
+            object.__setattr__(
+                self,
+                "unit",
+                f"{UNCALIBRATED}, as far as its effect is along the curvature's leading eigenvectors",
+            )
             object.__setattr__(self, "predicts_removal", False)
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(
@@ -126,7 +153,8 @@ class Influence(Method):
             )
         if self.leverage and self.curvature != "gauss_newton":
             raise ConfigError(
-                f"influence: the leverage correction takes an example out of the Gauss-Newton matrix, and curvature is {self.curvature}",
+                "influence: the leverage correction takes an example out of the Gauss-Newton matrix, and"
+                f" curvature is {self.curvature}",
                 next_step="set curvature: gauss_newton, or leverage: false",
             )
 
@@ -135,10 +163,13 @@ class Influence(Method):
         convex = affine and self.damping is None and self.relative_damping is None
         why_not = self._why_no_amounts(affine)
         amounts = why_not is None
-        solver, why = self._choice(training, checkpoint.queries, bool(self.leverage) or (convex and amounts), self._damping(convex))
+        solver, why = self._choice(
+            training, checkpoint.queries, bool(self.leverage) or (convex and amounts), self._damping(convex)
+        )
         if self.leverage and solver not in _WITH_LEVERAGE:
             raise InfluenceError(
-                f"the leverage correction needs every training example's own part of the inverse, which {solver} does not give ({why})",
+                "the leverage correction needs every training example's own part of the inverse, which"
+                f" {solver} does not give ({why})",
                 next_step="set solver: exact, dual or conjugate_gradient; or leverage: false",
             )
         if self.leverage and output_size(training) > LARGEST_OUTPUT:
@@ -147,7 +178,14 @@ class Influence(Method):
                 expected=f"an output of at most {LARGEST_OUTPUT} numbers",
                 next_step="set leverage: false",
             )
-        setting = Setting(training, self.curvature, self.weight_decay, self._damping(convex), bool(self.leverage), checkpoint.say)
+        setting = Setting(
+            training,
+            self.curvature,
+            self.weight_decay,
+            self._damping(convex),
+            bool(self.leverage),
+            checkpoint.say,
+        )
         fitted: ByMatrix | ByKernel | ByProducts
         if solver == "exact":
             fitted = ByMatrix.fit(setting)
@@ -157,25 +195,42 @@ class Influence(Method):
             fitted = ByKernel.fit(setting)
         else:
             rough = replace(self, tolerance=max(self.tolerance, ROUGH))
-            fitted = ByProducts.fit(setting, getattr(self, f"_{solver}")(checkpoint), getattr(rough, f"_{solver}")(checkpoint), self.seed)
+            fitted = ByProducts.fit(
+                setting,
+                getattr(self, f"_{solver}")(checkpoint),
+                getattr(rough, f"_{solver}")(checkpoint),
+                self.seed,
+            )
         undamped = amounts and fitted.facts["damping"] == 0
-        by_default = convex and undamped and output_size(training) <= LARGEST_OUTPUT  # which both corrections need row by row
+        by_default = (
+            convex and undamped and output_size(training) <= LARGEST_OUTPUT
+        )  # which both corrections need row by row
         corrected = self.leverage
         if corrected is None:
             corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
         by_output = self.change == "output" or (self.change == "auto" and by_default)
         fitted.setting = replace(fitted.setting, leverage=corrected)
         change = "output" if by_output else "gradient"
-        fitted.facts = {"solver": solver, "solver_because": why, **fitted.facts, "leverage": corrected, "change": change}
+        fitted.facts = {
+            "solver": solver,
+            "solver_because": why,
+            **fitted.facts,
+            "leverage": corrected,
+            "change": change,
+        }
         whole = Corrected(fitted, automatic=self.leverage is None) if corrected else fitted
-        found = calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
+        found = (
+            calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
+        )
         whole.calibrated, whole.facts["calibrated_because"] = found
         whole.facts["calibrated"] = whole.calibrated
         return AtOutput(whole, automatic=self.change == "auto") if by_output else whole
 
     def _damping(self, convex: bool) -> Damping:
         """convex: whether the model is affine in its parameters."""
-        return default_damping(self.damping, self.relative_damping, 1.0, convex=convex, weight_decay=self.weight_decay)
+        return default_damping(
+            self.damping, self.relative_damping, 1.0, convex=convex, weight_decay=self.weight_decay
+        )
 
     def _why_no_amounts(self, affine: bool) -> str | None:
         """Why scores are no amounts, whatever the damping; None where they may be."""
@@ -185,8 +240,12 @@ class Influence(Method):
             return _OTHER_ESTIMAND
         return None if affine else _NOT_AFFINE
 
-    def _choice(self, training: Examples, queries: int | None, correct: bool, damping: Damping) -> tuple[str, str]:
-        """The solver, and why. correct: whether scores are to be corrected for leverage, which not all solvers can."""
+    def _choice(
+        self, training: Examples, queries: int | None, correct: bool, damping: Damping
+    ) -> tuple[str, str]:
+        """The solver, and why. correct: whether scores are to be corrected for leverage, which not all
+        solvers can.
+        """
         if self.solver != "auto":
             return self.solver, "the options name it"
         size, count = training.flat.size, len(training)
@@ -194,18 +253,26 @@ class Influence(Method):
         if self.curvature == "gauss_newton":
             outputs = output_size(training)
             if outputs > LARGEST_OUTPUT:
-                return "conjugate_gradient", f"an output of {outputs} numbers is too large for the other solvers"
+                return (
+                    "conjugate_gradient",
+                    f"an output of {outputs} numbers is too large for the other solvers",
+                )
             rows = count * outputs
         if size <= LARGEST_MATRIX:
             return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
         ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
-        work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, free_memory(training.device))
+        work = Work(
+            size, count, rows, _QUERIES if queries is None else queries, ratio, free_memory(training.device)
+        )
         return work.least(correct)
 
-    # -- solvers that take products --------------------------------------------------------------------------------------------------
+    # -- solvers that take products
+    # --------------------------------------------------------------------------------------------------
 
     def _conjugate_gradient(self, checkpoint: Checkpoint) -> Solve:
-        def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        def solve(
+            products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
+        ) -> tuple[torch.Tensor, dict[str, Any]]:
             return conjugate_gradient(
                 products.damped(damping),
                 rhs,
@@ -219,7 +286,9 @@ class Influence(Method):
         return solve
 
     def _lissa(self, checkpoint: Checkpoint) -> Solve:
-        def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        def solve(
+            products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
+        ) -> tuple[torch.Tensor, dict[str, Any]]:
             return lissa(
                 products.damped(damping),
                 rhs,
@@ -232,7 +301,9 @@ class Influence(Method):
         return solve
 
     def _arnoldi(self, checkpoint: Checkpoint) -> Solve:
-        def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        def solve(
+            products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
+        ) -> tuple[torch.Tensor, dict[str, Any]]:
             found = arnoldi(
                 products.apply,
                 rhs.shape[1],
@@ -251,16 +322,23 @@ class Influence(Method):
     def _rank(self, of: str, rhs: torch.Tensor) -> int:
         return min(_RANKS[of], rhs.shape[1]) if self.rank is None else self.rank
 
-    def _preconditioner(self, products: CurvatureProducts, damping: float, rhs: torch.Tensor) -> Preconditioner | None:
-        few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"  # which need not be positive, as a Nystroem factor must
+    def _preconditioner(
+        self, products: CurvatureProducts, damping: float, rhs: torch.Tensor
+    ) -> Preconditioner | None:
+        few = (
+            len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
+        )  # which need not be positive, as a Nystroem factor must
         if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
             rank = self._rank("nystroem", rhs)
-            return nystroem(products.apply, rhs.shape[1], damping, rank=rank, seed=self.seed, device=rhs.device)
+            return nystroem(
+                products.apply, rhs.shape[1], damping, rank=rank, seed=self.seed, device=rhs.device
+            )
         if self.preconditioner == "diagonal":
             diagonal = products.diagonal()
             if diagonal is None:
                 raise InfluenceError(
-                    f"the diagonal of the {TITLES[self.curvature]} can't be had here: products come from {products.how}",
+                    f"the diagonal of the {TITLES[self.curvature]} can't be had here: products come from"
+                    f" {products.how}",
                     next_step="set preconditioner: nystroem",
                 )
             return Diagonal((diagonal + damping).to(rhs))

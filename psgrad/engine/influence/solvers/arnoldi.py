@@ -1,4 +1,6 @@
-"""Arnoldi influence: the inverse along the leading eigenvectors alone, and zero across them. Another estimand than a solve."""
+"""Arnoldi influence: the inverse along the leading eigenvectors alone, and zero across them. Another estimand
+than a solve.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.influence.curvature.spectrum import lanczos, random_block
+from psgrad.engine.influence.solvers.spectrum import lanczos, random_block
 from psgrad.errors import InfluenceError
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -16,7 +18,9 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Arnoldi:
-    """The leading eigenpairs of a symmetric matrix, by modulus. values: [r], vectors: [r, p] orthonormal. facts: plain values."""
+    """The leading eigenpairs of a symmetric matrix, by modulus. values: [r], vectors: [r, p] orthonormal.
+    facts: plain values.
+    """
 
     values: torch.Tensor
     vectors: torch.Tensor
@@ -28,20 +32,29 @@ class Arnoldi:
 
 
 def arnoldi(
-    apply: Apply, size: int, *, rank: int = 50, iterations: int = 200, seed: int = 0, device: torch.device | str = "cpu"
+    apply: Apply,
+    size: int,
+    *,
+    rank: int = 50,
+    iterations: int = 200,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Arnoldi:
-    """The `rank` eigenpairs of largest modulus that a Krylov space of `iterations` products with one vector has.
+    """The `rank` eigenpairs of largest modulus that a Krylov space of `iterations` products with one vector
+    has.
 
     Args:
         apply: products with the symmetric matrix, [1, p] to [1, p]; with or without its damping.
         seed: of the random first vector.
 
-    What a damped solve gives along the other directions, b / damping, is left out: scores are smaller, and ranks differ. Only positive
-    eigenvalues are kept, as negative ones would turn the sign of what they contribute. The matrix is symmetric, so the Arnoldi
-    process is Lanczos'. Schioppa, Zablotskaia, Vilar and Sokolov, "Scaling up influence functions" (2022).
+    What a damped solve gives along the other directions, b / damping, is left out: scores are smaller, and
+    ranks differ. Only positive eigenvalues are kept, as negative ones would turn the sign of what they
+    contribute. The matrix is symmetric, so the Arnoldi process is Lanczos'. Schioppa, Zablotskaia, Vilar and
+    Sokolov, "Scaling up influence functions" (2022).
 
-    facts: iterations, rank (how many are kept), eigenvalues_kept (smallest, largest), largest_bound (of a kept one's error),
-    negative (how many of the largest by modulus were dropped). Raises InfluenceError where no eigenvalue is positive.
+    facts: iterations, rank (how many are kept), eigenvalues_kept (smallest, largest), largest_bound (of a
+    kept one's error), negative (how many of the largest by modulus were dropped). Raises InfluenceError where
+    no eigenvalue is positive.
     """
     found = lanczos(apply, random_block(1, size, seed, device)[0], iterations)
     order = found.values.abs().argsort(descending=True)[:rank]

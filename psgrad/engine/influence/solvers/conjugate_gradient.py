@@ -1,19 +1,105 @@
-"""Conjugate gradients for many right-hand sides at once, which share one Krylov space, so that all profit from each one's products."""
+"""Conjugate gradients for many right-hand sides at once, which share one Krylov space, so that all profit
+from each one's products.
+
+Preconditioners of a symmetric positive definite matrix, as the inverse square roots that a system is
+multiplied by from both sides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from psgrad.engine.gradients.memory import free_memory
-from psgrad.engine.influence.curvature.spectrum import extremes, random_block
-from psgrad.engine.influence.solvers.preconditioner import Preconditioner
-from psgrad.engine.influence.solvers.refusals import ROUNDING, assert_finite, assert_invertible, negative_curvature, not_finite
+from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.influence.solvers.spectrum import (
+    ROUNDING,
+    assert_finite,
+    assert_invertible,
+    extremes,
+    negative_curvature,
+    not_finite,
+    random_block,
+)
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Preconditioner(Protocol):
+    """A matrix P that resembles the system's, of which roots can be multiplied with vectors."""
+
+    name: str
+
+    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
+        """[k, p]: P^power times each of k vectors [k, p], float64, power 1/2 or -1/2."""
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """P is diagonal, with these entries [p] > 0."""
+
+    entries: torch.Tensor
+    name = "diagonal"
+
+    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
+        return block * self.entries**power
+
+
+@dataclass(frozen=True)
+class Nystroem:
+    """P is the matrix along its leading eigenvectors, about, and a constant across them.
+
+    vectors: [r, p], orthonormal. values: [r], the undamped matrix along them. damping: what the system adds
+    to its diagonal.
+    """
+
+    vectors: torch.Tensor
+    values: torch.Tensor
+    damping: float
+    name = "nystroem"
+
+    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
+        least = self.values.amin() + self.damping
+        scale = ((self.values + self.damping) / least) ** power - 1
+        return block + ((block @ self.vectors.t()) * scale) @ self.vectors
+
+
+def nystroem(
+    apply: Apply, size: int, damping: float, *, rank: int, seed: int = 0, device: torch.device | str = "cpu"
+) -> Nystroem:
+    """The randomised Nystroem preconditioner of a positive semidefinite matrix plus damping, from `rank`
+    products.
+
+    Args:
+        apply: products with the matrix without the damping, [k, p] to [k, p].
+        size: p. seed: of the random vectors.
+
+    Raises InfluenceError where the matrix has no more positive eigenvalues than that, and there is no
+    damping. Frangella, Tropp and Udell, "Randomized Nystroem Preconditioning" (2021), algorithms 2.1 and 5.1.
+    """
+    test = torch.linalg.qr(random_block(min(rank, size), size, seed, device).t()).Q  # [p, r]
+    sketch = apply(test.t()).t()
+    kind = torch.finfo(sketch.dtype)
+    shift = max(
+        kind.eps * float(torch.linalg.matrix_norm(sketch)) * size**0.5, kind.tiny**0.5
+    )  # the matrix may be zero
+    sketch = sketch + shift * test
+    core = test.t() @ sketch
+    factor, failed = torch.linalg.cholesky_ex((core + core.t()) / 2)
+    if int(
+        failed
+    ):  # negative curvature: the square root of the absolute value serves as well for a preconditioner
+        values, vectors = torch.linalg.eigh((core + core.t()) / 2)
+        half = sketch @ (vectors / values.abs().clamp_min(shift).sqrt())
+    else:
+        half = torch.linalg.solve_triangular(factor.t(), sketch, upper=True, left=False)
+    left, singular, _ = torch.linalg.svd(half, full_matrices=False)
+    values = (singular.square() - shift).clamp_min(0)
+    assert_invertible(float(values.amin()) + damping, float(values.amax()) + damping, size)
+    return Nystroem(left.t().contiguous(), values, damping)
+
 
 # Blocks of vectors that are alive at once, and the share of the free memory that they may take.
 _ALIVE, _SHARE = 10, 4
@@ -37,21 +123,21 @@ def conjugate_gradient(
     """Solve A x = b for each of k right-hand sides, A symmetric positive definite.
 
     Args:
-        apply: A times each of some vectors, [k, p] to [k, p] float64; the damping is A's.
-        rhs: [k, p].
-        tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
-        iterations: at most, for each block of right-hand sides.
-        preconditioner: P, near A; None for none.
-        block: so many right-hand sides at a time; None for as many as fit in memory.
-        spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one vector.
-        say: told when the tolerance is not reached.
+        apply: A times each of some vectors, [k, p] to [k, p] float64; the damping is A's. rhs: [k, p].
+        tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end. iterations:
+        at most, for each block of right-hand sides. preconditioner: P, near A; None for none. block: so many
+        right-hand sides at a time; None for as many as fit in memory. spectrum: whether A's extreme
+        eigenvalues are looked for first, for some tens of products with one vector. say: told when the
+        tolerance is not reached.
 
-    Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and _median, converged, unconverged
-    (how many right-hand sides), preconditioner, and with `spectrum` ritz_min and ritz_max, A's extreme eigenvalues, about.
+    Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and
+    _median, converged, unconverged (how many right-hand sides), preconditioner, and with `spectrum` ritz_min
+    and ritz_max, A's extreme eigenvalues, about.
 
-    Raises InfluenceError where A is found to be singular or indefinite, with the damping that would do, and where numbers are not
-    finite. O'Leary, "The block conjugate gradient algorithm and related methods" (1980), in the form that stays stable when residuals
-    become dependent: Dubrulle, "Retooling the method of block conjugate gradients" (2001), algorithm BCGrQ.
+    Raises InfluenceError where A is found to be singular or indefinite, with the damping that would do, and
+    where numbers are not finite. O'Leary, "The block conjugate gradient algorithm and related methods"
+    (1980), in the form that stays stable when residuals become dependent: Dubrulle, "Retooling the method of
+    block conjugate gradients" (2001), algorithm BCGrQ.
     """
     rhs = rhs.double()
     assert_finite(rhs)
@@ -78,8 +164,9 @@ def conjugate_gradient(
         facts |= {"ritz_min": float(ritz.values[0]), "ritz_max": float(ritz.values[-1])}
     if unconverged:
         say(
-            f"conjugate gradients did not converge: after {run.iterations} iterations the relative residual of {unconverged} of {len(rhs)} "
-            f"right-hand sides is above {tolerance:g}, of the worst {float(residuals.max()):.2g}; raise iterations, or the damping"
+            f"conjugate gradients did not converge: after {run.iterations} iterations the relative residual"
+            f" of {unconverged} of {len(rhs)} right-hand sides is above {tolerance:g}, of the worst"
+            f" {float(residuals.max()):.2g}; raise iterations, or the damping"
         )
     return x, facts
 
@@ -97,7 +184,9 @@ class _Run:
     residuals: list[torch.Tensor] = field(default_factory=list)
 
     def solve(self, rhs: torch.Tensor) -> torch.Tensor:
-        """[k, p]: restarted from the true residual until that is small enough, gains no more, or iterations are used up."""
+        """[k, p]: restarted from the true residual until that is small enough, gains no more, or iterations
+        are used up.
+        """
         size = torch.linalg.vector_norm(rhs, dim=1)
         scale = torch.where(size > 0, size, 1.0).unsqueeze(1)
         x, residual, left = torch.zeros_like(rhs), rhs / scale, self.most
@@ -119,7 +208,9 @@ class _Run:
         return x * scale
 
     def _search(self, residual: torch.Tensor, most: int) -> tuple[torch.Tensor, int]:
-        """The correction [k, p] for residuals [k, p], and the iterations that it took. Inside, vectors are columns."""
+        """The correction [k, p] for residuals [k, p], and the iterations that it took. Inside, vectors are
+        columns.
+        """
         basis, coefficients = orthonormal(self._root(residual, -0.5).t())
         directions, x = basis, torch.zeros_like(residual.t())
         used, searching = 0, True
@@ -154,15 +245,17 @@ class _Run:
         if float(values[0]) < -rounding:
             start = self._root((directions @ vectors[:, :1]).t(), -0.5)[0]
             raise negative_curvature(extremes(self.apply, start))
-        return (vectors / values.clamp_min(rounding)) @ vectors.t()  # directions of a right-hand side that is solved already
+        return (
+            vectors / values.clamp_min(rounding)
+        ) @ vectors.t()  # directions of a right-hand side that is solved already
 
 
 def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Q [p, k] with orthonormal columns and C [k, k] with Q C = the columns given.
 
-    By the Cholesky factor of their inner products, twice, which is a few large products; by Householder reflections where the columns
-    are too close to dependent for that. Yamamoto, Nakatsukasa, Yanagisawa and Fukaya, "Roundoff error analysis of the CholeskyQR2
-    algorithm" (2015).
+    By the Cholesky factor of their inner products, twice, which is a few large products; by Householder
+    reflections where the columns are too close to dependent for that. Yamamoto, Nakatsukasa, Yanagisawa and
+    Fukaya, "Roundoff error analysis of the CholeskyQR2 algorithm" (2015).
     """
     basis, triangle = columns, None
     for _ in range(2):

@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.influence.curvature.spectrum import extremes, random_block
-from psgrad.engine.influence.solvers.refusals import ROUNDING, assert_finite, negative_curvature
+from psgrad.engine.influence.solvers.spectrum import (
+    ROUNDING,
+    assert_finite,
+    extremes,
+    negative_curvature,
+    random_block,
+)
 from psgrad.errors import InfluenceError
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -19,7 +24,8 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 _MARGIN = 1.05
 # The residual is looked at every so many terms, and when it has grown by that factor the series diverges.
 _LOOK, _GROWTH = 10, 100.0
-# Looks over which the residual must fall at all, and how many times the time allowed is the end whatever was predicted.
+# Looks over which the residual must fall at all, and how many times the time allowed is the end whatever was
+# predicted.
 _STALLED, _LATE = 20, 2.0
 
 
@@ -36,21 +42,22 @@ def lissa(
     """Solve A x = b for k right-hand sides by x <- x + (b - A x) / scale, A symmetric positive definite.
 
     Args:
-        apply: A with its damping times each of some vectors, [k, p] to [k, p] float64.
-        rhs: [k, p].
-        tolerance: of |b - A x| / |b|, for every right-hand side. iterations: at most.
-        seconds: what it may take; the number of terms is predicted from the spectrum, and their time from the first. None for any time.
-        scale: above half of A's largest eigenvalue; None for a little more than the largest that Lanczos finds.
-        say: told when the tolerance is not reached, and why: terms or time are used up, or the residual falls no more.
+        apply: A with its damping times each of some vectors, [k, p] to [k, p] float64. rhs: [k, p].
+        tolerance: of |b - A x| / |b|, for every right-hand side. iterations: at most. seconds: what it may
+        take; the number of terms is predicted from the spectrum, and their time from the first. None for any
+        time. scale: above half of A's largest eigenvalue; None for a little more than the largest that
+        Lanczos finds. say: told when the tolerance is not reached, and why: terms or time are used up, or the
+        residual falls no more.
 
-    Returns x [k, p] float64 and facts: iterations, relative_residual_max and _median (of the x returned), converged, unconverged,
-    scale, ritz_min, ritz_max. It takes about log(1 / tolerance) times A's condition number in products, and no randomness: the terms are
-    those of Agarwal, Bullins and Hazan, "Second-order stochastic optimization for machine learning in linear time" (2017), with the
-    whole training set in each. With A = H + lam I, x / scale is the x of x <- b + (1 - d) x - H x / scale in Koh and Liang (2017) for
-    the damping lam = scale * d: here it is lam that is given.
+    Returns x [k, p] float64 and facts: iterations, relative_residual_max and _median (of the x returned),
+    converged, unconverged, scale, ritz_min, ritz_max. It takes about log(1 / tolerance) times A's condition
+    number in products, and no randomness: the terms are those of Agarwal, Bullins and Hazan, "Second-order
+    stochastic optimization for machine learning in linear time" (2017), with the whole training set in each.
+    With A = H + lam I, x / scale is the x of x <- b + (1 - d) x - H x / scale in Koh and Liang (2017) for the
+    damping lam = scale * d: here it is lam that is given.
 
-    Raises InfluenceError where the series diverges, where it is predicted to take longer than `seconds`, and where A is found not to be
-    positive definite.
+    Raises InfluenceError where the series diverges, where it is predicted to take longer than `seconds`, and
+    where A is found not to be positive definite.
     """
     rhs = rhs.double()
     assert_finite(rhs)
@@ -80,7 +87,10 @@ def lissa(
         if not worst < _GROWTH * min(best):
             raise InfluenceError(
                 f"LiSSA diverges: after {used} iterations the relative residual is {worst:.3g}",
-                expected=f"a scale above half the largest eigenvalue, which is about {highest:.3g}; it is {scale:.3g}",
+                expected=(
+                    f"a scale above half the largest eigenvalue, which is about {highest:.3g}; it is"
+                    f" {scale:.3g}"
+                ),
                 next_step="leave out the scale; or solver: conjugate_gradient, which needs none",
             )
         best.append(worst)
@@ -93,8 +103,9 @@ def lissa(
     unconverged = int((relative > tolerance).sum())
     if unconverged:
         say(
-            f"LiSSA did not converge: {why} the relative residual of {unconverged} of {len(rhs)} right-hand sides is "
-            f"above {tolerance:g}, of the worst {float(relative.max()):.2g}; solver: conjugate_gradient takes far fewer products"
+            f"LiSSA did not converge: {why} the relative residual of {unconverged} of {len(rhs)} right-hand"
+            f" sides is above {tolerance:g}, of the worst {float(relative.max()):.2g}; solver:"
+            " conjugate_gradient takes far fewer products"
         )
     facts = {
         "iterations": used,
@@ -117,11 +128,14 @@ def _terms(lowest: float, scale: float, tolerance: float) -> int:
 
 def _too_long(terms: int, predicted: float, seconds: float, condition: float) -> InfluenceError:
     return InfluenceError(
-        f"LiSSA is predicted to take {terms:,} products with the curvature for every query, about {_told(predicted)}",
+        f"LiSSA is predicted to take {terms:,} products with the curvature for every query, about"
+        f" {_told(predicted)}",
         expected=f"at most {_told(seconds)}, where the options name no number of iterations",
         cause=f"a condition number of {condition:.2g}, by which the number of products grows",
-        next_step="set solver: conjugate_gradient, which takes far fewer products; or a larger damping, a larger tolerance, or iterations: "
-        f"{terms}, which are then taken however long that is",
+        next_step=(
+            "set solver: conjugate_gradient, which takes far fewer products; or a larger damping, a larger"
+            f" tolerance, or iterations: {terms}, which are then taken however long that is"
+        ),
     )
 
 

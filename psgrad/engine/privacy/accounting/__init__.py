@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from psgrad.engine.privacy.accounting.adaptive import adaptive_multiplier
-from psgrad.engine.privacy.accounting.calibration import noise_multiplier_for
-from psgrad.engine.privacy.accounting.composed import coarse_epsilon_pld, epsilon_pld
-from psgrad.engine.privacy.accounting.curve import curve_accountant, epsilon_curve, pld_curve
-from psgrad.engine.privacy.accounting.epsilon import Epsilon
+from psgrad.engine.privacy.accounting.calibration import adaptive_multiplier, noise_multiplier_for
+from psgrad.engine.privacy.accounting.composition import (
+    coarse_epsilon_pld,
+    curve_accountant,
+    epsilon_curve,
+    epsilon_pld,
+    pld_curve,
+)
+from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
 from psgrad.engine.privacy.accounting.events import Events, Mechanism, StepEvent, event_of, merged
-from psgrad.engine.privacy.accounting.moments import epsilon_rdp
 
 __all__ = [
     "Epsilon",

@@ -1,14 +1,17 @@
-"""The noise that a target needs."""
+"""The noise that a target needs.
+
+How the noise of one step is shared out between its sum of gradients and the count that an adaptive bound
+follows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from psgrad.engine.privacy.accounting.composed import coarse_epsilon_pld, epsilon_pld
-from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta
+from psgrad.engine.privacy.accounting.composition import coarse_epsilon_pld, epsilon_pld
+from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta, epsilon_rdp, why_not_rdp
 from psgrad.engine.privacy.accounting.events import Events, merged
-from psgrad.engine.privacy.accounting.moments import epsilon_rdp, why_not_rdp
 from psgrad.errors import ConfigError
 
 # Noise multipliers that are looked at: beyond these, a target can't be met, or is met by next to no noise.
@@ -20,22 +23,27 @@ _DIGITS = 6
 
 
 def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callable[[float], Events]) -> float:
-    """The noise multiplier whose steps cost at most `target_epsilon` at delta, and at least 99.95 percent of it.
+    """The noise multiplier whose steps cost at most `target_epsilon` at delta, and at least 99.95 percent of
+    it.
 
-    The figure that is held against the target is that of loss distributions, which is reported in the end, and of moments for noise that
-    they don't cover. A coarse grid finds the place first; a few seconds.
+    The figure that is held against the target is that of loss distributions, which is reported in the end,
+    and of moments for noise that they don't cover. A coarse grid finds the place first; a few seconds.
 
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
 
-    Raises ConfigError for a target that is no positive number, that needs more noise than a multiplier of 1e6, or that is met with next
-    to none, and as `epsilon_pld` does.
+    Raises ConfigError for a target that is no positive number, that needs more noise than a multiplier of
+    1e6, or that is met with next to none, and as `epsilon_pld` does.
     """
     assert_delta(delta)
     if not 0 < target_epsilon < math.inf:
         raise ConfigError(f"the target epsilon is {target_epsilon!r}", expected="a positive number")
     kinds = list(merged(events_for(1.0)))
     if not kinds:
-        raise ConfigError("a target epsilon was given for no steps at all", expected="at least one step", cause="privacy.steps is 0")
+        raise ConfigError(
+            "a target epsilon was given for no steps at all",
+            expected="at least one step",
+            cause="privacy.steps is 0",
+        )
     by_moments = not any(why_not_rdp(event) for event in kinds)
     losses = coarse_epsilon_pld(events_for(1.0), delta)
     by_losses = losses.value is not None
@@ -55,7 +63,9 @@ def _solved(
     guess: float,
     close: float,
 ) -> float:
-    """The multiplier at which this accountant says (1 - close) * target to target, by secants of log epsilon over log multiplier."""
+    """The multiplier at which this accountant says (1 - close) * target to target, by secants of log epsilon
+    over log multiplier.
+    """
     aim = target * (1 - close / 2)
     low: tuple[float, float] | None = None  # (multiplier, epsilon) with too little noise
     high: tuple[float, float] | None = None  # with enough
@@ -74,8 +84,12 @@ def _solved(
             multiplier *= max((epsilon / aim) ** 0.7, 0.25)
             if multiplier < _LEAST:
                 raise ConfigError(
-                    f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise multiplier of {_LEAST:g})",
-                    cause="delta is above the probability that a record is drawn at all, or the target promises nothing",
+                    f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise"
+                    f" multiplier of {_LEAST:g})",
+                    cause=(
+                        "delta is above the probability that a record is drawn at all, or the target promises"
+                        " nothing"
+                    ),
                     next_step="choose a delta below one over the number of records, and a smaller target",
                 )
         elif high is None:
@@ -94,8 +108,40 @@ def _solved(
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], aim: float, bisect: bool) -> float:
-    """Where the line through both points, of logarithms, meets the aim; in the middle where there is no such line, and if told to."""
+    """Where the line through both points, of logarithms, meets the aim; in the middle where there is no such
+    line, and if told to.
+    """
     share = 0.5
     if not bisect and high[1] > 0 and math.isfinite(low[1]):
         share = min(max(math.log(low[1] / aim) / math.log(low[1] / high[1]), 0.01), 0.99)
     return math.exp((1 - share) * math.log(low[0]) + share * math.log(high[0]))
+
+
+def adaptive_multiplier(multiplier: float, count_multiplier: float) -> float:
+    """The noise multiplier of the sum, where a count is released beside it and both together cost what
+    `multiplier` says.
+
+    Sum and count, each divided by its noise's standard deviation, are one Gaussian release whose sensitivity
+    is the root of multiplier_of_sum^-2 + multiplier_of_count^-2; that is to be multiplier^-1 (Andrew et al.,
+    "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871, theorem 1).
+
+    Args:
+        multiplier: z, which is what is accounted. count_multiplier: sigma_b. The recentred count moves by
+        1/2, so that its multiplier is 2 * sigma_b: its noise must have the
+            standard deviation 2 * sigma_b * (how far the recentred count moves under the relation).
+
+    Raises ConfigError where the count alone costs as much as both may.
+    """
+    if multiplier == 0:
+        return 0.0
+    if not 0 < multiplier < 2 * count_multiplier:
+        raise ConfigError(
+            f"the noise multiplier is {multiplier!r}, and the count's is {count_multiplier!r}",
+            expected="a count_noise_multiplier above half of the noise multiplier",
+            cause=(
+                "the count's noise is part of what the noise multiplier pays for, and leaves nothing to"
+                " the sum"
+            ),
+            next_step=f"raise count_noise_multiplier, for example to {max(10.0, 5 * abs(multiplier)):g}",
+        )
+    return (multiplier**-2 - (2 * count_multiplier) ** -2) ** -0.5

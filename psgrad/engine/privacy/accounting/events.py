@@ -1,7 +1,8 @@
 """What one step costs: the event that a ledger line holds and an accountant reads.
 
-A step draws records by a scheme, sums their clipped gradients, and adds noise whose standard deviation is the noise multiplier times the
-sum's sensitivity under a relation between datasets. These three say all that epsilon depends on.
+A step draws records by a scheme, sums their clipped gradients, and adds noise whose standard deviation is the
+noise multiplier times the sum's sensitivity under a relation between datasets. These three say all that
+epsilon depends on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import FIELDS, Sampling, Scheme
 from psgrad.errors import ConfigError
 
@@ -20,7 +21,8 @@ Mechanism = Literal["gaussian", "discrete_gaussian"]
 Events = Sequence[tuple["StepEvent", int]]
 """(event, how many such steps), in the order in which they are taken."""
 
-# What some accountant covers, of each scheme: moments (RDP), and privacy loss distributions (PLD), which need continuous noise.
+# What some accountant covers, of each scheme: moments (RDP), and privacy loss distributions (PLD), which need
+# continuous noise.
 RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out"),
     "truncated_poisson": (),
@@ -34,8 +36,14 @@ PLD_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
 # Noise multipliers beyond these have squares that float64 can't hold together with their products.
 _LEAST, _MOST = 1e-100, 1e100
 _WHY_NONE = {
-    ("fixed", "add_or_remove_one"): "a record more or less does not change the size of a fixed batch, so nothing protects that size",
-    ("truncated_poisson", "add_or_remove_one"): "truncation depends on the number of records, which this relation takes for private",
+    (
+        "fixed",
+        "add_or_remove_one",
+    ): "a record more or less does not change the size of a fixed batch, so nothing protects that size",
+    (
+        "truncated_poisson",
+        "add_or_remove_one",
+    ): "truncation depends on the number of records, which this relation takes for private",
 }
 
 
@@ -44,7 +52,8 @@ class StepEvent:
     """One step, as an accountant sees it.
 
     Attributes:
-        noise_multiplier: z; the noise has standard deviation z * sensitivity on the sum, where the sensitivity is that of the relation
+        noise_multiplier: z; the noise has standard deviation z * sensitivity on the sum, where the
+        sensitivity is that of the relation
             (doubled where a record is replaced). With an adaptive bound, what sum and count cost together.
         sampling: how the batch was drawn.
         relation: which datasets are neighbours.
@@ -61,13 +70,21 @@ class StepEvent:
     def __post_init__(self) -> None:
         _assert_one_of("relation", self.relation, get_args(Relation))
         _assert_one_of("mechanism", self.mechanism, get_args(Mechanism))
-        number = isinstance(self.noise_multiplier, int | float) and not isinstance(self.noise_multiplier, bool)
+        number = isinstance(self.noise_multiplier, int | float) and not isinstance(
+            self.noise_multiplier, bool
+        )
         if not number or not 0 <= self.noise_multiplier < math.inf:
-            raise ConfigError(f"the noise multiplier is {self.noise_multiplier!r}", expected="a finite number, at least 0 (no noise)")
+            raise ConfigError(
+                f"the noise multiplier is {self.noise_multiplier!r}",
+                expected="a finite number, at least 0 (no noise)",
+            )
         if self.noise_multiplier and not _LEAST <= self.noise_multiplier <= _MOST:
             raise ConfigError(
                 f"the noise multiplier is {self.noise_multiplier!r}",
-                expected=f"0 for no noise, or a number from {_LEAST:g} to {_MOST:g}, whose square an accountant can hold",
+                expected=(
+                    f"0 for no noise, or a number from {_LEAST:g} to {_MOST:g}, whose square an accountant"
+                    " can hold"
+                ),
                 cause="a mistyped exponent, or a schedule whose factor is far from 1",
                 next_step="choose a multiplier near 1; a target_epsilon computes it",
             )
@@ -82,20 +99,26 @@ class StepEvent:
         if self.mechanism == "discrete_gaussian" and self.relation not in RDP_RELATIONS[scheme]:
             raise ConfigError(
                 f"no accountant covers discrete noise with {scheme} sampling under {self.relation}",
-                expected="poisson sampling under add_or_remove_one or zero_out, or fixed batches under replace_one or zero_out",
+                expected=(
+                    "poisson sampling under add_or_remove_one or zero_out, or fixed batches under replace_one"
+                    " or zero_out"
+                ),
                 cause="discrete noise is accounted by its moments, and these are known for the schemes above",
                 next_step="choose one of these, or `mechanism: gaussian`",
             )
 
     @property
     def sample_rate(self) -> float:
-        """The probability that a step is accounted to draw a record with: 1 for fixed batches, which are not amplified."""
+        """The probability that a step is accounted to draw a record with: 1 for fixed batches, which are not
+        amplified.
+        """
         return 1.0 if self.sampling.sample_rate is None else float(self.sampling.sample_rate)
 
-    # The factor 2 of replaced records. Noise has standard deviation z * S, where S is C where a record comes, goes or loses its gradient,
-    # and 2C where it is replaced. The two accountants take different numbers for the same noise: the moments of a Gaussian are asked for
-    # standard deviation / sensitivity; dp-accounting's privacy loss distributions for standard deviation / C, and under REPLACE_ONE they
-    # move the sum by 2C themselves. No other place of psgrad knows of this.
+    # The factor 2 of replaced records. Noise has standard deviation z * S, where S is C where a record comes,
+    # goes or loses its gradient, and 2C where it is replaced. The two accountants take different numbers for
+    # the same noise: the moments of a Gaussian are asked for standard deviation / sensitivity;
+    # dp-accounting's privacy loss distributions for standard deviation / C, and under REPLACE_ONE they move
+    # the sum by 2C themselves. No other place of psgrad knows of this.
 
     @property
     def rdp_multiplier(self) -> float:
@@ -104,7 +127,9 @@ class StepEvent:
 
     @property
     def pld_multiplier(self) -> float:
-        """The noise as dp-accounting's privacy loss distributions take it: standard deviation / bound of one record."""
+        """The noise as dp-accounting's privacy loss distributions take it: standard deviation / bound of one
+        record.
+        """
         return 2.0 * self.noise_multiplier if self.relation == "replace_one" else float(self.noise_multiplier)
 
     def line(self) -> dict[str, Any]:
@@ -137,14 +162,19 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
     # A line that names a number of another scheme contradicts itself; Sampling says so.
     numbers = {name: field(name) for name in FIELDS[scheme]}
     others = {name: line[name] for names in FIELDS.values() for name in names if line.get(name) is not None}
-    return StepEvent(field("noise_multiplier"), Sampling(scheme, **(others | numbers)), field("relation"), field("mechanism"))
+    return StepEvent(
+        field("noise_multiplier"),
+        Sampling(scheme, **(others | numbers)),
+        field("relation"),
+        field("mechanism"),
+    )
 
 
 def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
     """How many steps of each event, in order of first appearance, none of zero steps.
 
-    Raises ConfigError for a number of steps that is no natural number, and for events under different relations: their costs don't add up
-    to a guarantee under either.
+    Raises ConfigError for a number of steps that is no natural number, and for events under different
+    relations: their costs don't add up to a guarantee under either.
     """
     counts: dict[StepEvent, int] = {}
     for event, steps in events:
@@ -156,7 +186,11 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
             raise ConfigError(
                 f"the number of steps is {steps!r}",
                 expected="a whole number, at least 0",
-                cause="epochs divided by the sampling rate, which is rarely whole" if isinstance(steps, float) else None,
+                cause=(
+                    "epochs divided by the sampling rate, which is rarely whole"
+                    if isinstance(steps, float)
+                    else None
+                ),
             )
         if number:
             counts[event] = counts.get(event, 0) + number
@@ -170,12 +204,14 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
     return counts
 
 
-# More unlike steps than this are rounded to powers of this number: each unlike one takes dp-accounting some 50 ms.
+# More unlike steps than this are rounded to powers of this number: each unlike one takes dp-accounting some
+# 50 ms.
 _UNLIKE, _POWERS_OF = 40, 1.02
 
 
 def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], str | None]:
-    """The same steps, with noise multipliers that are powers of 1.02 where there are many unlike ones; and what was done, if anything.
+    """The same steps, with noise multipliers that are powers of 1.02 where there are many unlike ones; and
+    what was done, if anything.
 
     None is larger than it was, and less noise has more loss: epsilon only grows.
     """
@@ -183,7 +219,11 @@ def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int],
         return dict(counts), None
     fewer: dict[StepEvent, int] = {}
     for event, steps in counts.items():
-        power = math.floor(math.log(event.noise_multiplier) / math.log(_POWERS_OF)) if event.noise_multiplier else 0
+        power = (
+            math.floor(math.log(event.noise_multiplier) / math.log(_POWERS_OF))
+            if event.noise_multiplier
+            else 0
+        )
         lower = replace(event, noise_multiplier=min(event.noise_multiplier, _POWERS_OF**power))
         fewer[lower] = fewer.get(lower, 0) + steps
     return fewer, f"{len(counts)} unlike noise multipliers were rounded down, by at most {_POWERS_OF - 1:.0%}"

@@ -1,4 +1,6 @@
-"""What a game of canaries says about epsilon: the largest that it refutes, by three methods, and whether it refutes what is declared."""
+"""What a game of canaries says about epsilon: the largest that it refutes, by three methods, and whether it
+refutes what is declared.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,28 @@ from psgrad.engine.privacy.audit.one_run import (
     Guesses,
     Profile,
     Rates,
+    distance,
     epsilon_for_any_mechanism,
     guess,
     is_refuted,
+    profile_of,
     rates,
+    scaled,
     strategies,
     tails,
 )
-from psgrad.engine.privacy.audit.profiles import distance, profile_of, scaled
 
-# The methods; _SHARES is how what may go wrong is shared out among them. The last one sees most where mechanisms are sound, and so it gets
-# the most.
+# The methods; _SHARES is how what may go wrong is shared out among them. The last one sees most where
+# mechanisms are sound, and so it gets the most.
 METHODS = {
     "guesses": "any mechanism (Steinke et al. 2023, theorem 5.2)",
     "profile": "this mechanism with less noise (Mahloujifar et al. 2024)",
     "rates": "this mechanism with less noise, canaries independent (Clopper and Pearson)",
 }
 _SHARES = {"guesses": 0.1, "profile": 0.1, "rates": 0.8}
-# The noise is looked for in steps of a twelfth of an octave, up to so many octaves more than declared, and down to where neighbours are so
-# many standard deviations apart that nothing is promised that could be refuted.
+# The noise is looked for in steps of a twelfth of an octave, up to so many octaves more than declared, and
+# down to where neighbours are so many standard deviations apart that nothing is promised that could be
+# refuted.
 _TO_THE_OCTAVE, _OCTAVES, _NO_PROMISE = 12, 8, 25.0
 
 
@@ -42,9 +47,9 @@ class Bound:
     """What one method refutes.
 
     Attributes:
-        method: a key of METHODS.
-        epsilon: the largest epsilon that is refuted, at the audit's delta; 0 where none is.
-        noise: the noise that there is at most, as a share of the declared noise; None for a method that knows no mechanism. 1 or more:
+        method: a key of METHODS. epsilon: the largest epsilon that is refuted, at the audit's delta; 0 where
+        none is. noise: the noise that there is at most, as a share of the declared noise; None for a method
+        that knows no mechanism. 1 or more:
             what is declared stands.
         evidence: the guesses or rates behind it, in words.
     """
@@ -60,9 +65,10 @@ class Verdict:
     """What a game says, with all methods together.
 
     Attributes:
-        epsilon: a lower bound on epsilon at `delta`, wrong with a probability of at most 1 - `confidence`: the best of the methods'.
-        declared: whether what is declared stands. `epsilon` is then below the accounted one.
-        guesses: of the best strategy against any mechanism: how many guesses, and how many right.
+        epsilon: a lower bound on epsilon at `delta`, wrong with a probability of at most 1 - `confidence`:
+        the best of the methods'. declared: whether what is declared stands. `epsilon` is then below the
+        accounted one. guesses: of the best strategy against any mechanism: how many guesses, and how many
+        right.
     """
 
     epsilon: float
@@ -73,8 +79,12 @@ class Verdict:
     guesses: Guesses
 
 
-def judge(played: Played, events: Events, delta: float, confidence: float, accounted: float | None) -> Verdict:
-    """Hold a game against the steps that were declared; `accounted` is their epsilon at this delta, None where there is none to state."""
+def judge(
+    played: Played, events: Events, delta: float, confidence: float, accounted: float | None
+) -> Verdict:
+    """Hold a game against the steps that were declared; `accounted` is their epsilon at this delta, None
+    where there is none to state.
+    """
     level = {method: (1 - confidence) * share for method, share in _SHARES.items()}
     guesses = [guess(played.scores, played.inside, strategy) for strategy in strategies(len(played.scores))]
     any_epsilon, best = epsilon_for_any_mechanism(guesses, delta, level["guesses"])
@@ -85,11 +95,21 @@ def judge(played: Played, events: Events, delta: float, confidence: float, accou
         thresholds = np.quantile(played.simulated, [1 - tail for tail in tails(len(played.scores))])
         found_rates = [rates(played.scores, played.inside, threshold) for threshold in thresholds]
         family = _Family(events, delta)
-        bounds.append(_less_noise("profile", [_of_guesses(each, level["profile"] / len(guesses)) for each in guesses], family))
-        bounds.append(_less_noise("rates", [_of_rates(each, level["rates"] / len(found_rates)) for each in found_rates], family))
+        bounds.append(
+            _less_noise(
+                "profile", [_of_guesses(each, level["profile"] / len(guesses)) for each in guesses], family
+            )
+        )
+        bounds.append(
+            _less_noise(
+                "rates", [_of_rates(each, level["rates"] / len(found_rates)) for each in found_rates], family
+            )
+        )
     less = any(bound.noise is not None and bound.noise < 1 for bound in bounds)
     more = noisy and accounted is not None and any_epsilon > accounted
-    return Verdict(max(bound.epsilon for bound in bounds), delta, confidence, not (less or more), tuple(bounds), shown)
+    return Verdict(
+        max(bound.epsilon for bound in bounds), delta, confidence, not (less or more), tuple(bounds), shown
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,10 @@ def _of_guesses(found: Guesses, level: float) -> _Test:
 
 
 def _of_rates(found: Rates, level: float) -> _Test:
-    told = f"a threshold that {found.hits} of {found.inside} pass that are in, {found.alarms} of {found.outside} that are out"
+    told = (
+        f"a threshold that {found.hits} of {found.inside} pass that are in, {found.alarms} of {found.outside}"
+        " that are out"
+    )
     return _Test(told, lambda profile: found.is_refuted_by(profile, level))
 
 
@@ -130,7 +153,8 @@ class _Family:
 
 
 def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
-    """How much noise there is at most: the least share of the declared noise that some test refutes, and its epsilon.
+    """How much noise there is at most: the least share of the declared noise that some test refutes, and its
+    epsilon.
 
     Where one amount of noise is refuted, more of it is, too, as it promises more.
     """
@@ -147,10 +171,14 @@ def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
         middle = 0 if stands < 0 < refuted else (stands + refuted) // 2
         test = refuting(middle)
         stands, refuted, found = (stands, middle, test) if test is not None else (middle, refuted, found)
-    return Bound(method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.told)
+    return Bound(
+        method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.told
+    )
 
 
 def smallest_epsilon(profile: Profile, delta: float) -> float:
-    """The least epsilon, of those that the profile has, at which it keeps to delta; infinite where none does."""
+    """The least epsilon, of those that the profile has, at which it keeps to delta; infinite where
+    none does.
+    """
     kept = np.flatnonzero(profile.deltas <= delta)
     return float(profile.epsilons[kept[0]]) if len(kept) else math.inf

@@ -1,8 +1,8 @@
-"""Whether what a step adds to its clipped sum is the noise that it declares: its spread, its shape, no number of it used twice, and no
-number that is released off its public grid.
+"""Whether what a step adds to its clipped sum is the noise that it declares: its spread, its shape, no number
+of it used twice, and no number that is released off its public grid.
 
-The auditor knows the clipped sums, so the noise is what is left of the noisy ones, and no canary is needed to look at it. Each question is
-a test whose probability of a false alarm is known.
+The auditor knows the clipped sums, so the noise is what is left of the noisy ones, and no canary is needed to
+look at it. Each question is a test whose probability of a false alarm is known.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Array = np.ndarray[Any, Any]
 
 # The probability that noise as declared raises an alarm, over all questions together.
 FALSE_ALARM = 1e-6
-# Numbers that are kept of a step, of each step after so many in all, and of each tensor for the comparison of tensors. Noise that is off is
-# off everywhere.
+# Numbers that are kept of a step, of each step after so many in all, and of each tensor for the comparison of
+# tensors. Noise that is off is off everywhere.
 _KEPT, _ENOUGH, _KEPT_LATER, _KEPT_OF_A_TENSOR = 1 << 16, 1 << 23, 1 << 12, 512
-# Tensors with fewer numbers say nothing about being alike, and more pieces than this are not compared with one another.
+# Tensors with fewer numbers say nothing about being alike, and more pieces than this are not compared with
+# one another.
 _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
 
 
@@ -45,7 +46,9 @@ class NoiseCheck:
 
     @property
     def alarms(self) -> list[str]:
-        """The questions whose answers are too extreme: one or more with a probability of at most FALSE_ALARM if all is well."""
+        """The questions whose answers are too extreme: one or more with a probability of at most FALSE_ALARM
+        if all is well.
+        """
         return [question for question, p in self.p_values.items() if p < FALSE_ALARM / len(self.p_values)]
 
 
@@ -58,15 +61,21 @@ class NoiseLog:
         self._coarsest = 0.0
         self._off_grid = False
 
-    def add(self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float, grid: float | None = None) -> None:
-        """One step: its noisy and its clipped sums (multiples of the grid, where there is one), and the noise's declared std, above 0."""
+    def add(
+        self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float, grid: float | None = None
+    ) -> None:
+        """One step: its noisy and its clipped sums (multiples of the grid, where there is one), and the
+        noise's declared std, above 0.
+        """
         released_on = grid_of(std) if grid is None else grid
         step: list[Array] = []
         room = _KEPT if sum(map(len, self._steps)) < _ENOUGH else _KEPT_LATER
         for name, value in noisy.items():
             head = value.detach().flatten()[: max(room, _KEPT_OF_A_TENSOR)].cpu().double()
             self._off_grid |= not torch.equal((head / released_on).round() * released_on, head)
-            before = clean[name].detach().flatten()[: len(head)].cpu().double() * (1.0 if grid is None else grid)
+            before = clean[name].detach().flatten()[: len(head)].cpu().double() * (
+                1.0 if grid is None else grid
+            )
             noise: Array = ((head - before) / std).numpy()
             if len(noise) >= _SMALLEST_PIECE and len(self._pieces) < _MOST_PIECES:
                 self._pieces.append(noise[:_KEPT_OF_A_TENSOR])
@@ -77,7 +86,9 @@ class NoiseLog:
             self._coarsest = max(self._coarsest, grid / std)
 
     def check(self) -> NoiseCheck:
-        """The answers about all steps that were added. No two steps are told apart: their noise should all be of one distribution."""
+        """The answers about all steps that were added. No two steps are told apart: their noise should all be
+        of one distribution.
+        """
         from scipy.stats import chi2, kstest, norm
 
         if not self._steps:
@@ -104,9 +115,11 @@ def _two_sided(below: float, above: float) -> float:
 
 
 def _most_alike(rows: list[Array]) -> float:
-    """The probability that two of these vectors of independent normal numbers are as alike as the most alike two, as far as both reach.
+    """The probability that two of these vectors of independent normal numbers are as alike as the most alike
+    two, as far as both reach.
 
-    The squared cosine of n such numbers has the distribution Beta(1/2, (n - 1) / 2); times the number of pairs, for the choice.
+    The squared cosine of n such numbers has the distribution Beta(1/2, (n - 1) / 2); times the number of
+    pairs, for the choice.
     """
     from scipy.stats import beta
 

@@ -1,7 +1,8 @@
 """Record and replay: one step on a dataset, and again on a neighbour with the very same random numbers.
 
-What then differs is the data's doing. The distance of the two sums before noise must stay within the declared sensitivity, and nothing that
-is published besides the sums may differ at all (the method of "Re:cord-play", arXiv 2602.17454, which found a dozen libraries wrong).
+What then differs is the data's doing. The distance of the two sums before noise must stay within the declared
+sensitivity, and nothing that is published besides the sums may differ at all (the method of "Re:cord-play",
+arXiv 2602.17454, which found a dozen libraries wrong).
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.adaptive import AdaptiveBound
-from psgrad.engine.privacy.clipped import ClippedSum
-from psgrad.engine.privacy.clipping import Clipping, Group
+from psgrad.engine.privacy.batches import GradientSource
+from psgrad.engine.privacy.clipped_sums import ClippedSum
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.relation import Relation
-from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.step import NoisySum, private_sum
 from psgrad.errors import PsgradError
 
-# Of the longer of two sums, how far they may be apart because the gradients of the records that both have are rounded otherwise in other
-# company: in units of the type in which they are computed.
+# Of the longer of two sums, how far they may be apart because the gradients of the records that both have are
+# rounded otherwise in other company: in units of the type in which they are computed.
 _LAST_PLACES = 4
 
 
 class DrawsDiffer(PsgradError):
-    """The replayed step asked for other random numbers than the recorded one: the data decide how many are drawn."""
+    """The replayed step asked for other random numbers than the recorded one: the data decide how many are
+    drawn.
+    """
 
 
 class Tape:
@@ -46,7 +48,9 @@ class Tape:
         return _Recording(generator, self._drawn)
 
     def replaying(self) -> _Replaying:
-        """A generator that gives the same numbers again, and raises DrawsDiffer where other ones are asked for."""
+        """A generator that gives the same numbers again, and raises DrawsDiffer where other ones are asked
+        for.
+        """
         return _Replaying(self._drawn)
 
 
@@ -65,7 +69,9 @@ class _Told(Generator):
         drawn: np.ndarray[Any, np.dtype[np.float64]] = self._give(("uniform", n)).copy()
         return drawn
 
-    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
         drawn: Tensor = self._give(("normal", tuple(shape), dtype, str(torch.device(device)))).clone()
         return drawn
 
@@ -96,7 +102,8 @@ class _Replaying(_Told):
         recorded = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
         if recorded[0] != asked:
             raise DrawsDiffer(
-                f"draw {self._next + 1} of the step on the neighbour is {asked}, and was {recorded[0] or 'none'} on the dataset",
+                f"draw {self._next + 1} of the step on the neighbour is {asked}, and was"
+                f" {recorded[0] or 'none'} on the dataset",
                 expected="the same random numbers, whatever the data are",
                 cause="noise that is skipped, or drawn again, depending on records",
             )
@@ -111,19 +118,21 @@ class _Replaying(_Told):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a dataset and its neighbour gave, the random numbers being the same. NOT PRIVATE where the data are real.
+    """What a dataset and its neighbour gave, the random numbers being the same. NOT PRIVATE where the data
+    are real.
 
     Attributes:
-        pair: how the neighbour differs, in words.
-        distance: between the two clipped sums, before noise; in L2. Infinite or NaN where a sum is not finite.
-        sensitivity: what it may be.
-        over: by how much the distance in a clipping group exceeds what it may be there, in the group that is the worst; below 0 where none
+        pair: how the neighbour differs, in words. distance: between the two clipped sums, before noise; in
+        L2. Infinite or NaN where a sum is not finite. sensitivity: what it may be. over: by how much the
+        distance in a clipping group exceeds what it may be there, in the group that is the worst; below 0
+        where none
             does.
-        tolerance: by how much records that are in both batches may take it further, whose gradients are rounded otherwise in other company;
+        tolerance: by how much records that are in both batches may take it further, whose gradients are
+        rounded otherwise in other company;
             0 where one batch is empty, as a record's own part has no tolerance.
-        count_distance, count_sensitivity: the same of the count that an adaptive bound follows; None without one.
-        differing: what is published besides the noisy sums and is not the same for both.
-        finite: whether all released numbers are.
+        count_distance, count_sensitivity: the same of the count that an adaptive bound follows; None without
+        one. differing: what is published besides the noisy sums and is not the same for both. finite: whether
+        all released numbers are.
     """
 
     pair: str
@@ -146,9 +155,17 @@ class Replayed:
 
     @property
     def holds(self) -> bool:
-        """Whether the sensitivity is kept to, all that is published is the same, and all that is released is finite."""
-        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance  # not so for NaN
-        counted = self.count_distance is None or self.count_sensitivity is None or self.count_distance <= self.count_sensitivity
+        """Whether the sensitivity is kept to, all that is published is the same, and all that is released is
+        finite.
+        """
+        near = (
+            self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
+        )  # not so for NaN
+        counted = (
+            self.count_distance is None
+            or self.count_sensitivity is None
+            or self.count_distance <= self.count_sensitivity
+        )
         return near and counted and self.finite and not self.differing
 
 
@@ -169,12 +186,15 @@ def record_replay(
     """Take a private step on a drawn batch, and again on the neighbour's, with the noise frozen.
 
     Args:
-        source, neighbour: the two batches. Draws of common records are the same by the caller's choice of them.
-        public: what would be published of a step besides its noisy sums, as name -> value. The names and shapes of the sums, the
-            sensitivity, the noise's standard deviation and the number of random draws are looked at in any case.
+        source, neighbour: the two batches. Draws of common records are the same by the caller's choice of
+        them. public: what would be published of a step besides its noisy sums, as name -> value. The names
+        and shapes of the sums, the
+            sensitivity, the noise's standard deviation and the number of random draws are looked at in any
+            case.
         computed_in: the narrowest type in which gradients are computed.
 
-    The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is the count that is measured.
+    The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
+    the count that is measured.
     """
     tape = Tape()
     replaying = tape.replaying()
@@ -185,7 +205,15 @@ def record_replay(
         heard = _heard(each, seen)
         try:
             outcomes.append(
-                private_sum(heard, clipping, noise, relation, numbers, adaptive=adaptive, expected_batch_size=expected_batch_size)
+                private_sum(
+                    heard,
+                    clipping,
+                    noise,
+                    relation,
+                    numbers,
+                    adaptive=adaptive,
+                    expected_batch_size=expected_batch_size,
+                )
             )
         except DrawsDiffer:
             differing.append("the random draws")
@@ -197,7 +225,11 @@ def record_replay(
     effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
     counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
     alone = any(len(clipped.records.norms) == 0 for clipped in seen)
-    tolerance = 0.0 if alone or effective.grid is not None else _LAST_PLACES * torch.finfo(computed_in).eps * _longest(seen)
+    tolerance = (
+        0.0
+        if alone or effective.grid is not None
+        else _LAST_PLACES * torch.finfo(computed_in).eps * _longest(seen)
+    )
     sensitivity = effective.sensitivity(relation)
     return Replayed(
         pair,
@@ -224,11 +256,19 @@ def _heard(source: GradientSource, seen: list[ClippedSum]) -> GradientSource:
 
 def _shapes(outcome: NoisySum) -> dict[str, Any]:
     tensors = {name: (tuple(value.shape), str(value.dtype)) for name, value in outcome.sums.items()}
-    return {"the released tensors": tensors, "the sensitivity": outcome.sensitivity, "the noise's std": outcome.noise_std}
+    return {
+        "the released tensors": tensors,
+        "the sensitivity": outcome.sensitivity,
+        "the noise's std": outcome.noise_std,
+    }
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**first, **second} if name not in first or name not in second or first[name] != second[name]]
+    return [
+        name
+        for name in {**first, **second}
+        if name not in first or name not in second or first[name] != second[name]
+    ]
 
 
 def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: float | None) -> float:
@@ -247,4 +287,7 @@ def _over(group: Group, seen: Sequence[ClippedSum], grid: float | None, relation
 
 def _longest(sums: Sequence[ClippedSum]) -> float:
     """The L2 norm of the longer of two sums."""
-    return max(math.sqrt(math.fsum(float(value.double().square().sum()) for value in each.sums.values())) for each in sums)
+    return max(
+        math.sqrt(math.fsum(float(value.double().square().sum()) for value in each.sums.values()))
+        for each in sums
+    )

@@ -8,37 +8,72 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, broadcasting, elementwise, elementwise_batch, shifted, stretching, sum_to
+from psgrad.engine.transforms.rules.families import (
+    aten,
+    broadcasting,
+    elementwise,
+    elementwise_batch,
+    shifted,
+    stretching,
+    sum_to,
+)
 from psgrad.engine.transforms.rules.registry import define
 
 elementwise(aten.relu.default, x0=lambda out, x: lambda g: run(aten.threshold_backward.default, g, out, 0))
-elementwise(aten.threshold.default, x0=lambda out, x, threshold, value: lambda g: run(aten.threshold_backward.default, g, x, threshold))
+elementwise(
+    aten.threshold.default,
+    x0=lambda out, x, threshold, value: lambda g: run(aten.threshold_backward.default, g, x, threshold),
+)
 elementwise(aten.relu6.default, x0=lambda out, x: lambda g: run(aten.hardtanh_backward.default, g, x, 0, 6))
 elementwise(
-    aten.gelu.default, x0=lambda out, x, approximate="none": lambda g: run(aten.gelu_backward.default, g, x, approximate=approximate)
+    aten.gelu.default,
+    x0=lambda out, x, approximate="none": (
+        lambda g: run(aten.gelu_backward.default, g, x, approximate=approximate)
+    ),
 )
 elementwise(aten.silu.default, x0=lambda out, x: lambda g: run(aten.silu_backward.default, g, x))
 elementwise(aten.mish.default, x0=lambda out, x: lambda g: run(aten.mish_backward.default, g, x))
 elementwise(aten.hardswish.default, x0=lambda out, x: lambda g: run(aten.hardswish_backward.default, g, x))
-elementwise(aten.hardsigmoid.default, x0=lambda out, x: lambda g: run(aten.hardsigmoid_backward.default, g, x))
+elementwise(
+    aten.hardsigmoid.default, x0=lambda out, x: lambda g: run(aten.hardsigmoid_backward.default, g, x)
+)
 elementwise(
     aten.elu.default,
-    x0=lambda out, x, alpha=1, scale=1, input_scale=1: lambda g: run(aten.elu_backward.default, g, alpha, scale, input_scale, False, x),
+    x0=lambda out, x, alpha=1, scale=1, input_scale=1: (
+        lambda g: run(aten.elu_backward.default, g, alpha, scale, input_scale, False, x)
+    ),
 )
-elementwise(aten.leaky_relu.default, x0=lambda out, x, slope=0.01: lambda g: run(aten.leaky_relu_backward.default, g, x, slope, False))
 elementwise(
-    aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: run(aten.softplus_backward.default, g, x, beta, threshold)
+    aten.leaky_relu.default,
+    x0=lambda out, x, slope=0.01: lambda g: run(aten.leaky_relu_backward.default, g, x, slope, False),
 )
-elementwise(aten.softshrink.default, x0=lambda out, x, lambd=0.5: lambda g: run(aten.softshrink_backward.default, g, x, lambd))
-elementwise(aten.hardshrink.default, x0=lambda out, x, lambd=0.5: lambda g: run(aten.hardshrink_backward.default, g, x, lambd))
+elementwise(
+    aten.softplus.default,
+    x0=lambda out, x, beta=1, threshold=20: (
+        lambda g: run(aten.softplus_backward.default, g, x, beta, threshold)
+    ),
+)
+elementwise(
+    aten.softshrink.default,
+    x0=lambda out, x, lambd=0.5: lambda g: run(aten.softshrink_backward.default, g, x, lambd),
+)
+elementwise(
+    aten.hardshrink.default,
+    x0=lambda out, x, lambd=0.5: lambda g: run(aten.hardshrink_backward.default, g, x, lambd),
+)
 
 
-# At zero PyTorch's first derivative of prelu is that from below; its forward mode, and its second derivative, take that from above.
+# At zero PyTorch's first derivative of prelu is that from below; its forward mode, and its second derivative,
+# take that from above.
 define(
     aten._prelu_kernel.default,
     vjp={
-        0: broadcasting(lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[0], 0),
-        1: broadcasting(lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[1], 1),
+        0: broadcasting(
+            lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[0], 0
+        ),
+        1: broadcasting(
+            lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[1], 1
+        ),
     },
     jvp={
         0: stretching(lambda out, x, weight: lambda t: torch.where(x >= 0, t, weight * t), 0),
@@ -49,7 +84,9 @@ define(
 
 
 def _broadcast_batch(batch: Any, op: Any, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """For kernels that don't broadcast: oneDNN's of gelu, and what the caller's autograd has for the derivative of prelu's."""
+    """For kernels that don't broadcast: oneDNN's of gelu, and what the caller's autograd has for the
+    derivative of prelu's.
+    """
     rank = max(x.dim() for x in args)
     return op(*torch.broadcast_tensors(*[batch.aligned(x, rank) for x in args]), **kwargs)
 
@@ -67,7 +104,9 @@ def _prelu_back_toward_x(out: Any, g: torch.Tensor, x: torch.Tensor, weight: tor
 
 
 def _prelu_back_toward_weight(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    return lambda hs: sum_to(torch.where(x >= 0, 0, g * hs[0]), weight.shape, weight.dtype) if hs[0] is not None else None
+    return lambda hs: (
+        sum_to(torch.where(x >= 0, 0, g * hs[0]), weight.shape, weight.dtype) if hs[0] is not None else None
+    )
 
 
 define(
@@ -83,7 +122,9 @@ define(
 
 
 def _dlogsigmoid(x: torch.Tensor) -> torch.Tensor:
-    """sigmoid(-x). For large x that is exp(-x), which is still a number where the kernel of sigmoid(-x) divides by infinity."""
+    """sigmoid(-x). For large x that is exp(-x), which is still a number where the kernel of sigmoid(-x)
+    divides by infinity.
+    """
     large = x > 40  # 1 + exp(-40) is 1 in every type
     return torch.where(large, torch.exp(-torch.where(large, x, 40)), torch.sigmoid(-x))
 
@@ -96,7 +137,8 @@ def _glu_back(out: torch.Tensor, x: torch.Tensor, dim: int = -1) -> Any:
 
 define(aten.glu.default, vjp={0: _glu_back}, batch=shifted(1, defaults={1: -1}))
 
-# The fused kernels that the rules above end in. Second derivatives go through PyTorch's decompositions of them.
+# The fused kernels that the rules above end in. Second derivatives go through PyTorch's decompositions of
+# them.
 elementwise(
     aten.threshold_backward.default,
     x0=lambda out, g, x, threshold: lambda h: aten.threshold_backward(h, x, threshold),
@@ -113,14 +155,24 @@ elementwise(
 )
 
 
-def _elu_second(g: torch.Tensor, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
-    """The derivative of elu_backward in x: zero above zero, where the exponential of PyTorch's table is infinite."""
+def _elu_second(
+    g: torch.Tensor, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """The derivative of elu_backward in x: zero above zero, where the exponential of PyTorch's table is
+    infinite.
+    """
     below = g * input_scale
-    return torch.where(x < 0, below if is_result else run(aten.elu_backward.default, below, alpha, scale, input_scale, False, x), 0)
+    return torch.where(
+        x < 0,
+        below if is_result else run(aten.elu_backward.default, below, alpha, scale, input_scale, False, x),
+        0,
+    )
 
 
 def _softplus_second(g: torch.Tensor, x: torch.Tensor, beta: Any, threshold: Any) -> torch.Tensor:
-    """The derivative of softplus_backward in x: zero from the threshold on, where the exponential of PyTorch's table may be infinite."""
+    """The derivative of softplus_backward in x: zero from the threshold on, where the exponential of
+    PyTorch's table may be infinite.
+    """
     wide = x * beta
     return torch.where(wide < threshold, run(aten.sigmoid_backward.default, g, torch.sigmoid(wide)) * beta, 0)
 
@@ -143,7 +195,11 @@ for _op in (
     aten.leaky_relu_backward.default,
 ):
     define(_op, batch=elementwise_batch)
-for _op in (aten.softshrink_backward.default, aten.hardshrink_backward.default, aten.hardtanh_backward.default):
+for _op in (
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
+    aten.hardtanh_backward.default,
+):
     elementwise(_op, x0=lambda out, g, x, *bounds, op=_op: lambda h: run(op, h, x, *bounds))
 elementwise(
     aten.hardswish_backward.default,

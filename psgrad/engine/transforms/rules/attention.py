@@ -1,4 +1,6 @@
-"""Scaled dot-product attention on its fused kernels, in both directions: the sample axis is folded into the kernels' batch axis."""
+"""Scaled dot-product attention on its fused kernels, in both directions: the sample axis is folded into the
+kernels' batch axis.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.draws import drawing_by_label
 from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.operators import is_random
+from psgrad.engine.transforms.random_draws import drawing_by_label
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import UnsupportedOperatorError
@@ -49,8 +51,9 @@ def _nan_of_scores(
 ) -> Any:
     """[..., t, 1]: NaN for the queries of which one score is NaN, else zero.
 
-    PyTorch has NaN for them, as it takes matrix products for ranks other than four. The fused kernel takes a query all of whose scores are
-    NaN for one without keys: then that of the first key is NaN. And it does not look at later keys, from whose scores infinity is taken.
+    PyTorch has NaN for them, as it takes matrix products for ranks other than four. The fused kernel takes a
+    query all of whose scores are NaN for one without keys: then that of the first key is NaN. And it does not
+    look at later keys, from whose scores infinity is taken.
     """
     if not key.shape[-2]:
         return 0
@@ -59,7 +62,9 @@ def _nan_of_scores(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     lost = (query * key.narrow(-2, 0, 1)).sum(-1, keepdim=True).isnan()
     if is_causal:
-        high, low, lost_key = (which.any(-2, keepdim=True) for which in (key == torch.inf, key == -torch.inf, key.isnan()))
+        high, low, lost_key = (
+            which.any(-2, keepdim=True) for which in (key == torch.inf, key == -torch.inf, key.isnan())
+        )
         lost = lost | ((query >= 0) & high | (query <= 0) & low | lost_key).any(-1, keepdim=True)
     return torch.where(lost, torch.nan, 0).to(query.dtype)
 
@@ -84,7 +89,9 @@ def by_matrix_products(
     return torch.matmul(weights, value)
 
 
-def _weights(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _weights(
+    query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, scale: float | None
+) -> torch.Tensor:
     scores = torch.matmul(query, key.transpose(-2, -1)) * _scale_of(query, scale)
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -108,14 +115,25 @@ def _attention_batch(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Without a gradient: leading axes of one sample and the sample axis become the batch axis of one call."""
+    """Without a gradient: leading axes of one sample and the sample axis become the batch axis of one
+    call.
+    """
     rank = max(query.dim(), key.dim(), value.dim())
     if rank > 4 or dropout_p > 0:
-        return batch.physical(by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs))
-    lifted = [_to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t for t in (query, key, value)]
+        return batch.physical(
+            by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        )
+    lifted = [
+        _to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t
+        for t in (query, key, value)
+    ]
     mask = _fold_mask(batch, attn_mask, query)
     folded = [batch.fold(t) for t in lifted]
-    if state.attached:  # the kernel keeps its arguments and its result for the caller's autograd; the function may write into its own
+    if (
+        state.attached
+        # the kernel keeps its arguments and its result for the caller's autograd; the function may write into
+        # its own
+    ):
         folded = [t.clone() for t in folded]
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
     if state.attached:
@@ -143,11 +161,20 @@ def _fold_mask(batch: Any, mask: Any, query: torch.Tensor) -> Any:
 
 define(aten.scaled_dot_product_attention.default, instead=_attention, batch=_attention_batch)
 
-# -- the fused kernels -------------------------------------------------------------------------------------------------------------------
+# -- the fused kernels
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _cpu_back(
-    out: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None
+    out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
 ) -> Any:
     result, logsumexp = out[0], out[1]
 
@@ -159,7 +186,9 @@ def _cpu_back(
 
 
 def _of_result(kernel: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
-    """The way back through the attended values alone: nothing else that a fused kernel returns has a derivative."""
+    """The way back through the attended values alone: nothing else that a fused kernel returns has a
+    derivative.
+    """
 
     def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
         if gs[0] is None:
@@ -180,7 +209,8 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
 define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
 define(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, batch=_mask_keyword)
 
-# The backward kernels have no derivative of their own: where one is asked for, they are written with matrix products.
+# The backward kernels have no derivative of their own: where one is asked for, they are written with matrix
+# products.
 
 
 def _back_by_matrix_products(
@@ -193,7 +223,9 @@ def _back_by_matrix_products(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key, value and of the scores. Fewer heads of keys than of queries: each stands for a group of them."""
+    """The cotangents of query, key, value and of the scores. Fewer heads of keys than of queries: each stands
+    for a group of them.
+    """
     if dropout_p > 0:
         raise UnsupportedOperatorError(
             "a second derivative of a fused attention kernel with dropout",
@@ -205,7 +237,10 @@ def _back_by_matrix_products(
     weights = _weights(query, wide_key, mask, is_causal, scale)
     toward = torch.matmul(g, wide_value.transpose(-2, -1))
     scores = weights * (toward - (toward * weights).sum(-1, keepdim=True))
-    found = (scores @ wide_key * _scale_of(query, scale), scores.transpose(-2, -1) @ query * _scale_of(query, scale))
+    found = (
+        scores @ wide_key * _scale_of(query, scale),
+        scores.transpose(-2, -1) @ query * _scale_of(query, scale),
+    )
     backs = (found[1], weights.transpose(-2, -1) @ g)
     to_key, to_value = (x.unflatten(-3, (-1, group)).sum(-3) if group > 1 else x for x in backs)
     return found[0], to_key, to_value, scores
@@ -243,7 +278,21 @@ def _cuda_flash_back(
 
     return _of_result(
         lambda g, _: aten._scaled_dot_product_flash_attention_backward.default(
-            g, query, key, value, result, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale=scale
+            g,
+            query,
+            key,
+            value,
+            result,
+            logsumexp,
+            cum_q,
+            cum_k,
+            max_q,
+            max_k,
+            dropout_p,
+            is_causal,
+            seed,
+            offset,
+            scale=scale,
         )
     )
 
@@ -265,46 +314,76 @@ def _cuda_efficient_back(
     def kernel(g: torch.Tensor, positions: Sequence[int]) -> Any:
         mask = [True, True, True, 3 in positions]
         return aten._scaled_dot_product_efficient_attention_backward.default(
-            g, query, key, value, bias, result, logsumexp, seed, offset, dropout_p, mask, is_causal, scale=scale
+            g,
+            query,
+            key,
+            value,
+            bias,
+            result,
+            logsumexp,
+            seed,
+            offset,
+            dropout_p,
+            mask,
+            is_causal,
+            scale=scale,
         )
 
     return _of_result(kernel)
 
 
 def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward kernel needs the log-sum-exp, which the forward call leaves out where it sees no tensor that requires grad."""
+    """The backward kernel needs the log-sum-exp, which the forward call leaves out where it sees no tensor
+    that requires grad.
+    """
     if args[4]:
         return None
     return aten._scaled_dot_product_efficient_attention.default(*args[:4], True, *args[5:], **kwargs)
 
 
 def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
-    """Fold the mapped tensors of a fused CUDA kernel; random state and sequence tables have no batch axis and stay."""
+    """Fold the mapped tensors of a fused CUDA kernel; random state and sequence tables have no batch axis and
+    stay.
+    """
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
         full = [
-            batch.raw(a)[0] if i in kept and batch.is_mapped(a) else batch.fold(a) if isinstance(a, torch.Tensor) and i not in kept else a
+            (
+                batch.raw(a)[0]
+                if i in kept and batch.is_mapped(a)
+                else batch.fold(a)
+                if isinstance(a, torch.Tensor) and i not in kept
+                else a
+            )
             for i, a in enumerate(args)
         ]
         result = op(*full, **kwargs)
         return tuple(
-            batch.unfold(r)
-            if isinstance(r, torch.Tensor) and r.dim() >= 3
-            else r.unsqueeze(0).expand(batch.size, *r.shape)
-            if isinstance(r, torch.Tensor)
-            else r
+            (
+                batch.unfold(r)
+                if isinstance(r, torch.Tensor) and r.dim() >= 3
+                else r.unsqueeze(0).expand(batch.size, *r.shape)
+                if isinstance(r, torch.Tensor)
+                else r
+            )
             for r in result
         )
 
     return rule
 
 
-define(aten._scaled_dot_product_flash_attention.default, vjp=JointVJP(_cuda_flash_back), batch=_fold_leading())
-define(aten._scaled_dot_product_flash_attention_backward.default, batch=_fold_leading(frozenset({6, 7, 12, 13})))
+define(
+    aten._scaled_dot_product_flash_attention.default, vjp=JointVJP(_cuda_flash_back), batch=_fold_leading()
+)
+define(
+    aten._scaled_dot_product_flash_attention_backward.default, batch=_fold_leading(frozenset({6, 7, 12, 13}))
+)
 
 
 @replace(aten._scaled_dot_product_flash_attention_backward.default)
-def _cuda_flash_backward(g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, scale: Any = None) -> Any:
+def _cuda_flash_backward(
+    g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, scale: Any = None
+) -> Any:
     dropout_p, causal = rest[4:6]  # behind the tables of sequences
     return _back_by_matrix_products(g, query, key, value, None, dropout_p, causal, scale)[:3]
 
@@ -352,9 +431,13 @@ def _by_flash_attention(
     *,
     scale: Any = None,
 ) -> tuple[Any, ...]:
-    """In place of cuDNN's kernel the one that has rules both ways; it has no mask, and with one these are matrix products."""
+    """In place of cuDNN's kernel the one that has rules both ways; it has no mask, and with one these are
+    matrix products.
+    """
     if bias is None:
-        return aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
     out = by_matrix_products(query, key, value, bias, dropout_p, is_causal, scale=scale)
     unused = torch.empty(0, device=query.device)
     return out, unused, unused, unused, query.shape[-2], key.shape[-2], unused, unused, unused

@@ -1,15 +1,25 @@
-"""Complex values and their parts. Cotangents follow PyTorch's convention: of z they are d/d re(z) + i d/d im(z)."""
+"""Complex values and their parts. Cotangents follow PyTorch's convention: of z they are d/d re(z) + i d/d
+im(z).
+
+Fourier transforms. Each is linear; its VJP is its adjoint, which is the transform the other way, with the
+same scaling.
+
+A transform of real values keeps half of the spectrum: the other half is its mirror image, conjugated.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, leading
+from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, leading, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.errors import TransformError
 
 
 def _from_pairs(x: torch.Tensor) -> torch.Tensor:
@@ -28,9 +38,16 @@ def _imaginary(g: torch.Tensor) -> torch.Tensor:
     return torch.complex(torch.zeros_like(g), g)
 
 
-# -- the same memory, seen otherwise: a value below may be a conjugate that has not been carried out ------------------------------
+# -- the same memory, seen otherwise: a value below may be a conjugate that has not been carried out
+# ------------------------------
 
-define(aten.resolve_conj.default, aten.resolve_neg.default, vjp={0: lambda out, x: lambda g: g}, linear=(0,), batch=leading)
+define(
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    vjp={0: lambda out, x: lambda g: g},
+    linear=(0,),
+    batch=leading,
+)
 define(aten._neg_view.default, vjp={0: lambda out, x: lambda g: -g}, linear=(0,), batch=leading)
 define(
     aten.view_as_real.default,
@@ -47,10 +64,17 @@ def _view_as_complex_batch(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
     return op(physical if together else physical.contiguous())
 
 
-define(aten.view_as_complex.default, vjp={0: lambda out, x: lambda g: _to_pairs(g)}, linear=(0,), batch=_view_as_complex_batch)
+define(
+    aten.view_as_complex.default,
+    vjp={0: lambda out, x: lambda g: _to_pairs(g)},
+    linear=(0,),
+    batch=_view_as_complex_batch,
+)
 define(
     aten.real.default,
-    vjp={0: lambda out, x: (lambda g: torch.complex(g, torch.zeros_like(g))) if x.is_complex() else lambda g: g},
+    vjp={
+        0: lambda out, x: (lambda g: torch.complex(g, torch.zeros_like(g))) if x.is_complex() else lambda g: g
+    },
     linear=(0,),
     batch=leading,
 )
@@ -58,7 +82,9 @@ define(aten.imag.default, vjp={0: lambda out, x: lambda g: _imaginary(g)}, linea
 
 
 def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """The base after its view by `op`, one of those above, was overwritten by `new`; None for any other operator, or for a copy."""
+    """The base after its view by `op`, one of those above, was overwritten by `new`; None for any other
+    operator, or for a copy.
+    """
     if op is aten._conj.default:
         return new.conj()
     if op is aten._neg_view.default:
@@ -67,7 +93,11 @@ def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | 
         return _from_pairs(new)
     if op is aten.view_as_complex.default:
         return _to_pairs(new)
-    if op in (aten.resolve_conj.default, aten.resolve_neg.default) and not innermost(base).is_conj() and not innermost(base).is_neg():
+    if (
+        op in (aten.resolve_conj.default, aten.resolve_neg.default)
+        and not innermost(base).is_conj()
+        and not innermost(base).is_neg()
+    ):
         return new  # nothing was to be carried out: it was the base itself
     if op is aten.real.default:
         return torch.complex(new, torch.imag(base)) if base.is_complex() else new
@@ -76,9 +106,14 @@ def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | 
     return None
 
 
-# -- made of two real values ------------------------------------------------------------------------------------------------------
+# -- made of two real values
+# ------------------------------------------------------------------------------------------------------
 
-elementwise(aten.complex.default, x0=lambda out, x, y: lambda g: torch.real(g), x1=lambda out, x, y: lambda g: torch.imag(g))
+elementwise(
+    aten.complex.default,
+    x0=lambda out, x, y: lambda g: torch.real(g),
+    x1=lambda out, x, y: lambda g: torch.imag(g),
+)
 define(aten.polar.default, batch=elementwise_batch)
 
 
@@ -87,7 +122,8 @@ def _polar(size: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.complex(size * torch.cos(angle), size * torch.sin(angle))
 
 
-# -- angle and direction ------------------------------------------------------------------------------------------------------------
+# -- angle and direction
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _angle_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -108,3 +144,107 @@ def _direction_back(g: torch.Tensor, out: torch.Tensor, x: torch.Tensor) -> torc
 
 elementwise(aten.angle.default, x0=lambda out, x: lambda g: _angle_back(g, x))
 elementwise(aten.sgn.default, x0=lambda out, x: lambda g: _direction_back(g, out, x))
+
+
+def _real_to_complex_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Sequence[int], scaling: int, onesided: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The half that is not kept has a zero cotangent; of the result only the real part reaches a real
+    argument.
+    """
+    missing = x.shape[dims[-1]] - out.shape[dims[-1]]
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        whole = (
+            aten.constant_pad_nd.default(g.movedim(dims[-1], -1), [0, missing]).movedim(-1, dims[-1])
+            if missing
+            else g
+        )
+        return torch.real(aten._fft_c2c.default(whole, dims, scaling, False))
+
+    return back
+
+
+def _complex_to_real_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Sequence[int], scaling: int, last_size: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A frequency that has a mirror image counts twice: all but the constant, and the highest one of an even
+    length.
+    """
+    kept = x.shape[dims[-1]]
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        frequency = torch.arange(kept, device=g.device)
+        weight = torch.where((frequency > 0) & (frequency <= last_size - kept), 2, 1).to(g.dtype)
+        return (aten._fft_r2c.default(g, dims, scaling, True).movedim(dims[-1], -1) * weight).movedim(
+            -1, dims[-1]
+        )
+
+    return back
+
+
+def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest: Any) -> torch.Tensor:
+    physical, axes = batch.physical(x), [wrap_dim(d, x.dim()) + 1 for d in dims]
+    if batch.size:
+        return op(physical, axes, *rest)
+    return op(physical.new_zeros(1, *x.shape), axes, *rest)[
+        :0
+    ]  # the kernels fail where there is nothing to do
+
+
+define(
+    aten._fft_c2c.default,
+    vjp={
+        0: lambda out, x, dims, scaling, forward: (
+            lambda g: aten._fft_c2c.default(g, dims, scaling, not forward)
+        )
+    },
+    linear=(0,),
+    batch=_along_axes,
+)
+define(aten._fft_r2c.default, vjp={0: _real_to_complex_back}, linear=(0,), batch=_along_axes)
+define(aten._fft_c2r.default, vjp={0: _complex_to_real_back}, linear=(0,), batch=_along_axes)
+
+
+@replace(aten.stft.default)
+def _short_time_transform(
+    x: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> torch.Tensor:
+    """Each window of the signal transformed by itself. PyTorch's own way turns its result round in place."""
+    length = n_fft if win_length is None else win_length
+    real = not x.is_complex() and (window is None or not window.is_complex())
+    if (
+        not 0 < length <= n_fft
+        or (window is not None and window.shape != (length,))
+        or (real and return_complex is None)
+    ):
+        given = None if window is None else tuple(window.shape)
+        raise TransformError(
+            f"stft with n_fft={n_fft}, win_length={win_length}, a window of shape {given},"
+            f" return_complex={return_complex}{diagnostics.where()}",
+            expected=(
+                "0 < win_length <= n_fft, a window of shape (win_length,), and return_complex for a real"
+                " signal"
+            ),
+        )
+    before = (n_fft - length) // 2
+    signal = x if x.dim() == 2 else x.unsqueeze(0)
+    if align_to_window:
+        signal = torch.nn.functional.pad(signal, (before, before))
+    frames = signal.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)
+    if window is None and length < n_fft:
+        window = torch.ones(length, dtype=x.dtype, device=x.device)
+    if window is not None:
+        frames = frames * torch.nn.functional.pad(window, (before, n_fft - length - before))
+    transform = torch.fft.rfft if (real if onesided is None else onesided) else torch.fft.fft
+    spectrum = transform(frames, norm="ortho" if normalized else "backward").transpose(1, 2)
+    spectrum = spectrum if x.dim() == 2 else spectrum.squeeze(0)
+    return torch.view_as_real(spectrum) if return_complex is False else spectrum

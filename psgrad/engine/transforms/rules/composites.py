@@ -1,7 +1,10 @@
-"""Composite operators that come down to one other operator: they go there at once, in place of through PyTorch's own definition of them.
+"""Composite operators that come down to one other operator: they go there at once, in place of through
+PyTorch's own definition of them.
 
-What PyTorch does besides, with arguments out of the ordinary (shapes that don't fit, a cast), is left to it. Convolutions are in their
-own file.
+What PyTorch does besides, with arguments out of the ordinary (shapes that don't fit, a cast), is left to it.
+Convolutions are in their own file.
+
+Python numbers and lengths that are taken from batched values: where all samples give the same, that is it.
 """
 
 from __future__ import annotations
@@ -12,26 +15,41 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import run
+from psgrad.engine.transforms.levels import Divergence
 from psgrad.engine.transforms.rules.families import aten
-from psgrad.engine.transforms.rules.registry import Op, replace
+from psgrad.engine.transforms.rules.registry import Op, constant, replace
+from psgrad.errors import TransformError
 
 
 @replace(aten.group_norm.default)
 def _group_norm(
-    x: torch.Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-05, cudnn_enabled: bool = True
+    x: torch.Tensor,
+    groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-05,
+    cudnn_enabled: bool = True,
 ) -> torch.Tensor:
     shape, affine = x.shape, [p for p in (weight, bias) if p is not None]
     ordinary = len(shape) > 1 and groups > 0 and shape[1] % groups == 0 and x.is_contiguous()
     if not ordinary or any(p.shape != shape[1:2] or not p.is_contiguous() for p in affine):
         return aten.group_norm.default.decompose(x, groups, weight, bias, eps, cudnn_enabled)  # type: ignore[no-any-return]
-    found = run(aten.native_group_norm.default, x, weight, bias, shape[0], shape[1], math.prod(shape[2:]), groups, eps)
+    found = run(
+        aten.native_group_norm.default, x, weight, bias, shape[0], shape[1], math.prod(shape[2:]), groups, eps
+    )
     return found[0]  # type: ignore[no-any-return]
 
 
 @replace(aten.layer_norm.default)
 def _layer_norm(
-    x: torch.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-05, cudnn_enable: bool = True
+    x: torch.Tensor,
+    shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-05,
+    cudnn_enable: bool = True,
 ) -> torch.Tensor:
     return run(aten.native_layer_norm.default, x, shape, weight, bias, eps)[0]  # type: ignore[no-any-return]
 
@@ -55,5 +73,71 @@ def _softmax(op: Op, kernel: Op) -> Callable[..., torch.Tensor]:
     return softmax
 
 
-for _op, _kernel in ((aten.softmax.int, aten._softmax.default), (aten.log_softmax.int, aten._log_softmax.default)):
+for _op, _kernel in (
+    (aten.softmax.int, aten._softmax.default),
+    (aten.log_softmax.int, aten._log_softmax.default),
+):
     replace(_op)(_softmax(_op, _kernel))
+
+
+def shared_number(batch: Any, op: Op, values: torch.Tensor) -> Any:
+    """The Python number that all of `values` [n] are; where they differ, a refusal or a split of the
+    batch.
+    """
+    if not batch.size:
+        return aten._local_scalar_dense.default(values.new_zeros(()))
+    first = values[0]
+    if bool(((values == first) | ((values != values) & (first != first))).all()):
+        return aten._local_scalar_dense.default(first)
+    if values.dtype.is_floating_point or values.dtype.is_complex:
+        raise TransformError(
+            f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
+            f" samples{diagnostics.where()}",
+            expected="a program that does the same for every sample",
+            cause="a Python number is taken from one sample's data",
+            next_step="write the choice with torch.where, or take the number from outside the function",
+        )
+    raise Divergence(batch.level, values.tolist(), diagnostics.where())
+
+
+def _number(batch: Any, op: Op, x: torch.Tensor) -> Any:
+    if x.numel() != 1:
+        return op(x.new_empty(x.shape))  # PyTorch's own words for it
+    values = batch.physical(x).reshape(batch.size)
+    return shared_number(batch, op, values != 0 if op is aten.is_nonzero.default else values)
+
+
+constant(aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, batch=_number)
+
+
+@replace(aten.equal.default)
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and bool((x == y).all())
+
+
+@replace(aten.allclose.default)
+def _allclose(
+    x: torch.Tensor, y: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(aten.isclose.default(x, y, rtol, atol, equal_nan).all())
+
+
+def _nonzero(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
+    """As many places in each sample, or the samples with as many places together."""
+    physical = batch.physical(x)
+    count = shared_number(batch, op, (physical != 0).reshape(batch.size, -1).sum(1))
+    return op(physical).reshape(batch.size, count, x.dim() + 1)[..., 1:]
+
+
+constant(aten.nonzero.default, batch=_nonzero)
+
+
+def _repeat_interleave(
+    batch: Any, op: Op, repeats: torch.Tensor, *, output_size: int | None = None
+) -> torch.Tensor:
+    physical = batch.physical(repeats)
+    count = shared_number(batch, op, physical.sum(1))
+    return op(physical.reshape(-1)).reshape(batch.size, count) % max(repeats.shape[0], 1)
+
+
+constant(aten.repeat_interleave.Tensor, batch=_repeat_interleave)

@@ -10,20 +10,48 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.torch_version import TorchVersion
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.families import aten, broadcasting, cast, elementwise, elementwise_batch, sum_to
+from psgrad.engine.transforms.rules.families import (
+    aten,
+    broadcasting,
+    cast,
+    elementwise,
+    elementwise_batch,
+    sum_to,
+)
 from psgrad.engine.transforms.rules.registry import constant, define
 
-# -- arithmetic ---------------------------------------------------------------------------------------------------------------
+# -- arithmetic
+# ------------------------------------------------------------------------------------------------------------
 
-elementwise(aten.add.Tensor, x0=lambda out, x, y, alpha=1: lambda g: g, x1=lambda out, x, y, alpha=1: lambda g: _scale(g, alpha))
-elementwise(aten.sub.Tensor, x0=lambda out, x, y, alpha=1: lambda g: g, x1=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha))
+elementwise(
+    aten.add.Tensor,
+    x0=lambda out, x, y, alpha=1: lambda g: g,
+    x1=lambda out, x, y, alpha=1: lambda g: _scale(g, alpha),
+)
+elementwise(
+    aten.sub.Tensor,
+    x0=lambda out, x, y, alpha=1: lambda g: g,
+    x1=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha),
+)
 elementwise(aten.add.Scalar, x0=lambda out, x, y, alpha=1: lambda g: g)
 elementwise(aten.sub.Scalar, x0=lambda out, x, y, alpha=1: lambda g: g)
 elementwise(aten.rsub.Scalar, x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha))
-elementwise(aten.rsub.Tensor, x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha), x1=lambda out, x, y, alpha=1: lambda g: g)
-elementwise(aten.mul.Tensor, x0=lambda out, x, y: lambda g: g * conj(y), x1=lambda out, x, y: lambda g: g * conj(x))
-elementwise(aten.mul.Scalar, x0=lambda out, x, y: lambda g: _scale(g, y.conjugate() if isinstance(y, complex) else y))
-elementwise(aten.div.Tensor, x0=lambda out, x, y: lambda g: g / conj(y), x1=lambda out, x, y: lambda g: -g * conj(out / y))
+elementwise(
+    aten.rsub.Tensor,
+    x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha),
+    x1=lambda out, x, y, alpha=1: lambda g: g,
+)
+elementwise(
+    aten.mul.Tensor, x0=lambda out, x, y: lambda g: g * conj(y), x1=lambda out, x, y: lambda g: g * conj(x)
+)
+elementwise(
+    aten.mul.Scalar, x0=lambda out, x, y: lambda g: _scale(g, y.conjugate() if isinstance(y, complex) else y)
+)
+elementwise(
+    aten.div.Tensor,
+    x0=lambda out, x, y: lambda g: g / conj(y),
+    x1=lambda out, x, y: lambda g: -g * conj(out / y),
+)
 elementwise(aten.div.Scalar, x0=lambda out, x, y: lambda g: g / y)
 elementwise(aten.neg.default, x0=lambda out, x: lambda g: -g)
 elementwise(aten.pow.Tensor_Scalar, x0=lambda out, x, p: lambda g: _pow_base(g, x, p))
@@ -32,12 +60,23 @@ elementwise(
     aten.pow.Tensor_Tensor,
     x0=lambda out, x, p: lambda g: _where0(p != 0, g * conj(p * x ** (p - 1))),
     x1=lambda out, x, p: (
-        lambda g: g * conj(torch.where((x == 0) & (p.real >= 0 if p.is_complex() else p >= 0), torch.zeros_like(out), out * torch.log(x)))
+        lambda g: (
+            g
+            * conj(
+                torch.where(
+                    (x == 0) & (p.real >= 0 if p.is_complex() else p >= 0),
+                    torch.zeros_like(out),
+                    out * torch.log(x),
+                )
+            )
+        )
     ),
 )
 elementwise(
     aten.ldexp.Tensor,
-    x0=lambda out, x, y: lambda g: g * conj(torch.pow(2.0, y)),  # 2.0: whole powers of a whole number are 0 below 0
+    x0=lambda out, x, y: (
+        lambda g: g * conj(torch.pow(2.0, y))
+    ),  # 2.0: whole powers of a whole number are 0 below 0
     x1=lambda out, x, y: lambda g: g * conj(out) * math.log(2),
 )
 elementwise(
@@ -70,25 +109,53 @@ elementwise(
 )
 elementwise(
     aten.hypot.default,
-    x0=lambda out, x, y: lambda g: g * x / out,  # at the origin, where there is no derivative, NaN, as PyTorch's
+    x0=lambda out, x, y: (
+        lambda g: g * x / out
+    ),  # at the origin, where there is no derivative, NaN, as PyTorch's
     x1=lambda out, x, y: lambda g: g * y / out,
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
-# The rounded quotient, not the quotient, rounded: its derivatives of zero must not meet a divisor of zero or NaN.
-elementwise(aten.fmod.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="trunc"))
+# The rounded quotient, not the quotient, rounded: its derivatives of zero must not meet a divisor of zero or
+# NaN.
 elementwise(
-    aten.remainder.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="floor")
+    aten.fmod.Tensor,
+    x0=lambda out, x, y: lambda g: g,
+    x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="trunc"),
+)
+elementwise(
+    aten.remainder.Tensor,
+    x0=lambda out, x, y: lambda g: g,
+    x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="floor"),
 )
 # At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
-elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: _share(g, x, y), x1=lambda out, x, y: lambda g: _share(g, y, x))
-elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x), x1=lambda out, x, y: lambda g: _share(g, x, y))
-elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
-elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g))
+elementwise(
+    aten.maximum.default,
+    x0=lambda out, x, y: lambda g: _share(g, x, y),
+    x1=lambda out, x, y: lambda g: _share(g, y, x),
+)
+elementwise(
+    aten.minimum.default,
+    x0=lambda out, x, y: lambda g: _share(g, y, x),
+    x1=lambda out, x, y: lambda g: _share(g, x, y),
+)
+elementwise(
+    aten.where.self,
+    x1=lambda out, c, x, y: lambda g: _where0(c, g),
+    x2=lambda out, c, x, y: lambda g: _where0(~c, g),
+)
+elementwise(
+    aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g)
+)
 elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(_inside(x, low, None), g))
 elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: _where0(_inside(x, None, high), g))
-elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: run(aten.hardtanh_backward.default, g, x, low, high))
-elementwise(aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0))
+elementwise(
+    aten.hardtanh.default,
+    x0=lambda out, x, low=-1, high=1: lambda g: run(aten.hardtanh_backward.default, g, x, low, high),
+)
+elementwise(
+    aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0)
+)
 elementwise(
     aten.copysign.Tensor,
     x0=lambda out, x, y: lambda g: g * _sign_change(out, x),
@@ -109,7 +176,9 @@ elementwise(
 )
 
 
-def _masked_fill_batch(batch: Any, op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _masked_fill_batch(
+    batch: Any, op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     """The kernel takes one number, not one a sample."""
     rank = max(x.dim(), mask.dim())
     operands = [batch.aligned(t, rank) for t in (mask, value, x)]
@@ -160,7 +229,9 @@ def _pow_base(g: torch.Tensor, x: torch.Tensor, p: Any) -> torch.Tensor:
 
 def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any, x: torch.Tensor) -> torch.Tensor:
     if base == 0:
-        return g * torch.where((x.real if x.is_complex() else x) >= 0, torch.zeros_like(out), out * -torch.inf)
+        return g * torch.where(
+            (x.real if x.is_complex() else x) >= 0, torch.zeros_like(out), out * -torch.inf
+        )
     if isinstance(base, complex) or out.dtype.is_complex:
         return g * conj(out * torch.log(torch.tensor(base, dtype=out.dtype)))
     return g * out * (math.log(base) if base > 0 else math.nan)
@@ -172,12 +243,15 @@ def _share(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """g where the condition holds, else 0: also where g is infinite or nan, which a product with 0 would make nan."""
+    """g where the condition holds, else 0: also where g is infinite or nan, which a product with 0 would make
+    nan.
+    """
     return torch.where(condition, g, 0)
 
 
-# What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all of it; since then a
-# value has nothing on a bound that is a number, and one half on a bound that is a tensor, which has the other.
+# What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has
+# all of it; since then a value has nothing on a bound that is a number, and one half on a bound that is a
+# tensor, which has the other.
 BOUNDS_SHARE = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 
 
@@ -217,7 +291,9 @@ def _between(position: int) -> Any:
         if low is None:
             return _AT_MOST[min(position, 1)](out, x, high)
         tie = ((x == low) | (x == high)) & (low < high)
-        in_order = low <= high if BOUNDS_SHARE else low < high  # up to 2.13, neither of two equal bounds has what a lesser value has not
+        in_order = (
+            low <= high if BOUNDS_SHARE else low < high
+        )  # up to 2.13, neither of two equal bounds has what a lesser value has not
         counts = ((x >= low) & (x <= high), (x < low) & in_order, (x > high) | (high < low))[position]
         if BOUNDS_SHARE and position:
             counts = counts | (tie & (x == (low, high)[position - 1]))
@@ -231,9 +307,12 @@ elementwise(aten.clamp_max.Tensor, x0=_AT_MOST[0], x1=_AT_MOST[1])
 elementwise(aten.clamp.Tensor, x0=_between(0), x1=_between(1), x2=_between(2))
 
 
-# -- functions of one variable --------------------------------------------------------------------------------------------------
+# -- functions of one variable
+# --------------------------------------------------------------------------------------------------
 
-elementwise(aten.abs.default, x0=lambda out, x: lambda g: g * (torch.sgn(x) if x.dtype.is_complex else torch.sign(x)))
+elementwise(
+    aten.abs.default, x0=lambda out, x: lambda g: g * (torch.sgn(x) if x.dtype.is_complex else torch.sign(x))
+)
 elementwise(aten.exp.default, x0=lambda out, x: lambda g: g * conj(out))
 elementwise(aten.exp2.default, x0=lambda out, x: lambda g: g * conj(out) * math.log(2))
 elementwise(aten.expm1.default, x0=lambda out, x: lambda g: g * conj(out + 1))
@@ -259,26 +338,32 @@ elementwise(aten.tanh.default, x0=lambda out, x: lambda g: run(aten.tanh_backwar
 elementwise(aten.sigmoid.default, x0=lambda out, x: lambda g: run(aten.sigmoid_backward.default, g, out))
 elementwise(aten.erf.default, x0=lambda out, x: lambda g: g * (2 / math.sqrt(math.pi)) * torch.exp(-x * x))
 elementwise(aten.erfc.default, x0=lambda out, x: lambda g: g * (-2 / math.sqrt(math.pi)) * torch.exp(-x * x))
-elementwise(aten.erfinv.default, x0=lambda out, x: lambda g: g * (math.sqrt(math.pi) / 2) * torch.exp(out * out))
+elementwise(
+    aten.erfinv.default, x0=lambda out, x: lambda g: g * (math.sqrt(math.pi) / 2) * torch.exp(out * out)
+)
 elementwise(aten.lgamma.default, x0=lambda out, x: lambda g: g * torch.digamma(x))
 elementwise(aten.digamma.default, x0=lambda out, x: lambda g: g * torch.polygamma(1, x))
 elementwise(aten.polygamma.default, x1=lambda out, n, x: lambda g: g * torch.polygamma(n + 1, x))
 elementwise(aten.sinc.default, x0=lambda out, x: lambda g: _sinc_back(g, x))
 elementwise(aten._conj.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
-elementwise(aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g: g * cast(torch.isfinite(x), g.dtype))
+elementwise(
+    aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g: g * cast(torch.isfinite(x), g.dtype)
+)
 
 
 def _dacosh(x: torch.Tensor) -> torch.Tensor:
     """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) for real x alone, where PyTorch takes the latter."""
-    return torch.conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)) if x.dtype.is_complex else torch.rsqrt(x * x - 1)
+    return (
+        torch.conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)) if x.dtype.is_complex else torch.rsqrt(x * x - 1)
+    )
 
 
 def _sinc_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The slope times g, at the origin zero also for an infinite g.
 
-    The difference of sine and cosine cancels near the origin: there the slope is its Taylor series, with a = pi x the sum over k > 0 of
-    (-1)^k 2k a^(2k - 1) / (2k + 1)!, so that derivatives of any order are right.
+    The difference of sine and cosine cancels near the origin: there the slope is its Taylor series, with a =
+    pi x the sum over k > 0 of (-1)^k 2k a^(2k - 1) / (2k + 1)!, so that derivatives of any order are right.
     """
     angle = math.pi * x
     near = angle.abs() < 1
@@ -286,11 +371,14 @@ def _sinc_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     series, square = torch.zeros_like(small), small * small
     for k in range(10, 0, -1):
         series = series * square + (-1) ** k * 2 * k / math.factorial(2 * k + 1)
-    slope = math.pi * torch.where(near, series * small, (large * torch.cos(large) - torch.sin(large)) / (large * large))
+    slope = math.pi * torch.where(
+        near, series * small, (large * torch.cos(large) - torch.sin(large)) / (large * large)
+    )
     return torch.where(x == 0, g.nan_to_num(0, 0, 0), g) * conj(slope)
 
 
-# -- constants and casts ------------------------------------------------------------------------------------------------------------
+# -- constants and casts
+# ------------------------------------------------------------------------------------------------------------
 
 for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
     _packet = getattr(aten, _name)
@@ -315,7 +403,8 @@ constant(
 )
 
 
-# A cotangent of zero goes on from these, as PyTorch has it: where a derivative before them is no number, neither is the product.
+# A cotangent of zero goes on from these, as PyTorch has it: where a derivative before them is no number,
+# neither is the product.
 elementwise(
     aten.sign.default,
     aten.floor.default,
@@ -336,8 +425,12 @@ define(aten.div.Tensor_mode, instead=_exact_division(aten.div.Tensor), batch=ele
 define(aten.div.Scalar_mode, instead=_exact_division(aten.div.Scalar), batch=elementwise_batch)
 
 
-def _overwrite_batch(batch: Any, op: Any, target: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result has the target's shape, so the target needs its sample axis even where only the source has one."""
+def _overwrite_batch(
+    batch: Any, op: Any, target: torch.Tensor, source: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The result has the target's shape, so the target needs its sample axis even where only the source has
+    one.
+    """
     aligned = batch.aligned(source, target.dim()) if isinstance(source, torch.Tensor) else source
     if op is aten.fill.Tensor:  # the kernel takes one number, not one a sample
         return aten.copy.default(batch.physical(target), aligned)
@@ -350,7 +443,9 @@ def _written(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *args: An
 
 
 def _overwritten(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A cotangent of zeros, not none: where the value that is gone has a derivative that is not finite, autograd's is no number."""
+    """A cotangent of zeros, not none: where the value that is gone has a derivative that is not finite,
+    autograd's is no number.
+    """
     shape, dtype, device = x.shape, x.dtype, x.device
     return lambda g: torch.zeros(shape, dtype=dtype, device=device)
 
@@ -360,7 +455,9 @@ define(aten.fill.Tensor, vjp={0: _overwritten, 1: _written}, batch=_overwrite_ba
 define(aten.fill.Scalar, vjp={0: _overwritten}, batch=_overwrite_batch)
 
 
-def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any) -> torch.Tensor:
+def _copied(
+    batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any
+) -> torch.Tensor:
     """A memory format with channels last speaks of a sample's axes: the values are the same without it."""
     keep = memory_format in (None, torch.contiguous_format, torch.preserve_format)
     layout = memory_format if keep else None
@@ -371,7 +468,12 @@ def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, 
     return op(batch.physical(x), memory_format=layout, **kwargs)
 
 
-define(aten._to_copy.default, vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)}, linear=(0,), batch=_copied)
+define(
+    aten._to_copy.default,
+    vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)},
+    linear=(0,),
+    batch=_copied,
+)
 define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, linear=(0,), batch=_copied)
 
 
@@ -379,19 +481,39 @@ def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
     return lambda g: cast(g if g.device == device else aten._to_copy.default(g, device=device), dtype)
 
 
-# -- in place, on batched values ------------------------------------------------------------------------------------------------------
+# -- in place, on batched values
+# ------------------------------------------------------------------------------------------------------
 
 
 def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The kernel writes into the physical value; the other operands broadcast against it."""
     rank = target.dim()
-    return op(batch.physical(target), *[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    return op(
+        batch.physical(target),
+        *[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args],
+        **kwargs,
+    )
 
 
 # The others are carried out of place and copied: see BatchLevel.
 for _name in ("add", "sub", "mul", "div"):
     _packet = getattr(aten, f"{_name}_")
     define(_packet.Tensor, _packet.Scalar, batch=_in_place_batch)
-for _name in ("relu", "sigmoid", "tanh", "exp", "neg", "hardtanh", "leaky_relu", "elu", "silu", "mish", "gelu", "clamp", "zero", "copy"):
+for _name in (
+    "relu",
+    "sigmoid",
+    "tanh",
+    "exp",
+    "neg",
+    "hardtanh",
+    "leaky_relu",
+    "elu",
+    "silu",
+    "mish",
+    "gelu",
+    "clamp",
+    "zero",
+    "copy",
+):
     define(getattr(aten, f"{_name}_").default, batch=_in_place_batch)
 define(aten.fill_.Scalar, aten.masked_fill_.Scalar, batch=_in_place_batch)

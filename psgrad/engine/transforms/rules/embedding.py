@@ -1,7 +1,8 @@
 """EmbeddingBag: a lookup, and one sum, mean or maximum a bag.
 
-PyTorch's kernel does both at once and tells samples apart by nothing. Written as two steps, the lookup is `embedding`, whose
-weight gradient a per-sample query never has to build, and the bags are segments of its rows.
+PyTorch's kernel does both at once and tells samples apart by nothing. Written as two steps, the lookup is
+`embedding`, whose weight gradient a per-sample query never has to build, and the bags are segments of its
+rows.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ def _embedding_bag(
     if scale:
         raise TransformError(
             f"an embedding bag with scale_grad_by_freq=True{diagnostics.where()}",
-            cause="its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a function",
+            cause=(
+                "its gradient is divided by how often a token occurs in the batch, so it is not the gradient"
+                " of a function"
+            ),
             next_step="build the embedding bag with scale_grad_by_freq=False",
         )
     bags, positions = offsets.shape[0], index.shape[0]
-    # The last bag that starts at or before a position is its bag: where several start there, all but that one are empty.
+    # The last bag that starts at or before a position is its bag: where several start there, all but that one
+    # are empty.
     order = torch.arange(positions, dtype=offsets.dtype, device=offsets.device)
     bag = torch.searchsorted(offsets.contiguous(), order, right=True) - 1
     counted = index != padding_idx if padding_idx >= 0 else torch.ones_like(index, dtype=torch.bool)
@@ -55,20 +60,29 @@ def _embedding_bag(
 
 
 @refuse(aten.embedding_renorm.default)
-def _embedding_renorm(weight: torch.Tensor, index: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+def _embedding_renorm(
+    weight: torch.Tensor, index: torch.Tensor, max_norm: float, norm_type: float
+) -> torch.Tensor:
     raise TransformError(
         f"an embedding with max_norm={max_norm:g}{diagnostics.where()}",
         expected="a forward that leaves the parameters as they are",
-        cause="it rescales the rows that a batch looks up, in the table itself, so that the loss of a sample depends on those before it",
-        next_step="build the embedding with max_norm=None, and keep the norms small elsewhere, for instance after each step",
+        cause=(
+            "it rescales the rows that a batch looks up, in the table itself, so that the loss of a sample"
+            " depends on those before it"
+        ),
+        next_step=(
+            "build the embedding with max_norm=None, and keep the norms small elsewhere, for instance after"
+            " each step"
+        ),
     )
 
 
 def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags: int) -> torch.Tensor:
-    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it; zero in an empty bag.
+    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it;
+    zero in an empty bag.
 
-    NaN counts as PyTorch's kernel has it, which goes through a bag and takes what is greater than all before: NaN at the first position is
-    the result, elsewhere it is passed over.
+    NaN counts as PyTorch's kernel has it, which goes through a bag and takes what is greater than all before:
+    NaN at the first position is the result, elsewhere it is passed over.
     """
     positions, features = rows.shape
     if not positions:
@@ -77,7 +91,9 @@ def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags:
     begins = order == _earliest(torch.where(counted, order, positions), bag, bags).gather(0, bag)
     where, counted = bag.unsqueeze(1).expand(positions, features), counted.unsqueeze(1)
     values = torch.where(counted, rows.detach(), -torch.inf)
-    values = torch.where(values.isnan(), torch.where(begins, torch.inf, -torch.inf).to(rows.dtype).unsqueeze(1), values)
+    values = torch.where(
+        values.isnan(), torch.where(begins, torch.inf, -torch.inf).to(rows.dtype).unsqueeze(1), values
+    )
     lowest = torch.full((bags, features), -torch.inf, dtype=rows.dtype, device=rows.device)
     largest = lowest.scatter_reduce(0, where, values, "amax").gather(0, where)
     first = _earliest(torch.where((values == largest) & counted, order.unsqueeze(1), positions), where, bags)
@@ -85,6 +101,8 @@ def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags:
 
 
 def _earliest(order: torch.Tensor, bag: torch.Tensor, bags: int) -> torch.Tensor:
-    """For each bag the smallest of its entries of `order` along axis 0; the number of positions in an empty bag."""
+    """For each bag the smallest of its entries of `order` along axis 0; the number of positions in an empty
+    bag.
+    """
     none = torch.full((bags, *order.shape[1:]), order.shape[0], dtype=order.dtype, device=order.device)
     return none.scatter_reduce(0, bag, order, "amin")

@@ -11,7 +11,9 @@ from psgrad.engine.transforms.rules.registry import Op, constant, define, replac
 
 
 def _same_for_all(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor like a mapped one, with values that don't depend on it: made for every sample, as it may be written to."""
+    """A tensor like a mapped one, with values that don't depend on it: made for every sample, as it may be
+    written to.
+    """
     return op(batch.physical(x), *args, **kwargs)
 
 
@@ -28,13 +30,18 @@ def _new(batch: Any, op: Op, x: torch.Tensor, size: Any, *args: Any, **kwargs: A
     return op(batch.physical(x), [batch.size, *size], *args, **kwargs)
 
 
-constant(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default, batch=_new)
+constant(
+    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default, batch=_new
+)
 constant(
     aten.new_empty_strided.default,
-    batch=lambda batch, op, x, size, stride, **kwargs: aten.new_empty.default(batch.physical(x), [batch.size, *size], **kwargs),
+    batch=lambda batch, op, x, size, stride, **kwargs: aten.new_empty.default(
+        batch.physical(x), [batch.size, *size], **kwargs
+    ),
 )
 
-# -- random draws: with randomness='different', one draw over all samples at once ------------------------------------------------
+# -- random draws: with randomness='different', one draw over all samples at once
+# ------------------------------------------------
 
 
 def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -114,7 +121,9 @@ constant(
     batch=draw_like,
     same=draw_like_one,
 )
-constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
+constant(
+    aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0)
+)
 constant(aten.randint.default, aten.randint.generator, batch=draw_shape(1))
 constant(aten.randint.low, aten.randint.low_generator, aten.normal.float_float, batch=draw_shape(2))
 
@@ -124,44 +133,76 @@ def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = 
     mean, std = (t.detach() if isinstance(t, torch.Tensor) else t for t in (mean, std))
     tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
-    standard = draw(aten.randn.generator, shape, generator=generator, dtype=tensors[0].dtype, device=tensors[0].device)
+    standard = draw(
+        aten.randn.generator, shape, generator=generator, dtype=tensors[0].dtype, device=tensors[0].device
+    )
     return standard * std + mean
 
 
 def bernoulli_alike(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -> torch.Tensor:
     """One uniform draw, which each sample holds against its probabilities."""
-    return (draw(aten.rand.generator, p.shape, generator=generator, dtype=p.dtype, device=p.device) < p).to(p.dtype)
+    return (draw(aten.rand.generator, p.shape, generator=generator, dtype=p.dtype, device=p.device) < p).to(
+        p.dtype
+    )
 
 
-def multinomial_alike(draw: Any, op: Op, p: torch.Tensor, count: int, replacement: bool = False, generator: Any = None) -> torch.Tensor:
+def multinomial_alike(
+    draw: Any, op: Op, p: torch.Tensor, count: int, replacement: bool = False, generator: Any = None
+) -> torch.Tensor:
     """One draw of the noise that PyTorch's kernel draws, whatever the probabilities are."""
     if p.dim() not in (1, 2):
         raise RuntimeError("prob_dist must be 1 or 2 dim")
     if replacement and count > 1:
-        noise = draw(aten.rand.generator, [*p.shape[:-1], count], generator=generator, dtype=torch.float64, device=p.device)
+        noise = draw(
+            aten.rand.generator,
+            [*p.shape[:-1], count],
+            generator=generator,
+            dtype=torch.float64,
+            device=p.device,
+        )
         reached = p.double().cumsum(-1)
         return torch.searchsorted(reached / reached[..., -1:], noise).clamp(max=p.shape[-1] - 1)
-    noise = draw(aten.exponential.default, torch.empty(p.shape, dtype=p.dtype, device=p.device), 1.0, generator=generator)
+    noise = draw(
+        aten.exponential.default,
+        torch.empty(p.shape, dtype=p.dtype, device=p.device),
+        1.0,
+        generator=generator,
+    )
     return (p / noise).topk(count)[1]
 
 
-constant(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, batch=draw_with_parameters, same=normal_alike)
+constant(
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    batch=draw_with_parameters,
+    same=normal_alike,
+)
 constant(aten.bernoulli.default, batch=draw_with_parameters, same=bernoulli_alike)
 define(  # drawn as a function of uniform numbers, by which it has a derivative in its parameter
     aten._standard_gamma.default,
     vjp={0: lambda out, a, generator=None: lambda g: g * aten._standard_gamma_grad.default(a, out)},
     batch=draw_with_parameters,
 )
-define(aten._standard_gamma_grad.default, batch=lambda batch, op, a, out: op(batch.physical(a), batch.physical(out)))
-constant(aten.poisson.default, aten.binomial.default, aten._sample_dirichlet.default, batch=draw_with_parameters)
+define(
+    aten._standard_gamma_grad.default,
+    batch=lambda batch, op, a, out: op(batch.physical(a), batch.physical(out)),
+)
+constant(
+    aten.poisson.default, aten.binomial.default, aten._sample_dirichlet.default, batch=draw_with_parameters
+)
 constant(
     aten.randperm.default,
     aten.randperm.generator,
-    batch=lambda batch, op, n, *args, **kwargs: torch.stack([op(n, *args, **kwargs) for _ in range(batch.size)]),
+    batch=lambda batch, op, n, *args, **kwargs: torch.stack(
+        [op(n, *args, **kwargs) for _ in range(batch.size)]
+    ),
 )
 
 
-def _draw_from_rows(batch: Any, op: Op, p: torch.Tensor, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _draw_from_rows(
+    batch: Any, op: Op, p: torch.Tensor, count: int, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     if p.dim() == 1:
         return op(batch.physical(p), count, *args, **kwargs)
     if p.dim() != 2:
@@ -183,16 +224,25 @@ define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, sam
 
 @replace(aten.dropout.default)
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """What PyTorch's kernel does: where nothing is dropped it is its argument itself, and where all is it draws nothing."""
+    """What PyTorch's kernel does: where nothing is dropped it is its argument itself, and where all is it
+    draws nothing.
+    """
     if p == 0 or not train:
         return x
-    return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else aten.native_dropout.default(x, p, train)[0]
+    return (
+        x * torch.zeros((), dtype=x.dtype, device=x.device)
+        if p == 1
+        else aten.native_dropout.default(x, p, train)[0]
+    )
 
 
-# -- randomised relu: a slope drawn for each negative element ---------------------------------------------------------------------
+# -- randomised relu: a slope drawn for each negative element
+# ---------------------------------------------------------------------
 
 
-def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None) -> torch.Tensor:
+def _rrelu(
+    x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> torch.Tensor:
     """Under a gradient: a leaky relu, or in training the operator that returns the slopes as well."""
     if not training:
         return aten.leaky_relu.default(x, (lower + upper) / 2)
@@ -203,10 +253,13 @@ def _draw_slopes(batch: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args
     return op(batch.physical(x), batch.physical(noise).contiguous(), *args)
 
 
-def _same_slopes(draw: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _same_slopes(
+    draw: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Drawn once at every place, as which elements are negative differs between samples.
 
-    On a CPU the kernel draws for negative elements only, one after the other: the third one gets the third draw, wherever it is.
+    On a CPU the kernel draws for negative elements only, one after the other: the third one gets the third
+    draw, wherever it is.
     """
     negative = torch.full(x.shape, -1.0, dtype=x.dtype, device=x.device)
     _, slopes = draw(aten.rrelu_with_noise_functional.default, negative, torch.empty_like(negative), *args)
@@ -217,7 +270,11 @@ def _same_slopes(draw: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args:
     return x * slopes, slopes
 
 
-define(aten.rrelu_.default, batch=draw_like, same=lambda draw, op, x, *args: _same_slopes(draw, op, x, x, *args)[0])
+define(
+    aten.rrelu_.default,
+    batch=draw_like,
+    same=lambda draw, op, x, *args: _same_slopes(draw, op, x, x, *args)[0],
+)
 define(
     aten.rrelu.default,
     instead=lambda level, args, kwargs: _rrelu(*args, **kwargs),

@@ -1,8 +1,10 @@
-"""Factorisations of matrices: Cholesky, QR, singular values, eigenvalues, Householder reflections. All kernels take leading batch axes.
+"""Factorisations of matrices: Cholesky, QR, singular values, eigenvalues, Householder reflections. All
+kernels take leading batch axes.
 
-The derivatives: of the Cholesky factor Murray, "Differentiation of the Cholesky decomposition" (2016); of QR Walter and Lehmann (2010);
-of eigenvalues and singular values Giles (2008), with the terms for complex vectors of Wan and Zhang (2019). Vectors that are fixed only
-up to a sign or a phase have a derivative where the function does not depend on that choice, as in PyTorch.
+The derivatives: of the Cholesky factor Murray, "Differentiation of the Cholesky decomposition" (2016); of QR
+Walter and Lehmann (2010); of eigenvalues and singular values Giles (2008), with the terms for complex vectors
+of Wan and Zhang (2019). Vectors that are fixed only up to a sign or a phase have a derivative where the
+function does not depend on that choice, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from psgrad.errors import TransformError
 
 
 def _half_upper(x: torch.Tensor) -> torch.Tensor:
-    """The upper triangle, its diagonal halved: with its own adjoint it adds up to the Hermitian matrix that it is half of."""
+    """The upper triangle, its diagonal halved: with its own adjoint it adds up to the Hermitian matrix that
+    it is half of.
+    """
     return (x.triu() + x.triu(1)) / 2
 
 
@@ -29,11 +33,14 @@ def _real_diagonal(x: torch.Tensor) -> torch.Tensor:
     return torch.real(x.diagonal(0, -2, -1))
 
 
-# -- Cholesky -----------------------------------------------------------------------------------------------------------------------
+# -- Cholesky
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _cholesky_back(factor: torch.Tensor, upper: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """With a = U^H U: the cotangent of the Hermitian matrix, the same on both sides of its diagonal, as PyTorch has it."""
+    """With a = U^H U: the cotangent of the Hermitian matrix, the same on both sides of its diagonal, as
+    PyTorch has it.
+    """
     u = factor if upper else h(factor)
 
     def back(g: torch.Tensor) -> torch.Tensor:
@@ -44,16 +51,21 @@ def _cholesky_back(factor: torch.Tensor, upper: bool) -> Callable[[torch.Tensor]
     return back
 
 
-def _cholesky_ex_back(out: Any, a: torch.Tensor, *, upper: bool = False, check_errors: bool = False) -> Callable[[list[Any]], Any]:
+def _cholesky_ex_back(
+    out: Any, a: torch.Tensor, *, upper: bool = False, check_errors: bool = False
+) -> Callable[[list[Any]], Any]:
     back = _cholesky_back(out[0], upper)
     return lambda gs: back(gs[0])
 
 
 if hasattr(aten, "cholesky"):  # superseded by linalg_cholesky_ex, and gone from PyTorch 2.14
-    define(aten.cholesky.default, vjp={0: lambda out, a, upper=False: _cholesky_back(out, upper)}, batch=leading)
+    define(
+        aten.cholesky.default, vjp={0: lambda out, a, upper=False: _cholesky_back(out, upper)}, batch=leading
+    )
 define(aten.linalg_cholesky_ex.default, vjp={0: _cholesky_ex_back}, batch=leading)
 
-# -- QR -------------------------------------------------------------------------------------------------------------------------------
+# -- QR
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list[Any]], torch.Tensor]:
@@ -101,11 +113,16 @@ def _qr_batch(batch: Any, op: Op, a: torch.Tensor, mode: str = "reduced") -> Any
 define(aten.linalg_qr.default, vjp={0: _qr_back}, batch=_qr_batch, instead=_qr_instead)
 define(aten.geqrf.default, batch=leading)  # PyTorch has no derivative of it either
 
-# -- Householder reflections ------------------------------------------------------------------------------------------------------------
+# -- Householder reflections
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _reflect(vectors: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, adjoint: bool = False) -> torch.Tensor:
-    """H_1 ... H_k x, or its adjoint: H_i = 1 - scale_i v_i v_i^H, where v_i is one at i, zero above, and as given below."""
+def _reflect(
+    vectors: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, adjoint: bool = False
+) -> torch.Tensor:
+    """H_1 ... H_k x, or its adjoint: H_i = 1 - scale_i v_i v_i^H, where v_i is one at i, zero above, and as
+    given below.
+    """
     whole = vectors.tril(-1) + eye_like(vectors)
     places = range(scales.shape[-1])
     for i in places if adjoint else reversed(places):
@@ -120,13 +137,18 @@ def _householder_product(vectors: torch.Tensor, scales: torch.Tensor) -> torch.T
 
 
 @replace(aten.ormqr.default)
-def _ormqr(vectors: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, left: bool = True, transpose: bool = False) -> torch.Tensor:
-    return _reflect(vectors, scales, x, transpose) if left else h(_reflect(vectors, scales, h(x), not transpose))
+def _ormqr(
+    vectors: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, left: bool = True, transpose: bool = False
+) -> torch.Tensor:
+    return (
+        _reflect(vectors, scales, x, transpose) if left else h(_reflect(vectors, scales, h(x), not transpose))
+    )
 
 
 define(aten.linalg_householder_product.default, aten.ormqr.default, batch=everywhere)
 
-# -- eigenvalues --------------------------------------------------------------------------------------------------------------------------
+# -- eigenvalues
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _gaps(values: torch.Tensor) -> torch.Tensor:
@@ -135,8 +157,12 @@ def _gaps(values: torch.Tensor) -> torch.Tensor:
     return (values.unsqueeze(-2) - values.unsqueeze(-1)).masked_fill(own, torch.inf)
 
 
-def _eigh_back(out: Any, a: torch.Tensor, triangle: str = "L", vectors: bool = True) -> Callable[[list[Any]], torch.Tensor]:
-    """The cotangent of the Hermitian matrix, the same on both sides of its diagonal, whichever triangle was looked at."""
+def _eigh_back(
+    out: Any, a: torch.Tensor, triangle: str = "L", vectors: bool = True
+) -> Callable[[list[Any]], torch.Tensor]:
+    """The cotangent of the Hermitian matrix, the same on both sides of its diagonal, whichever triangle was
+    looked at.
+    """
     values, v = out
 
     def back(gs: list[Any]) -> torch.Tensor:
@@ -186,11 +212,16 @@ define(
     batch=leading,
 )
 
-# -- singular values -----------------------------------------------------------------------------------------------------------------------
+# -- singular values
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _svd_back(out: Any, a: torch.Tensor, full: bool = False, vectors: bool = True, *, driver: Any = None) -> Callable[[list[Any]], Any]:
-    """Of the vectors as many count as there are singular values; the others (`full`) are an arbitrary basis."""
+def _svd_back(
+    out: Any, a: torch.Tensor, full: bool = False, vectors: bool = True, *, driver: Any = None
+) -> Callable[[list[Any]], Any]:
+    """Of the vectors as many count as there are singular values; the others (`full`) are an arbitrary
+    basis.
+    """
     s = out[1]
     size = s.shape[-1]
     u, vh = out[0][..., :size], out[2][..., :size, :]
@@ -222,7 +253,9 @@ def _svd_back(out: Any, a: torch.Tensor, full: bool = False, vectors: bool = Tru
 
 
 def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
-    """What turns a pair of complex vectors against each other: one of them may turn freely, both together may not."""
+    """What turns a pair of complex vectors against each other: one of them may turn freely, both together may
+    not.
+    """
     if not turned.is_complex():
         return 0
     diagonal = torch.imag(turned.diagonal(0, -2, -1)) / (2 * s)
@@ -230,7 +263,9 @@ def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
 
 
 def _svd_instead(level: Any, args: Any, kwargs: Any) -> Any:
-    """The derivative of the singular values has the vectors in it, whether the function asked for them or not."""
+    """The derivative of the singular values has the vectors in it, whether the function asked for them or
+    not.
+    """
     names = dict(zip(("A", "full_matrices", "compute_uv"), args, strict=False)) | kwargs
     if names.get("compute_uv", True):
         return None
@@ -239,7 +274,15 @@ def _svd_instead(level: Any, args: Any, kwargs: Any) -> Any:
     return a.new_empty(0), values, a.new_empty(0)
 
 
-def _svd_batch(batch: Any, op: Op, a: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None) -> Any:
+def _svd_batch(
+    batch: Any,
+    op: Op,
+    a: torch.Tensor,
+    full_matrices: bool = False,
+    compute_uv: bool = True,
+    *,
+    driver: Any = None,
+) -> Any:
     results = op(batch.physical(a), full_matrices, compute_uv, driver=driver)
     return with_empty(batch, results, () if compute_uv else (0, 2))
 

@@ -13,7 +13,9 @@ from psgrad.engine.transforms.rules.registry import Maker, Op, Push, define
 
 
 def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
-    """The transpose of broadcasting and of type promotion: `g` summed to `shape`, in `dtype`. None, a zero, stays one."""
+    """The transpose of broadcasting and of type promotion: `g` summed to `shape`, in `dtype`. None, a zero,
+    stays one.
+    """
     if g is None:
         return None
     if g.shape != shape:
@@ -37,7 +39,9 @@ def cast(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def broadcasting(make: Maker, position: int) -> Maker:
-    """A VJP of an elementwise operator: the cotangent is summed back over the axes along which the argument was repeated."""
+    """A VJP of an elementwise operator: the cotangent is summed back over the axes along which the argument
+    was repeated.
+    """
 
     def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         argument = args[position]
@@ -51,9 +55,11 @@ def broadcasting(make: Maker, position: int) -> Maker:
 
 
 def stretching(make: Maker, position: int) -> Push:
-    """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real tangent forward as well.
+    """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real
+    tangent forward as well.
 
-    For complex values it is no maker: there the closure is the conjugate of what is wanted, if the operator is holomorphic at all.
+    For complex values it is no maker: there the closure is the conjugate of what is wanted, if the operator
+    is holomorphic at all.
     """
 
     def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -66,7 +72,9 @@ def stretching(make: Maker, position: int) -> Push:
 
 
 def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """An elementwise operator is its own batching; operands of lower rank get unit axes behind the sample axis."""
+    """An elementwise operator is its own batching; operands of lower rank get unit axes behind the sample
+    axis.
+    """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if len(tensors) == 1:
         return op(*[batch.raw(a) for a in args], **kwargs)
@@ -80,7 +88,9 @@ def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> list[Any]:
-    """Logical scalars promote less than tensors with axes, yet mapped ones have an axis in truth: promote by hand."""
+    """Logical scalars promote less than tensors with axes, yet mapped ones have an axis in truth: promote by
+    hand.
+    """
     scalars = [t for t in tensors if t.dim() == 0]
     if not any(batch.is_mapped(t) for t in scalars):
         return list(args)
@@ -89,9 +99,15 @@ def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> 
         others = _joint([t for t in tensors if t.dim()])
         dtype = torch.result_type(torch.empty((1,), dtype=others), torch.empty((), dtype=dtype))
     return [
-        batch.level.lift(batch.physical(a).to(dtype))
-        if isinstance(a, torch.Tensor) and a.dim() == 0 and batch.is_mapped(a) and a.dtype != dtype and a.dtype != torch.bool
-        else a
+        (
+            batch.level.lift(batch.physical(a).to(dtype))
+            if isinstance(a, torch.Tensor)
+            and a.dim() == 0
+            and batch.is_mapped(a)
+            and a.dtype != dtype
+            and a.dtype != torch.bool
+            else a
+        )
         for a in args
     ]
 
@@ -104,7 +120,8 @@ def _joint(tensors: list[torch.Tensor]) -> torch.dtype:
 
 
 def elementwise(*ops: Op, **derivatives: Maker) -> None:
-    """Declare elementwise operators. Keywords `x0, x1, ...` give the VJP in the tensor argument of that position.
+    """Declare elementwise operators. Keywords `x0, x1, ...` give the VJP in the tensor argument of that
+    position.
 
     The Jacobian is diagonal, so the closure that pulls a cotangent back also pushes a tangent forward.
     """
@@ -118,7 +135,9 @@ def wrap_dim(dim: int, rank: int) -> int:
     """A non-negative axis; axes of a scalar are taken as those of a vector, as PyTorch does."""
     rank = max(rank, 1)
     if not -rank <= dim < rank:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
+        )
     return dim % rank
 
 
@@ -136,7 +155,9 @@ def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Calla
                 if defaults is None or position not in defaults:
                     names = [a.name for a in op._schema.arguments]
                     if names[position] in kwargs:
-                        full += [op._schema.arguments[p].default_value for p in range(len(full) + 1, position)]
+                        full += [
+                            op._schema.arguments[p].default_value for p in range(len(full) + 1, position)
+                        ]
                         full.append(kwargs.pop(names[position]))
                     else:
                         continue
@@ -163,12 +184,18 @@ def without_unit_axis(result: Any) -> Any:
 
 
 def folded(*positions: int) -> Callable[..., Any]:
-    """Batching for kernels with a batch axis of their own: the sample axis is folded into it in the arguments at `positions`."""
+    """Batching for kernels with a batch axis of their own: the sample axis is folded into it in the arguments
+    at `positions`.
+    """
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-        full = [batch.fold(a) if i in positions and isinstance(a, torch.Tensor) else a for i, a in enumerate(args)]
+        full = [
+            batch.fold(a) if i in positions and isinstance(a, torch.Tensor) else a for i, a in enumerate(args)
+        ]
         if any(batch.is_mapped(a) for a in full):
-            raise NotImplementedError(f"{op}: an argument that is shared by the kernel's batch carries a sample axis")
+            raise NotImplementedError(
+                f"{op}: an argument that is shared by the kernel's batch carries a sample axis"
+            )
         return batch.unfold(op(*full, **kwargs))
 
     return rule

@@ -14,11 +14,17 @@ from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
 
-# -- embedding --------------------------------------------------------------------------------------------------------------------
+# -- embedding
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _embedding_back(
-    out: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    padding_idx: int = -1,
+    scale: bool = False,
+    sparse: bool = False,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     if scale:
         _refuse_scale()
@@ -29,20 +35,31 @@ def _embedding_back(
 def _refuse_scale() -> NoReturn:
     raise TransformError(
         f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
-        cause="its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a function",
+        cause=(
+            "its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a"
+            " function"
+        ),
         next_step="build the embedding with scale_grad_by_freq=False",
     )
 
 
 def _embedding_batch(
-    batch: Any, op: Op, weight: torch.Tensor, index: torch.Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+    batch: Any,
+    op: Op,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    padding_idx: int = -1,
+    scale: bool = False,
+    sparse: bool = False,
 ) -> torch.Tensor:
     if scale and weight.requires_grad:  # the caller's autograd would count the tokens of all samples
         _refuse_scale()
     if not batch.is_mapped(weight):
         return op(weight, batch.raw(index), padding_idx, scale, sparse)
     places = batch.physical(index).long()
-    out = _looked_up(batch.physical(weight), 1, places.reshape(batch.size, -1)).reshape(*places.shape, weight.shape[1])
+    out = _looked_up(batch.physical(weight), 1, places.reshape(batch.size, -1)).reshape(
+        *places.shape, weight.shape[1]
+    )
     if padding_idx < 0:
         return out
     # Each sample has a padding row in a table of its own.
@@ -57,7 +74,9 @@ def _without_gradient(x: torch.Tensor) -> torch.Tensor:
 
 def _looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
     """The slices of each sample's part of `x` [n, ...] along an axis, at its own `places` [n, k]."""
-    if state.attached:  # gather keeps `x` for its derivative, which needs no value of it: a write to `x` would be an error
+    if (
+        state.attached
+    ):  # gather keeps `x` for its derivative, which needs no value of it: a write to `x` would be an error
         x = x.movedim(dim, 1)
         samples = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
         outside = x.shape[1]  # so that a negative place is an error, as it is in the operators that look up
@@ -74,14 +93,18 @@ def _embedding_backward_batch(
 
 
 def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int = -1) -> torch.Tensor:
-    """[n, count, d] from g [n, *t, d] and index [n, *t]: rows added where their index says; those of `padding_idx` left out."""
+    """[n, count, d] from g [n, *t, d] and index [n, *t]: rows added where their index says; those of
+    `padding_idx` left out.
+    """
     n, d = g.shape[0], g.shape[-1]
     rows, places = g.reshape(n, -1, d), index.reshape(n, -1)
     if padding_idx >= 0:
         rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
     flat = (places + torch.arange(n, device=g.device).unsqueeze(1) * count).reshape(-1)
     tables = torch.zeros(n * count, d, dtype=g.dtype, device=g.device)
-    if isinstance(rows, Tracer) or isinstance(flat, Tracer):  # there is another level below, which may have samples of its own
+    if isinstance(rows, Tracer) or isinstance(
+        flat, Tracer
+    ):  # there is another level below, which may have samples of its own
         return tables.index_add(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
     return tables.index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
 
@@ -89,20 +112,31 @@ def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: 
 define(aten.embedding.default, vjp={0: _embedding_back}, linear=(0,), batch=_embedding_batch)
 define(
     aten.embedding_dense_backward.default,
-    vjp={0: lambda out, g, index, count, padding_idx, scale: lambda h: _embedding_without_padding(h, index, padding_idx)},
+    vjp={
+        0: lambda out, g, index, count, padding_idx, scale: (
+            lambda h: _embedding_without_padding(h, index, padding_idx)
+        )
+    },
     batch=_embedding_backward_batch,
 )
 
 
 def _embedding_without_padding(h: torch.Tensor, index: torch.Tensor, padding_idx: int) -> torch.Tensor:
     out = aten.embedding.default(h, index)
-    return out if padding_idx < 0 else torch.where((index == padding_idx).unsqueeze(-1), torch.zeros_like(out), out)
+    return (
+        out
+        if padding_idx < 0
+        else torch.where((index == padding_idx).unsqueeze(-1), torch.zeros_like(out), out)
+    )
 
 
-# -- gather and scatter ---------------------------------------------------------------------------------------------------------------
+# -- gather and scatter
+# ------------------------------------------------------------------------------------------------------------
 
 
-def along(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+def along(
+    batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any
+) -> torch.Tensor:
     """Batching for operators that look up places along one axis."""
     physical, places = batch.physical(x), batch.physical(index)
     source = [batch.physical(r) if isinstance(r, torch.Tensor) else r for r in rest]
@@ -118,7 +152,9 @@ def along(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *r
     return op(physical, wrap_dim(dim, x.dim()) + 1, places, *source, **kwargs)
 
 
-def _gather_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _gather_back(
+    out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     shape, dtype, device = x.shape, x.dtype, x.device
     return lambda g: aten.scatter_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g)
 
@@ -138,7 +174,9 @@ define(
         0: lambda out, x, dim, index, source: lambda g: aten.scatter.value(g, dim, index, 0),
         3: lambda out, x, dim, index, source: lambda g: fit(aten.gather.default(g, dim, index), source.shape),
     },
-    jvp={3: lambda out, x, dim, index, source: lambda t: aten.scatter.src(torch.zeros_like(out), dim, index, t)},
+    jvp={
+        3: lambda out, x, dim, index, source: lambda t: aten.scatter.src(torch.zeros_like(out), dim, index, t)
+    },
     batch=along,
 )
 define(
@@ -176,7 +214,14 @@ define(aten.index_select.default, vjp={0: _index_select_back}, linear=(0,), batc
 
 
 def _index_add_batch(
-    batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+    batch: Any,
+    op: Op,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: Any = 1,
 ) -> torch.Tensor:
     dim = wrap_dim(dim, x.dim())
     if x.dim() == 0:  # a scalar counts as a vector of one
@@ -184,7 +229,11 @@ def _index_add_batch(
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
     values = batch.physical(source)
-    places = batch.raw(index).reshape(batch.size, *(1,) * dim, -1, *(1,) * (x.dim() - dim - 1)).expand(values.shape)
+    places = (
+        batch.raw(index)
+        .reshape(batch.size, *(1,) * dim, -1, *(1,) * (x.dim() - dim - 1))
+        .expand(values.shape)
+    )
     return torch.scatter_add(batch.physical(x), dim + 1, places, values * alpha)
 
 
@@ -192,13 +241,19 @@ define(
     aten.index_add.default,
     vjp={
         0: lambda out, x, dim, index, source, alpha=1: lambda g: g,
-        3: lambda out, x, dim, index, source, alpha=1: lambda g: aten.index_select.default(g, dim, index) * alpha,
+        3: (
+            lambda out, x, dim, index, source, alpha=1: (
+                lambda g: aten.index_select.default(g, dim, index) * alpha
+            )
+        ),
     },
     batch=_index_add_batch,
 )
 
 
-def _index_select_backward_batch(batch: Any, op: Op, g: torch.Tensor, shape: Sequence[int], dim: int, index: torch.Tensor) -> torch.Tensor:
+def _index_select_backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, shape: Sequence[int], dim: int, index: torch.Tensor
+) -> torch.Tensor:
     zeros = torch.zeros(shape, dtype=g.dtype, device=g.device)
     return _index_add_batch(batch, aten.index_add.default, zeros, dim, index, g)
 
@@ -209,15 +264,20 @@ define(aten.index_select_backward.default, batch=_index_select_backward_batch)
 @replace(aten.index_fill.int_Scalar)
 @replace(aten.index_fill.int_Tensor)
 def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
-    """By a mask: a place that the index names twice is filled once, and counts once in the value's cotangent."""
+    """By a mask: a place that the index names twice is filled once, and counts once in the value's
+    cotangent.
+    """
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim] if x.dim() else 1
     filled = torch.zeros(size, dtype=torch.bool, device=x.device)
     filled = aten.scatter.value(filled, 0, torch.where(index < 0, index + size, index).reshape(-1), True)
-    return x.masked_fill(filled.reshape(-1, *(1,) * (x.dim() - dim - 1)) if x.dim() else filled.reshape(()), value)
+    return x.masked_fill(
+        filled.reshape(-1, *(1,) * (x.dim() - dim - 1)) if x.dim() else filled.reshape(()), value
+    )
 
 
-# -- x[i, j, ...] -------------------------------------------------------------------------------------------------------------------------
+# -- x[i, j, ...]
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _sample_places(batch: Any, x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
@@ -239,15 +299,21 @@ def _adjacent(indices: Sequence[Any]) -> bool:
 
 
 def _restore(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
-    """With indices that are not adjacent PyTorch puts their axes in front, here in front of the sample axis: move them behind."""
+    """With indices that are not adjacent PyTorch puts their axes in front, here in front of the sample axis:
+    move them behind.
+    """
     if _adjacent(indices):
         return out
-    rank = torch.broadcast_shapes(*[i.shape for i in indices if i is not None and i.dtype not in (torch.bool, torch.uint8)] or [(1,)])
+    rank = torch.broadcast_shapes(
+        *[i.shape for i in indices if i is not None and i.dtype not in (torch.bool, torch.uint8)] or [(1,)]
+    )
     return out.movedim(len(rank), 0)
 
 
 def _counted(batch: Any, indices: Sequence[Any], *, all_masks: bool = False) -> list[Any]:
-    """The indices with the places where a mask is true instead of it: of masks of each sample's own, or of all."""
+    """The indices with the places where a mask is true instead of it: of masks of each sample's own, or of
+    all.
+    """
 
     def is_mask(i: Any) -> bool:
         return i is not None and i.dtype in (torch.bool, torch.uint8) and (all_masks or batch.is_mapped(i))
@@ -262,7 +328,8 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
     if places[0] is None:
         return _restore(out, x, indices)
     if indices[0] is None and _adjacent(indices):
-        # logical result: leading sliced axes, then the index axes; physical: sample and index axes in front, then the sliced ones
+        # logical result: leading sliced axes, then the index axes; physical: sample and index axes in front,
+        # then the sliced ones
         lead = next(i for i, index in enumerate(indices) if index is not None)
         rank = max(i.dim() for i in indices if i is not None)
         moved = out.movedim(list(range(1, 1 + rank)), list(range(1 + lead, 1 + lead + rank)))
@@ -273,14 +340,20 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
 def _index_back(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> Any:
     shape, dtype, device = x.shape, x.dtype, x.device
     given = [i for i, index in enumerate(indices) if index is not None]
-    if x.numel() and _adjacent(indices) and all(indices[i].dtype in (torch.int64, torch.int32) for i in given):
+    if (
+        x.numel()
+        and _adjacent(indices)
+        and all(indices[i].dtype in (torch.int64, torch.int32) for i in given)
+    ):
         return lambda g: _add_at_places(g, shape, given[0], [indices[i] for i in given])
     return lambda g: aten.index_put.default(torch.zeros(shape, dtype=dtype, device=device), indices, g, True)
 
 
-def _add_at_places(g: torch.Tensor, shape: torch.Size, dim: int, indices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Zeros of this shape, with `g` added at the places that indices of neighbouring axes name, of which the first is `dim`: as one
-    axis with one index, which says more to whoever wants to keep the two apart.
+def _add_at_places(
+    g: torch.Tensor, shape: torch.Size, dim: int, indices: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Zeros of this shape, with `g` added at the places that indices of neighbouring axes name, of which the
+    first is `dim`: as one axis with one index, which says more to whoever wants to keep the two apart.
     """
     sizes = shape[dim : dim + len(indices)]
     place = indices[0] % sizes[0]
@@ -296,11 +369,20 @@ define(aten.index.Tensor, vjp={0: _index_back}, linear=(0,), batch=_index_batch)
 
 
 def _index_put_batch(
-    batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
+    batch: Any,
+    op: Op,
+    x: torch.Tensor,
+    indices: Sequence[Any],
+    values: torch.Tensor,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     chosen = _by_mask(x, indices, values, accumulate)
     if chosen is not None:
-        return batch.physical(x).copy_(batch.physical(chosen)) if op is aten.index_put_.default else batch.physical(chosen)
+        return (
+            batch.physical(x).copy_(batch.physical(chosen))
+            if op is aten.index_put_.default
+            else batch.physical(chosen)
+        )
     physical = batch.physical(x)
     indices = _counted(batch, indices, all_masks=True)
     full = [
@@ -310,8 +392,12 @@ def _index_put_batch(
     return _explicit_put(batch, op, physical, x, indices, full, values, accumulate)
 
 
-def _by_mask(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> torch.Tensor | None:
-    """x[mask] = value, the same value wherever the mask is true: a choice at each place, which needs no count of places."""
+def _by_mask(
+    x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor | None:
+    """x[mask] = value, the same value wherever the mask is true: a choice at each place, which needs no count
+    of places.
+    """
     given = [i for i, index in enumerate(indices) if index is not None]
     mask = indices[given[0]] if len(given) == 1 else None
     if mask is None or mask.dtype != torch.bool:
@@ -335,7 +421,9 @@ def _explicit_put(
     values: torch.Tensor,
     accumulate: bool,
 ) -> torch.Tensor:
-    """Every axis gets an index of its own, so that the sample index can join them without moving axes about."""
+    """Every axis gets an index of its own, so that the sample index can join them without moving axes
+    about.
+    """
     given = [i for i, index in enumerate(indices) if index is not None]
     index_rank = max(full[i].dim() for i in given)
     sliced = [i for i in range(x.dim()) if i not in given]
@@ -349,14 +437,20 @@ def _explicit_put(
             aligned = batch.aligned(index, index_rank)
             lead = aligned.shape[:1] if batch.is_mapped(index) else (1,)
             body = aligned.shape[1:] if batch.is_mapped(index) else aligned.shape
-            places.append(aligned.reshape(*lead, *(1,) * len(front), *(1,) * (index_rank - len(body)), *body, *(1,) * len(behind)))
+            places.append(
+                aligned.reshape(
+                    *lead, *(1,) * len(front), *(1,) * (index_rank - len(body)), *body, *(1,) * len(behind)
+                )
+            )
         else:
             position = front.index(i) if i in front else len(front) + index_rank + behind.index(i)
             places.append(index.reshape(1, *(1,) * position, -1, *(1,) * (rank - position - 1)))
     return op(physical, places, batch.aligned(values, rank), accumulate)
 
 
-def _index_put_source(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+def _index_put_source(
+    out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
+) -> Any:
     shape, dtype = values.shape, values.dtype
     return lambda g: sum_to(aten.index.Tensor(g, indices), shape, dtype)
 
@@ -366,11 +460,18 @@ define(
     aten._unsafe_index_put.default,
     vjp={
         0: lambda out, x, indices, values, accumulate=False: (
-            lambda g: g if accumulate else aten.index_put.default(g, indices, torch.zeros((), dtype=g.dtype, device=g.device), False)
+            lambda g: (
+                g
+                if accumulate
+                else aten.index_put.default(
+                    g, indices, torch.zeros((), dtype=g.dtype, device=g.device), False
+                )
+            )
         ),
         2: _index_put_source,
     },
-    # Of values for one place the kernel takes one: the cotangent goes to all of them, as in PyTorch, the tangent comes from that one.
+    # Of values for one place the kernel takes one: the cotangent goes to all of them, as in PyTorch, the
+    # tangent comes from that one.
     jvp={
         2: lambda out, x, indices, values, accumulate=False: (
             lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
@@ -381,13 +482,24 @@ define(
 )
 define(aten.index_put_.default, batch=_index_put_batch)
 define(
-    aten._unsafe_index.Tensor, vjp={0: _index_back}, batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices)
+    aten._unsafe_index.Tensor,
+    vjp={0: _index_back},
+    batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices),
 )
 
-# -- triangles, searching -----------------------------------------------------------------------------------------------------------------
+# -- triangles, searching
+# ------------------------------------------------------------------------------------------------------------
 
-define(aten.tril.default, vjp={0: lambda out, x, diagonal=0: lambda g: aten.tril.default(g, diagonal)}, batch=leading)
-define(aten.triu.default, vjp={0: lambda out, x, diagonal=0: lambda g: aten.triu.default(g, diagonal)}, batch=leading)
+define(
+    aten.tril.default,
+    vjp={0: lambda out, x, diagonal=0: lambda g: aten.tril.default(g, diagonal)},
+    batch=leading,
+)
+define(
+    aten.triu.default,
+    vjp={0: lambda out, x, diagonal=0: lambda g: aten.triu.default(g, diagonal)},
+    batch=leading,
+)
 define(
     aten.one_hot.default,
     batch=lambda batch, op, x, classes=-1: op(batch.physical(x), classes),
@@ -396,7 +508,9 @@ constant(aten.one_hot.default)
 
 
 def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample looks in its own boundaries."""
+    """Of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample looks in its own
+    boundaries.
+    """
     x, boundaries = args if op is aten.bucketize.Tensor else args[::-1]
     shared = not batch.is_mapped(boundaries) and not batch.is_mapped(sorter)
     if shared and boundaries.dim() == 1:
@@ -405,14 +519,20 @@ def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: 
     places, values = batch.physical(boundaries), batch.physical(x)
     rows = values.reshape(batch.size, *lead, x.shape[-1] if lead else x.numel())
     order = None if sorter is None else batch.physical(sorter)
-    return torch.searchsorted(places.contiguous(), rows.contiguous(), sorter=order, **kwargs).reshape(values.shape)
+    return torch.searchsorted(places.contiguous(), rows.contiguous(), sorter=order, **kwargs).reshape(
+        values.shape
+    )
 
 
 constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)
 
 
-def _nonzero_static_batch(batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1) -> torch.Tensor:
-    """The first `size` places of each sample that are not zero, in order: a stable sort brings them to the front."""
+def _nonzero_static_batch(
+    batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
+) -> torch.Tensor:
+    """The first `size` places of each sample that are not zero, in order: a stable sort brings them to the
+    front.
+    """
     found = batch.physical(x).reshape(batch.size, -1) != 0
     order = found.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
     order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
@@ -426,7 +546,8 @@ constant(aten.nonzero_static.default, batch=_nonzero_static_batch)
 
 def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     raise TransformError(
-        f"{op.name().removeprefix('aten::')} is not possible on a value that differs between samples{diagnostics.where()}",
+        f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
+        f" samples{diagnostics.where()}",
         expected="a program that does the same for every sample",
         cause="a Python number, a branch (if, while, assert) or a shape is taken from one sample's data",
         next_step="write the choice with torch.where, or take the number from outside the function",

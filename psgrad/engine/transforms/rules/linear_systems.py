@@ -1,8 +1,9 @@
 """Solving with matrices: inverses, determinants, linear systems, least squares, and functions of a matrix.
 
-All kernels take leading batch axes, so the sample axis is one more. The derivatives are those of Giles, "An extended collection of
-matrix derivative results for forward and reverse mode algorithmic differentiation" (2008), written for complex matrices; that of the
-pseudoinverse is of Golub and Pereyra (1973), that of the exponential of Najfeld and Havel (1995).
+All kernels take leading batch axes, so the sample axis is one more. The derivatives are those of Giles, "An
+extended collection of matrix derivative results for forward and reverse mode algorithmic differentiation"
+(2008), written for complex matrices; that of the pseudoinverse is of Golub and Pereyra (1973), that of the
+exponential of Najfeld and Havel (1995).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, defi
 
 
 def raised(batch: Any, x: torch.Tensor, rank: int) -> Any:
-    """The operand with `rank` logical axes behind that of the samples (of length one if not mapped): its place says what an axis is."""
+    """The operand with `rank` logical axes behind that of the samples (of length one if not mapped): its
+    place says what an axis is.
+    """
     return batch.aligned(x, rank) if batch.is_mapped(x) else x.reshape(*(1,) * (rank + 1 - x.dim()), *x.shape)
 
 
@@ -35,8 +38,12 @@ def everywhere(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     return op(*[batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 
-def with_empty(batch: Any, results: Sequence[torch.Tensor], places: Iterable[int]) -> tuple[torch.Tensor, ...]:
-    """Results of a kernel, of which those at `places` were not asked for: an empty vector for all becomes one a sample."""
+def with_empty(
+    batch: Any, results: Sequence[torch.Tensor], places: Iterable[int]
+) -> tuple[torch.Tensor, ...]:
+    """Results of a kernel, of which those at `places` were not asked for: an empty vector for all becomes one
+    a sample.
+    """
     return tuple(x.new_empty(batch.size, 0) if i in places else x for i, x in enumerate(results))
 
 
@@ -55,11 +62,18 @@ constant(
     batch=lambda batch, op, info, name, *, is_matrix: op(batch.raw(info), name, is_matrix=False),
 )
 
-# -- triangular systems -----------------------------------------------------------------------------------------------------------
+# -- triangular systems
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _triangular_back(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
 ) -> Callable[..., Any]:
     shapes = (a.shape, b.shape)
 
@@ -87,11 +101,16 @@ def _triangular_solve(
     return solution, a.clone().expand(*solution.shape[:-2], *a.shape[-2:])
 
 
-# -- systems given by a factorisation -------------------------------------------------------------------------------------------------
+# -- systems given by a factorisation
+# -------------------------------------------------------------------------------------------------
 
 
-def _cholesky_solve_back(out: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> Callable[..., Any]:
-    """As in PyTorch, the factor is taken for any matrix with (factor factor^H) x = b: its cotangent is not triangular."""
+def _cholesky_solve_back(
+    out: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, upper: bool = False
+) -> Callable[..., Any]:
+    """As in PyTorch, the factor is taken for any matrix with (factor factor^H) x = b: its cotangent is not
+    triangular.
+    """
     shape = b.shape
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
@@ -105,7 +124,9 @@ def _cholesky_solve_back(out: torch.Tensor, b: torch.Tensor, factor: torch.Tenso
     return back
 
 
-def _cholesky_inverse_back(out: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+def _cholesky_inverse_back(
+    out: torch.Tensor, factor: torch.Tensor, upper: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def back(g: torch.Tensor) -> torch.Tensor:
         twice = out @ (g + h(g)) @ out
         return -(factor @ twice if upper else twice @ factor)
@@ -118,7 +139,9 @@ define(aten.cholesky_inverse.default, vjp={0: _cholesky_inverse_back}, batch=lea
 
 
 @replace(aten.linalg_lu_solve.default)
-def _lu_solve(lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False) -> torch.Tensor:
+def _lu_solve(
+    lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
+) -> torch.Tensor:
     """With a = P L U: a x = b, a^H x = b, or (not left) x a = b, which is a^H x^H = b^H."""
     if not left:
         return h(_lu_solve(lu, pivots, h(b), adjoint=not adjoint))
@@ -130,19 +153,27 @@ def _lu_solve(lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: 
     return torch.linalg.solve_triangular(upper, inner, upper=True)
 
 
-def _lu_solve_batch(batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _lu_solve_batch(
+    batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
     """The factors and their pivots belong together: both carry the sample axis, or none does."""
     rank = max(lu.dim(), b.dim())
     if batch.is_mapped(lu) or batch.is_mapped(pivots):
         lead = (batch.size, *(1,) * (rank - lu.dim()))
-        factors = batch.physical(lu).reshape(*lead, *lu.shape), batch.physical(pivots).reshape(*lead, *pivots.shape)
+        factors = (
+            batch.physical(lu).reshape(*lead, *lu.shape),
+            batch.physical(pivots).reshape(*lead, *pivots.shape),
+        )
     else:
         factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
-    # The kernel reads factors in columns where they lie, by the stride of their last leading axis, which says nothing if its length is one.
+    # The kernel reads factors in columns where they lie, by the stride of their last leading axis, which says
+    # nothing if its length is one.
     return op(*(factor.contiguous() for factor in factors), raised(batch, b, rank), **kwargs)
 
 
-def _ldl_solve_batch(batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _ldl_solve_batch(
+    batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
     """The kernel says that its operands broadcast, and reads beyond their end: they are written out."""
     lead = torch.broadcast_shapes(ld.shape[:-2], b.shape[:-2])
     axes = [(ld, 2), (pivots, 1), (b, 2)]
@@ -153,7 +184,8 @@ def _ldl_solve_batch(batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor,
 define(aten.linalg_lu_solve.default, batch=_lu_solve_batch)
 define(aten.linalg_ldl_solve.default, batch=_ldl_solve_batch)
 
-# -- systems and inverses -------------------------------------------------------------------------------------------------------------
+# -- systems and inverses
+# ------------------------------------------------------------------------------------------------------------
 
 
 def is_vector(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -161,7 +193,9 @@ def is_vector(a: torch.Tensor, b: torch.Tensor) -> bool:
     return b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
 
 
-def _solve_back(out: Any, a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Callable[..., Any]:
+def _solve_back(
+    out: Any, a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False
+) -> Callable[..., Any]:
     x, lu, pivots, _ = out
     shapes, dtype = (a.shape, b.shape), a.dtype
 
@@ -195,7 +229,10 @@ def _solve_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor, **kwargs:
     x, *factors = op(raised(batch, a, rank), raised(batch, columns, rank), **kwargs)
     # A matrix that all samples share is factored once.
     shapes = (a.shape, a.shape[:-1], a.shape[:-2])
-    whole = [f.reshape(f.shape[0], *shape).expand(batch.size, *shape) for f, shape in zip(factors, shapes, strict=True)]
+    whole = [
+        f.reshape(f.shape[0], *shape).expand(batch.size, *shape)
+        for f, shape in zip(factors, shapes, strict=True)
+    ]
     return x.squeeze(-1) if vector else x, *whole
 
 
@@ -209,11 +246,14 @@ def _inverse_back(out: Any, a: torch.Tensor, **kwargs: Any) -> Callable[[list[An
 
 define(aten.linalg_inv_ex.default, vjp={0: _inverse_back}, batch=leading)
 
-# -- the factorisation P L U ------------------------------------------------------------------------------------------------------------
+# -- the factorisation P L U
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _plu_back(gl: Any, gu: Any, p: Any, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """The cotangent of P L U. Of L and U, beside the square parts at most one has more: rows in L, or columns in U."""
+    """The cotangent of P L U. Of L and U, beside the square parts at most one has more: rows in L, or columns
+    in U.
+    """
     size = lower.shape[-1]
     gl = torch.zeros_like(lower) if gl is None else gl
     gu = torch.zeros_like(upper) if gu is None else gu
@@ -236,7 +276,9 @@ def _plu_back(gl: Any, gu: Any, p: Any, lower: torch.Tensor, upper: torch.Tensor
 
 
 def lu_back(g: torch.Tensor, lu: torch.Tensor, pivots: torch.Tensor) -> torch.Tensor:
-    """The cotangent of a matrix from that of its packed factors; only the triangles that each factor has are looked at."""
+    """The cotangent of a matrix from that of its packed factors; only the triangles that each factor has are
+    looked at.
+    """
     p, lower, upper = aten.lu_unpack.default(lu, pivots)
     size = lower.shape[-1]
     return _plu_back(g[..., :size], g[..., :size, :], p, lower, upper)
@@ -247,7 +289,9 @@ def _lu_parts_back(out: Any, a: torch.Tensor, *, pivot: bool = True) -> Callable
     return lambda gs: _plu_back(gs[1], gs[2], p if pivot else None, lower, upper)
 
 
-def _unpack_back(out: Any, lu: torch.Tensor, pivots: torch.Tensor, *what: bool) -> Callable[[list[Any]], torch.Tensor]:
+def _unpack_back(
+    out: Any, lu: torch.Tensor, pivots: torch.Tensor, *what: bool
+) -> Callable[[list[Any]], torch.Tensor]:
     rows, columns = lu.shape[-2:]
 
     def back(gs: list[Any]) -> torch.Tensor:
@@ -261,22 +305,31 @@ def _unpack_back(out: Any, lu: torch.Tensor, pivots: torch.Tensor, *what: bool) 
     return back
 
 
-define(aten.linalg_lu_factor_ex.default, vjp={0: lambda out, a, **kwargs: lambda gs: lu_back(gs[0], out[0], out[1])}, batch=leading)
+define(
+    aten.linalg_lu_factor_ex.default,
+    vjp={0: lambda out, a, **kwargs: lambda gs: lu_back(gs[0], out[0], out[1])},
+    batch=leading,
+)
 define(
     aten.linalg_lu.default,
     vjp={0: _lu_parts_back},
-    batch=lambda batch, op, a, *, pivot=True: with_empty(batch, op(batch.physical(a), pivot=pivot), () if pivot else (0,)),
+    batch=lambda batch, op, a, *, pivot=True: with_empty(
+        batch, op(batch.physical(a), pivot=pivot), () if pivot else (0,)
+    ),
 )
 define(
     aten.lu_unpack.default,
     vjp={0: _unpack_back},
     batch=lambda batch, op, lu, pivots, data=True, order=True: with_empty(
-        batch, op(batch.physical(lu), batch.physical(pivots), data, order), [*(() if order else (0,)), *(() if data else (1, 2))]
+        batch,
+        op(batch.physical(lu), batch.physical(pivots), data, order),
+        [*(() if order else (0,)), *(() if data else (1, 2))],
     ),
 )
 define(aten.linalg_ldl_factor_ex.default, batch=leading)
 
-# -- determinants -----------------------------------------------------------------------------------------------------------------------
+# -- determinants
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
@@ -293,7 +346,8 @@ def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.
 
 
 def _exponents_of_scales(sizes: torch.Tensor) -> torch.Tensor:
-    """[..., n, n] whole numbers e_i + e_j: divided by the powers of two with these exponents, rows and columns have numbers of size one.
+    """[..., n, n] whole numbers e_i + e_j: divided by the powers of two with these exponents, rows and
+    columns have numbers of size one.
 
     Rows in units of their own make no matrix singular, though its pivots differ by as much as the units.
     """
@@ -310,7 +364,8 @@ def _exponents_of_scales(sizes: torch.Tensor) -> torch.Tensor:
 def _cofactors(a: torch.Tensor) -> torch.Tensor:
     """From the inverse, or, where `a` hardly has one, from its singular values.
 
-    Each way is given matrices that it can deal with: nan would get from the way not taken into further derivatives.
+    Each way is given matrices that it can deal with: nan would get from the way not taken into further
+    derivatives.
     """
     pivots = aten.linalg_lu_factor_ex.default(a)[0].diagonal(0, -2, -1).abs()
     singular = diag_of(pivots.amin(-1) <= math.sqrt(torch.finfo(a.dtype).eps) * pivots.amax(-1))
@@ -320,7 +375,9 @@ def _cofactors(a: torch.Tensor) -> torch.Tensor:
 
 
 def _cofactors_by_inverse(a: torch.Tensor) -> torch.Tensor:
-    """conj(det(a)) a^-H, both from one factorisation: then what rounding did to the smallest pivot cancels."""
+    """conj(det(a)) a^-H, both from one factorisation: then what rounding did to the smallest pivot
+    cancels.
+    """
     lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
     swaps = (pivots != torch.arange(1, a.shape[-1] + 1, device=a.device)).sum(-1)
     determinant = lu.diagonal(0, -2, -1).prod(-1) * (1 - 2 * (swaps % 2))
@@ -336,7 +393,9 @@ def _cofactors_by_values(a: torch.Tensor) -> torch.Tensor:
 
 
 def _logarithm_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor | None]:
-    """d log det(a) is the trace of a^-1 da: its real part moves the logarithm of the size, its imaginary part the sign's angle."""
+    """d log det(a) is the trace of a^-1 da: its real part moves the logarithm of the size, its imaginary part
+    the sign's angle.
+    """
     sign = out[0]
 
     def back(gs: list[Any]) -> torch.Tensor | None:
@@ -354,18 +413,23 @@ def _logarithm_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Te
 define(aten._linalg_det.default, vjp={0: _determinant_back}, batch=leading)
 define(aten._linalg_slogdet.default, vjp={0: _logarithm_back}, batch=leading)
 
-# -- pseudoinverse and least squares ------------------------------------------------------------------------------------------------------
+# -- pseudoinverse and least squares
+# ------------------------------------------------------------------------------------------------------
 
 
 def _pinv_cotangent(g: torch.Tensor, p: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """From that of p = a^+, where the rank does not change: the two outer terms are what leaves the row and the column space."""
+    """From that of p = a^+, where the rank does not change: the two outer terms are what leaves the row and
+    the column space.
+    """
     ph, gh = h(p), h(g)
     across = gh @ p @ ph
     along = ph @ p @ gh
     return -(ph @ g @ ph) + (across - a @ (p @ across)) + (along - (along @ p) @ a)
 
 
-def _pinv_batch(batch: Any, op: Op, a: torch.Tensor, *, atol: Any = None, rtol: Any = None, **kwargs: Any) -> torch.Tensor:
+def _pinv_batch(
+    batch: Any, op: Op, a: torch.Tensor, *, atol: Any = None, rtol: Any = None, **kwargs: Any
+) -> torch.Tensor:
     atol, rtol = (raised(batch, t, a.dim() - 2) if t is not None else None for t in (atol, rtol))
     return op(batch.physical(a), atol=atol, rtol=rtol, **kwargs)
 
@@ -377,8 +441,12 @@ define(
 )
 
 
-def _least_squares_back(out: Any, a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None) -> Callable[..., Any]:
-    """The solution is a^+ b; a residual is the squared length of a column of a x - b, which x makes stationary."""
+def _least_squares_back(
+    out: Any, a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None
+) -> Callable[..., Any]:
+    """The solution is a^+ b; a residual is the squared length of a column of a x - b, which x makes
+    stationary.
+    """
     x = out[0]
 
     def back(gs: list[Any], positions: Sequence[int]) -> dict[int, Any]:
@@ -410,9 +478,15 @@ def _least_squares_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     return with_empty(batch, results, [i for i, x in enumerate(results) if x.shape == (0,)])
 
 
-define(aten.linalg_lstsq.default, vjp=JointVJP(_least_squares_back), batch=_least_squares_batch, instead=_least_squares_of_vectors)
+define(
+    aten.linalg_lstsq.default,
+    vjp=JointVJP(_least_squares_back),
+    batch=_least_squares_batch,
+    instead=_least_squares_of_vectors,
+)
 
-# -- functions of a matrix --------------------------------------------------------------------------------------------------------------
+# -- functions of a matrix
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -427,4 +501,8 @@ def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Ten
     return back
 
 
-define(aten.linalg_matrix_exp.default, vjp={0: _exponential_back}, batch=lambda batch, op, a: op(batch.physical(a)))
+define(
+    aten.linalg_matrix_exp.default,
+    vjp={0: _exponential_back},
+    batch=lambda batch, op, a: op(batch.physical(a)),
+)

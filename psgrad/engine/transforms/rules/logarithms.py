@@ -1,4 +1,6 @@
-"""Logarithms that are operators of their own: times a factor that may be zero, of sums of exponentials, of odds, of gamma functions."""
+"""Logarithms that are operators of their own: times a factor that may be zero, of sums of exponentials, of
+odds, of gamma functions.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ import torch
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, elementwise
 
-# -- x log(y), which is zero where x is -------------------------------------------------------------------------------------------------
+# -- x log(y), which is zero where x is
+# -------------------------------------------------------------------------------------------------
 
 
 def _times_log(g: torch.Tensor, x: torch.Tensor, y: Any, op: Any, lowest: int) -> torch.Tensor:
-    """g log(y) by `op`, but zero at x = 0 where y has no logarithm. PyTorch's tables have a zero at every x = 0."""
+    """g log(y) by `op`, but zero at x = 0 where y has no logarithm. PyTorch's tables have a zero at every x =
+    0.
+    """
     found = op(g, y)
     if isinstance(y, torch.Tensor):
         return torch.where((x == 0) & (y <= lowest), 0, found)
@@ -35,7 +40,8 @@ elementwise(aten.special_xlog1py.default, x0=_xlog1py, x1=lambda out, x, y: lamb
 elementwise(aten.special_xlog1py.other_scalar, x0=_xlog1py)
 elementwise(aten.special_xlog1py.self_scalar, x1=lambda out, x, y: lambda g: g * x / (y + 1))
 
-# -- of a sum of two exponentials ---------------------------------------------------------------------------------------------------------
+# -- of a sum of two exponentials
+# ---------------------------------------------------------------------------------------------------------
 
 elementwise(
     aten.logaddexp.default,
@@ -48,11 +54,14 @@ elementwise(
     x1=lambda out, x, y: lambda g: g / (1 + torch.pow(2, x - y)),
 )
 
-# -- of odds, and of the gamma function of several dimensions -----------------------------------------------------------------------------
+# -- of odds, and of the gamma function of several dimensions
+# -----------------------------------------------------------------------------
 
 
 def _logit_back(g: torch.Tensor, x: torch.Tensor, eps: float | None) -> torch.Tensor:
-    """Zero beyond the bounds, and for NaN, as where PyTorch keeps a graph; its kernel has NaN there, or zero, by the place in memory."""
+    """Zero beyond the bounds, and for NaN, as where PyTorch keeps a graph; its kernel has NaN there, or zero,
+    by the place in memory.
+    """
     low, beyond = (0, torch.nan) if eps is None else (eps, 0)
     inside = (x >= low) & (x <= 1 - low)
     return torch.where(inside, g / torch.where(inside, x * (1 - x), 1), beyond)

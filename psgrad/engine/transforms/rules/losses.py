@@ -1,4 +1,6 @@
-"""Softmax and the losses. Most losses are a few elementwise operators and a mean; PyTorch's tables write them so."""
+"""Softmax and the losses. Most losses are a few elementwise operators and a mean; PyTorch's tables write them
+so.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, broadcasting, stretching, wrap_dim
 from psgrad.engine.transforms.rules.registry import Maker, Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
-from psgrad.engine.transforms.shapes import refuse_shapes
+from psgrad.engine.transforms.shape_checks import refuse_shapes
 
 
 def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -20,7 +22,9 @@ def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float:
     return op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, half_to_float)
 
 
-def _softmax_backward_batch(batch: Any, op: Op, g: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def _softmax_backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
     if g.dim() == 0:
         return op(batch.physical(g).unsqueeze(1), batch.physical(out).unsqueeze(1), 1, dtype).squeeze(1)
     return op(batch.physical(g), batch.physical(out), wrap_dim(dim, g.dim()) + 1, dtype)
@@ -32,7 +36,11 @@ for _forward, _backward in (
 ):
     define(
         _forward,
-        vjp={0: lambda out, x, dim, half_to_float, backward=_backward: lambda g, dtype=x.dtype: run(backward, g, out, dim, dtype)},
+        vjp={
+            0: lambda out, x, dim, half_to_float, backward=_backward: (
+                lambda g, dtype=x.dtype: run(backward, g, out, dim, dtype)
+            )
+        },
         batch=_softmax_batch,
     )
     define(_backward, batch=_softmax_backward_batch)
@@ -41,7 +49,11 @@ define(
     aten._softmax_backward_data.default,
     vjp={
         0: lambda out, g, y, dim, dtype: lambda h: aten._softmax_backward_data.default(h, y, dim, dtype),
-        1: lambda out, g, y, dim, dtype: lambda h: h * (g - (g * y).sum(dim, keepdim=True)) - g * (h * y).sum(dim, keepdim=True),
+        1: (
+            lambda out, g, y, dim, dtype: (
+                lambda h: h * (g - (g * y).sum(dim, keepdim=True)) - g * (h * y).sum(dim, keepdim=True)
+            )
+        ),
     },
 )
 define(
@@ -53,7 +65,11 @@ define(
 )
 define(
     aten._safe_softmax.default,
-    vjp={0: lambda out, x, dim, dtype=None: lambda g, kind=x.dtype: aten._softmax_backward_data.default(g, out, dim, kind)},
+    vjp={
+        0: lambda out, x, dim, dtype=None: (
+            lambda g, kind=x.dtype: aten._softmax_backward_data.default(g, out, dim, kind)
+        )
+    },
     batch=lambda batch, op, x, dim, dtype=None: op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, dtype),
 )
 
@@ -62,34 +78,63 @@ def reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
-# -- negative log-likelihood ------------------------------------------------------------------------------------------------------
+# -- negative log-likelihood
+# ------------------------------------------------------------------------------------------------------
 
 
 @replace(aten.cross_entropy_loss.default)
 def _cross_entropy_loss(
-    x: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """With labels: log-softmax and the negative log-likelihood. PyTorch's own way, for the rest, goes over many more operators."""
+    """With labels: log-softmax and the negative log-likelihood. PyTorch's own way, for the rest, goes over
+    many more operators.
+    """
     if target.is_floating_point() or label_smoothing or x.dim() not in (1, 2, 4):
-        return aten.cross_entropy_loss.default.decompose(x, target, weight, reduction, ignore_index, label_smoothing)
+        return aten.cross_entropy_loss.default.decompose(
+            x, target, weight, reduction, ignore_index, label_smoothing
+        )
     axis = 0 if x.dim() == 1 else 1
     nll = aten.nll_loss2d_forward.default if x.dim() == 4 else aten.nll_loss_forward.default
-    return run(nll, run(aten._log_softmax.default, x, axis, False), target, weight, reduction, ignore_index)[0]
+    return run(nll, run(aten._log_softmax.default, x, axis, False), target, weight, reduction, ignore_index)[
+        0
+    ]
 
 
 class _Labels:
-    """What the likelihood of labels is made of: classes on `axis` of the log-probabilities, the other axes are positions."""
+    """What the likelihood of labels is made of: classes on `axis` of the log-probabilities, the other axes
+    are positions.
+    """
 
-    def __init__(self, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, axis: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        axis: int,
+        dtype: torch.dtype,
+    ) -> None:
         self.axis = axis
         self.counted = target != ignore_index
         self.labels = torch.where(self.counted, target, 0).unsqueeze(axis)
-        self.weights = self.counted.to(dtype) if weight is None else torch.where(self.counted, self._looked_up(weight), 0)
+        self.weights = (
+            self.counted.to(dtype)
+            if weight is None
+            else torch.where(self.counted, self._looked_up(weight), 0)
+        )
 
     def _looked_up(self, weight: torch.Tensor) -> torch.Tensor:
         """The labels' class weights: [classes] shared by all samples, or [n, classes]."""
         labels = self.labels.squeeze(self.axis)
-        return weight[labels] if weight.dim() == 1 else weight.gather(1, labels.reshape(len(labels), -1)).reshape(labels.shape)
+        return (
+            weight[labels]
+            if weight.dim() == 1
+            else weight.gather(1, labels.reshape(len(labels), -1)).reshape(labels.shape)
+        )
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
         """One a position; zero where the label is ignored, whatever stands there."""
@@ -104,7 +149,13 @@ class _Labels:
 @replace(aten.nll_loss_backward.default)
 @replace(aten.nll_loss2d_backward.default)
 def _nll_loss_backward(
-    g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, total: torch.Tensor
+    g: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    total: torch.Tensor,
 ) -> torch.Tensor:
     axis = 0 if x.dim() == 1 else 1
     labels = _Labels(target, weight, ignore_index, axis, x.dtype)
@@ -112,7 +163,9 @@ def _nll_loss_backward(
     return torch.zeros_like(x).scatter(axis, labels.labels, each.unsqueeze(axis))
 
 
-def _nll_batch(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int) -> Any:
+def _nll_batch(
+    batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int
+) -> Any:
     if x.dim() < 3 and weight is None:
         return _nll_by_kernel(batch, x, target, reduction, ignore_index)
     values, labels = _physical_labels(batch, x, target, weight, ignore_index)
@@ -125,7 +178,9 @@ def _nll_batch(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight
     return (summed / total if reduction == 1 else summed), total
 
 
-def _nll_by_kernel(batch: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int) -> Any:
+def _nll_by_kernel(
+    batch: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
+) -> Any:
     """All positions of all samples as one batch of PyTorch's own kernel, which is told not to add them up."""
     values, labels = batch.physical(x), batch.physical(target).long()
     flat = values.reshape(labels.numel(), values.shape[-1])
@@ -139,7 +194,15 @@ def _nll_by_kernel(batch: Any, x: torch.Tensor, target: torch.Tensor, reduction:
 
 
 def _nll_backward_batch(
-    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, total: Any
+    batch: Any,
+    op: Op,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    total: Any,
 ) -> torch.Tensor:
     if x.dim() < 3 and weight is None:
         return _nll_backward_by_kernel(batch, g, x, target, reduction, ignore_index, total)
@@ -148,11 +211,19 @@ def _nll_backward_batch(
     each = -cotangents * labels.weights
     if reduction == 1:
         each = each / batch.aligned(total, labels.weights.dim() - 1)
-    return torch.zeros_like(values).scatter(labels.axis, labels.labels, labels.counted_only(each).unsqueeze(labels.axis))
+    return torch.zeros_like(values).scatter(
+        labels.axis, labels.labels, labels.counted_only(each).unsqueeze(labels.axis)
+    )
 
 
 def _nll_backward_by_kernel(
-    batch: Any, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int, total: Any
+    batch: Any,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+    total: Any,
 ) -> torch.Tensor:
     values, labels = batch.physical(x), batch.physical(target).long()
     each = batch.physical(g)
@@ -162,13 +233,19 @@ def _nll_backward_by_kernel(
         each = each.unsqueeze(1).expand(labels.shape)
     flat = values.reshape(labels.numel(), values.shape[-1])
     nothing = flat.new_zeros(())  # the weight of all labels, which is asked for only where the mean is taken
-    found = aten.nll_loss_backward.default(each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing)
+    found = aten.nll_loss_backward.default(
+        each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing
+    )
     return found.reshape(values.shape)
 
 
-def _physical_labels(batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, _Labels]:
+def _physical_labels(
+    batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int
+) -> tuple[torch.Tensor, _Labels]:
     values = batch.physical(x)
-    return values, _Labels(batch.physical(target), batch.raw(weight), ignore_index, 1 if x.dim() == 1 else 2, values.dtype)
+    return values, _Labels(
+        batch.physical(target), batch.raw(weight), ignore_index, 1 if x.dim() == 1 else 2, values.dtype
+    )
 
 
 for _forward, _backward in (
@@ -179,7 +256,11 @@ for _forward, _backward in (
         _forward,
         vjp={
             0: lambda out, x, target, weight, reduction, ignore_index, backward=_backward: (
-                lambda gs: run(backward, gs[0], x, target, weight, reduction, ignore_index, out[1]) if gs[0] is not None else None
+                lambda gs: (
+                    run(backward, gs[0], x, target, weight, reduction, ignore_index, out[1])
+                    if gs[0] is not None
+                    else None
+                )
             ),
             2: no_derivative("aten::nll_loss", "weight"),
         },
@@ -195,7 +276,9 @@ def _mse_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> torch.Ten
 
 
 def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
-    """Rules for a loss of pairs: that of each element has derivatives, weights and reductions are operators of their own."""
+    """Rules for a loss of pairs: that of each element has derivatives, weights and reductions are operators
+    of their own.
+    """
     names = [argument.name for argument in op._schema.arguments]
     defaults = [argument.default_value for argument in op._schema.arguments]
     reduction, weight = names.index("reduction"), names.index("weight") if "weight" in names else None
@@ -217,7 +300,14 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
         if (found := written(each)) is not None:
             return batch.physical(found)
         rank = each[0].dim()
-        return op(*[batch.physical(a) if isinstance(a, torch.Tensor) and a.dim() == rank else batch.aligned(a, rank) for a in each])
+        return op(
+            *[
+                batch.physical(a)
+                if isinstance(a, torch.Tensor) and a.dim() == rank
+                else batch.aligned(a, rank)
+                for a in each
+            ]
+        )
 
     define(
         op,
@@ -254,24 +344,33 @@ _element_by_element(
     },
 )
 
-# PyTorch's kernel clamps the logarithms at -100 and, in the derivative in x, the denominator. The derivative in y has no such bound.
+# PyTorch's kernel clamps the logarithms at -100 and, in the derivative in x, the denominator. The derivative
+# in y has no such bound.
 LEAST_VARIANCE = 9.999999960041972e-13  # 1e-12 in float32, for every dtype
 _element_by_element(
     aten.binary_cross_entropy.default,
     {
-        0: lambda out, x, y, weight, reduction: lambda g: g * (x - y) / ((1 - x) * x).clamp(min=LEAST_VARIANCE),
+        0: (
+            lambda out, x, y, weight, reduction: (
+                lambda g: g * (x - y) / ((1 - x) * x).clamp(min=LEAST_VARIANCE)
+            )
+        ),
         1: lambda out, x, y, weight, reduction: lambda g: g * -torch.logit(x),
     },
 )
 
 
-def _with_logits_x(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: Any, pos_weight: Any, reduction: int) -> Any:
+def _with_logits_x(
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: Any, pos_weight: Any, reduction: int
+) -> Any:
     if pos_weight is None:
         return lambda g: g * (torch.sigmoid(x) - y)
     return lambda g: g * ((pos_weight * y + 1 - y) * torch.sigmoid(x) - pos_weight * y)
 
 
-def _with_logits_y(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: Any, pos_weight: Any, reduction: int) -> Any:
+def _with_logits_y(
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: Any, pos_weight: Any, reduction: int
+) -> Any:
     if pos_weight is None:
         return lambda g: g * -x
     return lambda g: g * (log_sigmoid(-x) - log_sigmoid(x) * pos_weight)
@@ -290,9 +389,16 @@ _element_by_element(
 
 @replace(aten.multi_margin_loss.default)
 def _multi_margin_loss(
-    x: torch.Tensor, target: torch.Tensor, p: float = 1, margin: float = 1, weight: Any = None, reduction: int = 1
+    x: torch.Tensor,
+    target: torch.Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Any = None,
+    reduction: int = 1,
 ) -> torch.Tensor:
-    """As PyTorch's kernel has it: what is not above zero, NaN too, counts for nothing, a target without axes has a loss without."""
+    """As PyTorch's kernel has it: what is not above zero, NaN too, counts for nothing, a target without axes
+    has a loss without.
+    """
     refuse_shapes(aten.multi_margin_loss.default, (x, target, p, margin, weight, reduction), {})
     rows, labels = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
     excess = margin - rows.gather(1, labels) + rows
@@ -305,8 +411,12 @@ def _multi_margin_loss(
 
 
 @replace(aten.multilabel_margin_loss_forward.default)
-def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels count up to the first -1. PyTorch's tables go on counting behind it, as if class 0 were listed there."""
+def _multilabel_margin_loss(
+    x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels count up to the first -1. PyTorch's tables go on counting behind it, as if class 0 were listed
+    there.
+    """
     shape = target.shape
     if not shape:  # one class
         x, target = x.reshape(1), target.reshape(1)
@@ -315,36 +425,64 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
     is_target = torch.zeros_like(x).scatter_reduce(-1, labels, listed.to(x.dtype), "amax")
     margins = 1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2)  # [.., label, class]
     counted = listed.unsqueeze(-1) & (is_target == 0).unsqueeze(-2) & (margins > 0)  # NaN is not above zero
-    return reduced(torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1], reduction), is_target.reshape(shape)
+    return reduced(
+        torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1], reduction
+    ), is_target.reshape(shape)
 
 
-# -- connectionist temporal classification ------------------------------------------------------------------------------------------
+# -- connectionist temporal classification
+# ------------------------------------------------------------------------------------------
 
 
 def _ctc_back(
-    out: Any, x: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, forgive: bool = False
+    out: Any,
+    x: torch.Tensor,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    forgive: bool = False,
 ) -> Any:
     losses, log_alpha = out
-    backward = aten._ctc_loss_backward.Tensor if isinstance(input_lengths, torch.Tensor) else aten._ctc_loss_backward.default
+    backward = (
+        aten._ctc_loss_backward.Tensor
+        if isinstance(input_lengths, torch.Tensor)
+        else aten._ctc_loss_backward.default
+    )
     return lambda gs: (
-        run(backward, gs[0], x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive) if gs[0] is not None else None
+        run(backward, gs[0], x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive)
+        if gs[0] is not None
+        else None
     )
 
 
 def _ctc_backward_back(out: torch.Tensor, g: torch.Tensor, *args: Any) -> Any:
     """The kernel multiplies each sequence's part with its cotangent: at ones, it says with what."""
-    op = aten._ctc_loss_backward.Tensor if isinstance(args[2], torch.Tensor) else aten._ctc_loss_backward.default
+    op = (
+        aten._ctc_loss_backward.Tensor
+        if isinstance(args[2], torch.Tensor)
+        else aten._ctc_loss_backward.default
+    )
     return lambda h: (h * op(torch.ones_like(g), *args)).sum([0, 2])
 
 
 def _ctc_folded(batch: Any, args: Any) -> list[Any]:
-    """Log-probabilities [t, b, c], targets [b, s] or all in a row, lengths [b] or one: all samples' sequences become one batch."""
+    """Log-probabilities [t, b, c], targets [b, s] or all in a row, lengths [b] or one: all samples' sequences
+    become one batch.
+    """
     log_probabilities, targets, *lengths = args
     if targets.dim() not in (1, 2):
         raise RuntimeError(f"ctc_loss: targets must have one or two axes, not shape {tuple(targets.shape)}")
     rows = batch.physical(log_probabilities).transpose(0, 1).flatten(1, 2)
     labels = batch.physical(targets).flatten(0, 1)
-    return [rows, labels, *[batch.fold(t.reshape(-1)) if isinstance(t, torch.Tensor) else list(t) * batch.size for t in lengths]]
+    return [
+        rows,
+        labels,
+        *[
+            batch.fold(t.reshape(-1)) if isinstance(t, torch.Tensor) else list(t) * batch.size
+            for t in lengths
+        ],
+    ]
 
 
 def _ctc_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -360,20 +498,35 @@ for _overload in ("default", "Tensor"):
     define(getattr(aten._ctc_loss, _overload), vjp={0: _ctc_back}, batch=_ctc_batch)
     define(
         getattr(aten._ctc_loss_backward, _overload),
-        vjp={0: _ctc_backward_back, **dict.fromkeys((1, 5, 6), no_derivative("aten::_ctc_loss_backward", "log_probs"))},
+        vjp={
+            0: _ctc_backward_back,
+            **dict.fromkeys((1, 5, 6), no_derivative("aten::_ctc_loss_backward", "log_probs")),
+        },
         batch=_ctc_backward_batch,
     )
 
-# -- the chunked linear layer with cross-entropy --------------------------------------------------------------------------------------
+# -- the chunked linear layer with cross-entropy
+# --------------------------------------------------------------------------------------
 
 
 def _linear_cross_entropy(
-    x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, reduction: str, ignore_index: int, smoothing: float
+    x: torch.Tensor,
+    layer: torch.Tensor,
+    target: torch.Tensor,
+    bias: Any,
+    weight: Any,
+    reduction: str,
+    ignore_index: int,
+    smoothing: float,
 ) -> torch.Tensor:
-    """The kernels compute gradients as they go, for the batch as a whole; a sample has few enough logits to have them at once."""
+    """The kernels compute gradients as they go, for the batch as a whole; a sample has few enough logits to
+    have them at once.
+    """
     logits = aten.linear.default(x, layer, bias)
     refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
-    return aten.cross_entropy_loss.default(logits, target, weight, ("none", "mean", "sum").index(reduction), ignore_index, smoothing)
+    return aten.cross_entropy_loss.default(
+        logits, target, weight, ("none", "mean", "sum").index(reduction), ignore_index, smoothing
+    )
 
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"
@@ -381,12 +534,20 @@ if importlib.util.find_spec(_MODULE) is not None:  # not in older versions of Py
     importlib.import_module(_MODULE)  # which makes the operators known
 
     @replace(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)
-    def _chunked(x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, *args: Any) -> Any:
+    def _chunked(
+        x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, *args: Any
+    ) -> Any:
         unused = x.new_zeros(0)  # the gradients, which its own backward would ask for
         return _linear_cross_entropy(x, layer, target, bias, weight, *args[:3]), unused, unused, unused
 
     @replace(torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default)
     def _chunked_losses(
-        x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, ignore_index: int, *args: Any
+        x: torch.Tensor,
+        layer: torch.Tensor,
+        target: torch.Tensor,
+        bias: Any,
+        weight: Any,
+        ignore_index: int,
+        *args: Any,
     ) -> torch.Tensor:
         return _linear_cross_entropy(x, layer, target, bias, weight, "none", ignore_index, 0.0)

@@ -1,4 +1,8 @@
-"""Matrix products. A product with a matrix that all samples share runs as one product over all rows of all samples."""
+"""Matrix products. A product with a matrix that all samples share runs as one product over all rows of all
+samples.
+
+Pairs of vectors: distances between two sets, bilinear forms.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +35,26 @@ def h(x: torch.Tensor) -> torch.Tensor:
     return conj(run(aten.transpose.int, x, -2, -1))
 
 
-# -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows ----------------------------------------------------
+# -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows
+# ----------------------------------------------------
 
 
-def _linear_weight(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _linear_weight(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda g: run(aten.mm.default, columns(g), conj(rows(x)))
 
 
-def _linear_bias(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _linear_bias(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, dtype = bias.shape, bias.dtype
     return lambda g: sum_to(g, shape, dtype)
 
 
-def _linear_batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+def _linear_batch(
+    batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any = None
+) -> torch.Tensor:
     if batch.is_mapped(weight):
         out = (
             _matmul_batch(batch, aten.matmul.default, x, weight.t())
@@ -58,7 +69,11 @@ def _linear_batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bia
 
 define(
     aten.linear.default,
-    vjp={0: lambda out, x, weight, bias=None: lambda g: run(aten.matmul.default, g, conj(weight)), 1: _linear_weight, 2: _linear_bias},
+    vjp={
+        0: lambda out, x, weight, bias=None: lambda g: run(aten.matmul.default, g, conj(weight)),
+        1: _linear_weight,
+        2: _linear_bias,
+    },
     batch=_linear_batch,
     instead=lambda level, args, kwargs: _linear_of_vector_weight(*args, **kwargs),
 )
@@ -72,17 +87,24 @@ def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = 
     return out if bias is None else out + bias
 
 
-# -- the plain products ---------------------------------------------------------------------------------------------------------------
+# -- the plain products
+# ------------------------------------------------------------------------------------------------------------
 
 define(
     aten.mm.default,
-    vjp={0: lambda out, a, b: lambda g: run(aten.mm.default, g, h(b)), 1: lambda out, a, b: lambda g: run(aten.mm.default, h(a), g)},
+    vjp={
+        0: lambda out, a, b: lambda g: run(aten.mm.default, g, h(b)),
+        1: lambda out, a, b: lambda g: run(aten.mm.default, h(a), g),
+    },
     linear=(0, 1),
     batch=lambda batch, op, a, b: _matmul_batch(batch, aten.matmul.default, a, b),
 )
 define(
     aten.bmm.default,
-    vjp={0: lambda out, a, b: lambda g: run(aten.bmm.default, g, h(b)), 1: lambda out, a, b: lambda g: run(aten.bmm.default, h(a), g)},
+    vjp={
+        0: lambda out, a, b: lambda g: run(aten.bmm.default, g, h(b)),
+        1: lambda out, a, b: lambda g: run(aten.bmm.default, h(a), g),
+    },
     linear=(0, 1),
     batch=lambda batch, op, a, b: batch.unfold(op(batch.fold(a), batch.fold(b))),
 )
@@ -109,27 +131,37 @@ define(
 
 
 @replace(aten.addmm.default)
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _addmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
     return _scaled_sum(bias, aten.mm.default(a, b), beta, alpha)
 
 
 @replace(aten.baddbmm.default)
-def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _baddbmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
     return _scaled_sum(bias, aten.bmm.default(a, b), beta, alpha)
 
 
 @replace(aten.addbmm.default)
-def _addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _addbmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
     return _scaled_sum(bias, aten.bmm.default(a, b).sum(0), beta, alpha)
 
 
 @replace(aten.addmv.default)
-def _addmv(bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _addmv(
+    bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
     return _scaled_sum(bias, aten.mv.default(a, x), beta, alpha)
 
 
 @replace(aten.addr.default)
-def _addr(bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+def _addr(
+    bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
     return _scaled_sum(bias, x.unsqueeze(1) * y.unsqueeze(0), beta, alpha)
 
 
@@ -140,19 +172,25 @@ def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any
     return (bias if beta == 1 else bias * beta) + product
 
 
-# -- matmul, whole --------------------------------------------------------------------------------------------------------------------
+# -- matmul, whole
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _matmul_left(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _matmul_left(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, dtype, matrix = a.shape, a.dtype, a.dim() == 2
     if matrix and b.dim() > 2:  # one matrix for all of b: a contraction over all columns of all of b
         return lambda g: aten.mm.default(
-            rows(g.transpose(-2, -1)).t(), conj(rows(b.transpose(-2, -1).expand(*g.shape[:-2], *b.shape[:-3:-1])))
+            rows(g.transpose(-2, -1)).t(),
+            conj(rows(b.transpose(-2, -1).expand(*g.shape[:-2], *b.shape[:-3:-1]))),
         )
     return lambda g: sum_to(run(aten.matmul.default, g, h(b)), shape, dtype)
 
 
-def _matmul_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _matmul_right(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, dtype, matrix = b.shape, b.dtype, b.dim() == 2
     if matrix:
         return lambda g: run(aten.mm.default, h(rows(a)), rows(g))
@@ -172,28 +210,136 @@ def _vector_matmul(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Physical operands broadcast over the sample axis; vectors become matrices first, as a sample axis would make them one."""
+    """Physical operands broadcast over the sample axis; vectors become matrices first, as a sample axis would
+    make them one.
+    """
     if a.dim() == 1 and b.dim() == 1:
         return (batch.raw(a) * batch.raw(b)).sum(-1)
     if b.dim() == 1:
         if not batch.is_mapped(b):
             return op(batch.physical(a), b)
-        return op(batch.aligned(a, max(a.dim(), 2)), batch.raw(b).reshape(batch.size, *(1,) * (a.dim() - 2), b.shape[0], 1)).squeeze(-1)
+        return op(
+            batch.aligned(a, max(a.dim(), 2)),
+            batch.raw(b).reshape(batch.size, *(1,) * (a.dim() - 2), b.shape[0], 1),
+        ).squeeze(-1)
     if a.dim() == 1:
         if not batch.is_mapped(a):
             return op(a, batch.physical(b))
         if not batch.is_mapped(b) and b.dim() == 2:
             return op(batch.raw(a), b)
-        return op(batch.raw(a).reshape(batch.size, *(1,) * (b.dim() - 2), 1, a.shape[0]), batch.raw(b)).squeeze(-2)
+        return op(
+            batch.raw(a).reshape(batch.size, *(1,) * (b.dim() - 2), 1, a.shape[0]), batch.raw(b)
+        ).squeeze(-2)
     if not batch.is_mapped(a) and b.dim() == 2 and a.dim() == 2:
         return op(a, batch.physical(b))
     if batch.is_mapped(a) and batch.is_mapped(b) and a.dim() == 2 and b.dim() == 2:
         left, right = batch.raw(a), batch.raw(b)
-        return left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)  # one position: an outer product
+        return (
+            left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)
+        )  # one position: an outer product
     rank = max(a.dim(), b.dim())
     left = batch.aligned(a, rank) if batch.is_mapped(a) else a
     right = batch.aligned(b, rank) if batch.is_mapped(b) else b
     return op(left, right)
 
 
-define(aten.matmul.default, vjp={0: _matmul_left, 1: _matmul_right}, linear=(0, 1), batch=_matmul_batch, instead=_vector_matmul)
+define(
+    aten.matmul.default,
+    vjp={0: _matmul_left, 1: _matmul_right},
+    linear=(0, 1),
+    batch=_matmul_batch,
+    instead=_vector_matmul,
+)
+
+
+# -- distances
+# ------------------------------------------------------------------------------------------------------------
+
+
+@replace(aten.cdist.default)
+def _cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
+    return aten._cdist_forward.default(x, y, p, compute_mode)
+
+
+def _cdist_batch(
+    batch: Any, op: Op, x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None
+) -> torch.Tensor:
+    rank = max(x.dim(), y.dim())
+    return op(batch.aligned(x, rank), batch.aligned(y, rank), p, compute_mode)
+
+
+def _cdist_x(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None) -> Any:
+    return lambda g: sum_to(_pull(g, x, y, p, out), x.shape, x.dtype)
+
+
+def _cdist_y(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None) -> Any:
+    return lambda g: sum_to(_pull(g.mT, y, x, p, out.mT), y.shape, y.dtype)
+
+
+def _pull(
+    g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor
+) -> torch.Tensor:
+    """The cotangent of `x`, with all leading axes. The kernel does not broadcast."""
+    lead = g.shape[:-2]
+    full = [t.expand(*lead, *t.shape[-2:]) for t in (x, y)]
+    return run(aten._cdist_backward.default, g, *full, p, distances)  # type: ignore[no-any-return]
+
+
+define(aten._cdist_forward.default, vjp={0: _cdist_x, 1: _cdist_y}, batch=_cdist_batch)
+
+
+def _cdist_backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor
+) -> Any:
+    return op(*[batch.physical(t) for t in (g, x, y)], p, batch.physical(distances))
+
+
+define(aten._cdist_backward.default, batch=_cdist_backward_batch)
+
+
+@replace(aten._cdist_backward.default)
+def _cdist_backward(
+    g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor
+) -> torch.Tensor:
+    """What the kernel sums, spelled out pair by pair, for its own derivative. At distance zero the derivative
+    is taken as zero.
+    """
+    apart = x.unsqueeze(-2) - y.unsqueeze(-3)
+    g, distances = g.unsqueeze(-1), distances.unsqueeze(-1)
+    if p == 0:
+        return torch.zeros_like(x)
+    if p == 1:
+        return (g * torch.sgn(apart)).sum(-2)
+    if p == float("inf"):
+        return (g * torch.sgn(apart) * (apart.abs() == distances)).sum(-2)
+    together = distances == 0
+    safe = torch.where(together, 1, distances)
+    if p == 2:
+        return torch.where(together, 0, g * apart / safe).sum(-2)
+    size = torch.where(apart == 0, 1, apart.abs())
+    return torch.where(apart == 0, 0, g * torch.sgn(apart) * (size / safe) ** (p - 1)).sum(-2)
+
+
+@replace(aten._pdist_forward.default)
+def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """The pairs above the diagonal; by differences, as the way through a matrix product loses digits where
+    two points are close.
+    """
+    first, second = torch.triu_indices(len(x), len(x), 1, device=x.device).unbind()
+    by_differences = 2
+    return aten.index.Tensor(aten._cdist_forward.default(x, x, p, by_differences), [first, second])
+
+
+# -- bilinear forms
+# ------------------------------------------------------------------------------------------------------------
+
+
+@replace(aten.bilinear.default)
+def _bilinear(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A linear layer from x to one vector an output feature, each then multiplied with y."""
+    outputs, inputs, others = weight.shape
+    vectors = aten.linear.default(x, weight.transpose(1, 2).reshape(outputs * others, inputs))
+    out = torch.matmul(vectors.unflatten(-1, (outputs, others)), y.unsqueeze(-1)).squeeze(-1)
+    return out if bias is None else out + bias

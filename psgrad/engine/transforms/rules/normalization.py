@@ -1,4 +1,6 @@
-"""Normalisation layers: statistics within a sample. Statistics across samples (BatchNorm in training mode) have no per-sample gradient."""
+"""Normalisation layers: statistics within a sample. Statistics across samples (BatchNorm in training mode)
+have no per-sample gradient.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from psgrad.engine.transforms.rules.families import aten, cast, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
 
-# -- layer norm -----------------------------------------------------------------------------------------------------------------
+# -- layer norm
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _through_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gs: Sequence[Any]) -> torch.Tensor:
-    """The input's cotangent from those of its mean and reciprocal deviation, which only a second derivative has.
+def _through_statistics(
+    x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gs: Sequence[Any]
+) -> torch.Tensor:
+    """The input's cotangent from those of its mean and reciprocal deviation, which only a second derivative
+    has.
 
     Takes x [m, k] and the rest as [m, 1]: m sets of k elements, each set normalised by itself.
     """
@@ -30,7 +36,10 @@ def _through_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
 
 
 def _input_back(
-    result_back: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+    result_back: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
 ) -> Callable[..., Any]:
     """From the cotangents of (result, mean, rstd) to the input's; `result_back` does the first."""
 
@@ -41,16 +50,32 @@ def _input_back(
         sets = mean.numel()
         elements = x.reshape(sets, x.numel() // max(sets, 1))
         of_statistics = [g.reshape(sets, 1) if g is not None else None for g in gs[1:]]
-        through = _through_statistics(elements, mean.reshape(sets, 1), rstd.reshape(sets, 1), of_statistics).reshape(x.shape).to(x.dtype)
+        through = (
+            _through_statistics(elements, mean.reshape(sets, 1), rstd.reshape(sets, 1), of_statistics)
+            .reshape(x.shape)
+            .to(x.dtype)
+        )
         return through if through_result is None else through_result + through
 
     return back
 
 
-def _layer_norm_input(out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Callable[[list[Any]], Any]:
+def _layer_norm_input(
+    out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
     return _input_back(
-        lambda g: run(aten.native_layer_norm_backward.default, g, x, shape, mean, rstd, weight, bias, [True, False, False])[0],
+        lambda g: run(
+            aten.native_layer_norm_backward.default,
+            g,
+            x,
+            shape,
+            mean,
+            rstd,
+            weight,
+            bias,
+            [True, False, False],
+        )[0],
         x,
         mean,
         rstd,
@@ -62,8 +87,12 @@ def _layer_norm_weight(
 ) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
     size, dtype = weight.shape, weight.dtype
-    wide = torch.promote_types(x.dtype, torch.float32)  # in halves, the sum over positions would be taken in halves
-    return lambda gs: sum_to(cast(gs[0], wide) * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
+    wide = torch.promote_types(
+        x.dtype, torch.float32
+    )  # in halves, the sum over positions would be taken in halves
+    return lambda gs: (
+        sum_to(cast(gs[0], wide) * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
+    )
 
 
 def _layer_norm_bias(
@@ -73,7 +102,9 @@ def _layer_norm_bias(
     return lambda gs: sum_to(gs[0], size, dtype) if gs[0] is not None else None
 
 
-def _layer_norm_batch(batch: Any, op: Op, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+def _layer_norm_batch(
+    batch: Any, op: Op, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Any:
     if not (batch.is_mapped(weight) or batch.is_mapped(bias)):
         return op(batch.physical(x), shape, weight, bias, eps)
     out, mean, rstd = op(batch.physical(x), shape, None, None, eps)
@@ -121,17 +152,32 @@ def _layer_norm_backward_batch(
 
 define(aten.native_layer_norm_backward.default, batch=_layer_norm_backward_batch)
 
-# -- group norm -----------------------------------------------------------------------------------------------------------------------
+# -- group norm
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, c: int, hw: int, groups: int, eps: float) -> Any:
+def _group_norm_back(
+    out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, c: int, hw: int, groups: int, eps: float
+) -> Any:
     _, mean, rstd = out
 
     def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
         grads: Any = (None, None, None)
         if gs[0] is not None:
             wanted = [position in positions for position in range(3)]
-            grads = run(aten.native_group_norm_backward.default, gs[0].contiguous(), x, mean, rstd, weight, b, c, hw, groups, wanted)
+            grads = run(
+                aten.native_group_norm_backward.default,
+                gs[0].contiguous(),
+                x,
+                mean,
+                rstd,
+                weight,
+                b,
+                c,
+                hw,
+                groups,
+                wanted,
+            )
         found = {position: grads[position] for position in positions}
         if 0 in found:
             found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
@@ -141,21 +187,32 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
 
 
 def _group_norm_of_halves(x: torch.Tensor, weight: Any, bias: Any, *sizes: Any) -> Any:
-    """In single precision: the kernel rounds its means and deviations to the type of `x`, which second derivatives magnify."""
+    """In single precision: the kernel rounds its means and deviations to the type of `x`, which second
+    derivatives magnify.
+    """
     if x.dtype not in (torch.float16, torch.bfloat16):
         return None
     wide = [None if t is None else cast(t, torch.float32) for t in (x, weight, bias)]
     return tuple(cast(t, x.dtype) for t in aten.native_group_norm.default(*wide, *sizes))
 
 
-def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any) -> Any:
+def _group_norm_batch(
+    batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any
+) -> Any:
     mapped = batch.is_mapped(weight) or batch.is_mapped(bias)
-    out, mean, rstd = batch.unfold(op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes))
+    out, mean, rstd = batch.unfold(
+        op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes)
+    )
     if mapped:
         spatial = (1,) * (x.dim() - 2)
         for parameter, combine in ((weight, torch.mul), (bias, torch.add)):
             if parameter is not None:
-                out = combine(out, batch.raw(parameter).reshape(*((batch.size, 1) if batch.is_mapped(parameter) else ()), -1, *spatial))
+                out = combine(
+                    out,
+                    batch.raw(parameter).reshape(
+                        *((batch.size, 1) if batch.is_mapped(parameter) else ()), -1, *spatial
+                    ),
+                )
     return out, mean, rstd
 
 
@@ -168,15 +225,32 @@ define(
 
 
 def _group_norm_backward_batch(
-    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: Any, b: int, c: int, hw: int, groups: int, mask: Any
+    batch: Any,
+    op: Op,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    b: int,
+    c: int,
+    hw: int,
+    groups: int,
+    mask: Any,
 ) -> Any:
-    """The samples become channels of a single image: then the kernel's sums over images leave them apart, weights and all."""
+    """The samples become channels of a single image: then the kernel's sums over images leave them apart,
+    weights and all.
+    """
     images = batch.size * b
     values = [batch.physical(t).reshape(1, images * c, hw) for t in (g, x)]
     statistics = [batch.physical(t).reshape(1, images * groups) for t in (mean, rstd)]
     each = None
     if weight is not None:
-        each = batch.physical(weight).unsqueeze(1).expand(-1, b, -1).reshape(-1) if batch.is_mapped(weight) else weight.repeat(images)
+        each = (
+            batch.physical(weight).unsqueeze(1).expand(-1, b, -1).reshape(-1)
+            if batch.is_mapped(weight)
+            else weight.repeat(images)
+        )
     dx, dweight, dbias = op(*values, *statistics, each, 1, images * c, hw, images * groups, mask)
     of_parameters = [
         (found.reshape(images, c) if b == 1 else found.reshape(batch.size, b, c).sum(1)) if wanted else None
@@ -187,24 +261,38 @@ def _group_norm_backward_batch(
 
 define(aten.native_group_norm_backward.default, batch=_group_norm_backward_batch)
 
-# -- batch norm -----------------------------------------------------------------------------------------------------------------------
+# -- batch norm
+# ------------------------------------------------------------------------------------------------------------
 
 
 @replace(aten.batch_norm.default)
 def _batch_norm(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn_enabled: bool
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
 ) -> torch.Tensor:
-    """With running statistics: an affine map per channel. With those of the batch: refused where the batch is one sample.
+    """With running statistics: an affine map per channel. With those of the batch: refused where the batch is
+    one sample.
 
-    A mapped value with several rows is a batch of the user's own (a vmap over models or over batches): its statistics are taken within it.
+    A mapped value with several rows is a batch of the user's own (a vmap over models or over batches): its
+    statistics are taken within it.
     """
     if x.dim() < 2:
         raise TransformError(
-            f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}", expected="a batch axis and a channel axis"
+            f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}",
+            expected="a batch axis and a channel axis",
         )
     x = _as_kernels_lay_out(x)
     if training:
-        if _samples_are_mapped(x) and (x.shape[0] == 1 or (mean is not None and not _samples_are_mapped(mean))):
+        if _samples_are_mapped(x) and (
+            x.shape[0] == 1 or (mean is not None and not _samples_are_mapped(mean))
+        ):
             raise diagnostics.batch_statistics_error(diagnostics.where())
         return _with_batch_statistics(x, weight, bias, mean, var, momentum, eps)
     channels = (1, -1, *(1,) * (x.dim() - 2))
@@ -230,7 +318,9 @@ def _samples_are_mapped(x: Any) -> bool:
     return False
 
 
-def _with_batch_statistics(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> torch.Tensor:
+def _with_batch_statistics(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> torch.Tensor:
     dtype, x = x.dtype, _wide(x)
     axes = [0, *range(2, x.dim())]
     channels = (1, -1, *(1,) * (x.dim() - 2))
@@ -245,9 +335,19 @@ def _with_batch_statistics(x: torch.Tensor, weight: Any, bias: Any, mean: Any, v
 
 @replace(aten.instance_norm.default)
 def _instance_norm(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
 ) -> torch.Tensor:
-    """Statistics of one sample's channel; PyTorch's own way goes through a batch norm over a reshaped batch."""
+    """Statistics of one sample's channel; PyTorch's own way goes through a batch norm over a reshaped
+    batch.
+    """
     if not use_input_stats:
         return _batch_norm(x, weight, bias, mean, var, False, momentum, eps, cudnn_enabled)
     dtype, x = x.dtype, _wide(x.contiguous())
@@ -278,11 +378,20 @@ def _has_levels_of(x: Any, statistic: Any) -> bool:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In single precision if in halves: rounded to halves, means and deviations spoil what is normalised, and derivatives magnify it."""
+    """In single precision if in halves: rounded to halves, means and deviations spoil what is normalised, and
+    derivatives magnify it.
+    """
     return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
-def _follow(mean: torch.Tensor, var: torch.Tensor, new_mean: torch.Tensor, new_var: torch.Tensor, count: int, momentum: float) -> None:
+def _follow(
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    new_mean: torch.Tensor,
+    new_var: torch.Tensor,
+    count: int,
+    momentum: float,
+) -> None:
     """Running statistics move towards those of a batch, of which `count` numbers were taken each."""
     mean.copy_((1 - momentum) * mean + momentum * new_mean)
     var.copy_((1 - momentum) * var + momentum * (count / max(count - 1, 1)) * new_var)

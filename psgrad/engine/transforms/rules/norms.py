@@ -11,10 +11,13 @@ from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.reductions import axes_of, by_axes, mean_back, spread
 from psgrad.engine.transforms.rules.registry import Op, define
 
-# -- variances ------------------------------------------------------------------------------------------------------------------------
+# -- variances
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _var_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+def _var_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> Any:
     axes, count = axes_of(dims, x.dim()), 1
     for axis in axes:
         count *= x.shape[axis]
@@ -23,23 +26,34 @@ def _var_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correctio
     def back(g: torch.Tensor) -> torch.Tensor:
         mean = x.mean(axes, keepdim=True)
         if freedom <= 0 and (dims is None or not x.dim()):  # where it is over given axes, PyTorch divides
-            return spread(g, x.shape, dims, keepdim) * torch.where(x == mean, torch.nan, torch.inf).to(x.dtype)
+            return spread(g, x.shape, dims, keepdim) * torch.where(x == mean, torch.nan, torch.inf).to(
+                x.dtype
+            )
         return (2 / freedom if freedom else torch.inf) * spread(g, x.shape, dims, keepdim) * (x - mean)
 
     return back
 
 
-def _std_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+def _std_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> Any:
     variance = _var_back(out, x, dims, correction=correction, keepdim=keepdim)
-    divisor = torch.where(out == 0, torch.ones_like(out), 2 * out)  # forward mode is the transpose, and would divide zero by zero
+    divisor = torch.where(
+        out == 0, torch.ones_like(out), 2 * out
+    )  # forward mode is the transpose, and would divide zero by zero
     return lambda g: variance(torch.where(out == 0, torch.zeros_like(g), g / divisor))
 
 
 def _with_mean(deviation: Callable[..., Any]) -> Callable[..., Any]:
     """The derivative of an operator that returns a variance or a standard deviation, and the mean."""
 
-    def make(out: Any, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-        rules = deviation(out[0], x, dims, correction=correction, keepdim=keepdim), mean_back(out[1], x, dims, keepdim)
+    def make(
+        out: Any, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+    ) -> Any:
+        rules = (
+            deviation(out[0], x, dims, correction=correction, keepdim=keepdim),
+            mean_back(out[1], x, dims, keepdim),
+        )
 
         def back(gs: list[Any]) -> torch.Tensor | None:
             parts = [rule(g) for rule, g in zip(rules, gs, strict=True) if g is not None]
@@ -55,14 +69,17 @@ define(aten.std.correction, vjp={0: _std_back}, batch=by_axes)
 define(aten.var_mean.correction, vjp={0: _with_mean(_var_back)}, batch=by_axes)
 define(aten.std_mean.correction, vjp={0: _with_mean(_std_back)}, batch=by_axes)
 
-# -- norms of vectors -----------------------------------------------------------------------------------------------------------------
+# -- norms of vectors
+# ------------------------------------------------------------------------------------------------------------
 
 
-def norm_of_axes_back(g: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, order: Any, axes: list[int]) -> torch.Tensor:
+def norm_of_axes_back(
+    g: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, order: Any, axes: list[int]
+) -> torch.Tensor:
     """The cotangent of x from that of its norm over some axes; both of the latter have unit axes there.
 
-    The formulas are PyTorch's, as numbers may be infinite on the way. At zero the derivative is taken as zero, and what is divided by, or
-    raised to a power, as one: 0 / 0 must not enter a second derivative.
+    The formulas are PyTorch's, as numbers may be infinite on the way. At zero the derivative is taken as
+    zero, and what is divided by, or raised to a power, as one: 0 / 0 must not enter a second derivative.
     """
     if order == 0:
         return torch.zeros_like(x)
@@ -84,7 +101,15 @@ def norm_of_axes_back(g: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, orde
     return x * torch.where(x == 0, 0, size ** (order - 2)) * scale
 
 
-def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _norm_back(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    order: Any = 2,
+    dims: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
     shape, narrow = x.shape, x.dtype
     x = x if dtype is None else cast(x, dtype)
     axes = axes_of(dims, len(shape))
@@ -92,7 +117,15 @@ def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = N
     return lambda g: cast(norm_of_axes_back(g.reshape(unit), x, out.reshape(unit), order, axes), narrow)
 
 
-def _norm_batch(batch: Any, op: Op, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def _norm_batch(
+    batch: Any,
+    op: Op,
+    x: torch.Tensor,
+    order: Any = 2,
+    dims: Any = None,
+    keepdim: bool = False,
+    **kwargs: Any,
+) -> Any:
     physical = batch.physical(x)
     if x.dim() == 0:
         return op(physical.unsqueeze(1), order, [1], False, **kwargs)
@@ -101,19 +134,24 @@ def _norm_batch(batch: Any, op: Op, x: torch.Tensor, order: Any = 2, dims: Any =
 
 define(aten.linalg_vector_norm.default, vjp={0: _norm_back}, batch=_norm_batch)
 
-# -- slices scaled down to a norm -------------------------------------------------------------------------------------------------------
+# -- slices scaled down to a norm
+# -------------------------------------------------------------------------------------------------------
 
 
 def _renorm_back(out: torch.Tensor, x: torch.Tensor, order: float, dim: int, maxnorm: float) -> Any:
     axes = [axis for axis in range(x.dim()) if axis != wrap_dim(dim, x.dim())]
-    wide = torch.promote_types(x.dtype, torch.float64 if x.device.type == "cpu" else torch.float32)  # what the kernel computes in
+    wide = torch.promote_types(
+        x.dtype, torch.float64 if x.device.type == "cpu" else torch.float32
+    )  # what the kernel computes in
 
     def back(g: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, order, axes, keepdim=True, dtype=wide)
         large = norm > maxnorm
         safe = torch.where(large, x, 0)  # a small slice's norm may have a derivative that is no number
         product = safe.conj() * g
-        product = cast(torch.real(product) if product.is_complex() else product, norm.dtype).sum(axes, keepdim=True)
+        product = cast(torch.real(product) if product.is_complex() else product, norm.dtype).sum(
+            axes, keepdim=True
+        )
         inverse = (norm + 1e-7).reciprocal()
         through = norm_of_axes_back(product, safe, norm, order, axes)
         return torch.where(large, cast(maxnorm * inverse * (g - inverse * through), g.dtype), g)
@@ -121,10 +159,16 @@ def _renorm_back(out: torch.Tensor, x: torch.Tensor, order: float, dim: int, max
     return back
 
 
-def _renorm_batch(batch: Any, op: Op, x: torch.Tensor, order: float, dim: int, maxnorm: float) -> torch.Tensor:
+def _renorm_batch(
+    batch: Any, op: Op, x: torch.Tensor, order: float, dim: int, maxnorm: float
+) -> torch.Tensor:
     """Slices of all samples are slices of one tensor."""
     slices = batch.physical(x).movedim(wrap_dim(dim, x.dim()) + 1, 1)
-    return op(slices.flatten(0, 1), order, 0, maxnorm).unflatten(0, slices.shape[:2]).movedim(1, wrap_dim(dim, x.dim()) + 1)
+    return (
+        op(slices.flatten(0, 1), order, 0, maxnorm)
+        .unflatten(0, slices.shape[:2])
+        .movedim(1, wrap_dim(dim, x.dim()) + 1)
+    )
 
 
 define(aten.renorm.default, vjp={0: _renorm_back}, batch=_renorm_batch)

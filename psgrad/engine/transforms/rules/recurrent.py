@@ -1,10 +1,11 @@
 """Recurrent layers as programs: one matrix product for the inputs of all times, then a step for each time.
 
-PyTorch has kernels for whole layers (oneDNN, cuDNN), which keep to themselves what a per-sample gradient needs. Here a recurrent
-weight meets each time's state in a product of its own, and those products collect as one term with a position for each time.
+PyTorch has kernels for whole layers (oneDNN, cuDNN), which keep to themselves what a per-sample gradient
+needs. Here a recurrent weight meets each time's state in a product of its own, and those products collect as
+one term with a position for each time.
 
-Time is packed throughout: a piece for each time holds the sequences that are still running, the longest first, as PyTorch packs
-them. Sequences of equal length are the case in which all pieces are alike.
+Time is packed throughout: a piece for each time holds the sequences that are still running, the longest
+first, as PyTorch packs them. Sequences of equal length are the case in which all pieces are alike.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def _lstm(x: Tensor, inner: Tensor, outer: Tensor, *rest: Tensor) -> tuple[Tenso
     return F.linear(x, inner, bias), step
 
 
-def _gru(x: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None, outer_bias: Tensor | None = None) -> tuple[Tensor, Step]:
+def _gru(
+    x: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None, outer_bias: Tensor | None = None
+) -> tuple[Tensor, Step]:
     def step(projected: Tensor, state: State) -> State:
         (hidden,) = state
         reset, update, value = projected.chunk(3, -1)
@@ -55,13 +58,19 @@ def _gru(x: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None, ou
 def _elman(activation: Callable[[Tensor], Tensor]) -> Cell:
     def cell(x: Tensor, inner: Tensor, outer: Tensor, *biases: Tensor) -> tuple[Tensor, Step]:
         bias = biases[0] + biases[1] if biases else None
-        return F.linear(x, inner, bias), lambda projected, state: (activation(projected + F.linear(state[0], outer)),)
+        return F.linear(x, inner, bias), lambda projected, state: (
+            activation(projected + F.linear(state[0], outer)),
+        )
 
     return cell
 
 
-def _over_time(step: Step, pieces: Sequence[Tensor], start: State, backwards: bool) -> tuple[Sequence[Tensor], State]:
-    """The output at each time, and each sequence's state where it ends. Backwards, short sequences begin on the way."""
+def _over_time(
+    step: Step, pieces: Sequence[Tensor], start: State, backwards: bool
+) -> tuple[Sequence[Tensor], State]:
+    """The output at each time, and each sequence's state where it ends. Backwards, short sequences begin on
+    the way.
+    """
     state = tuple(first[: len(pieces[-1])] for first in start) if backwards else start
     outputs: list[Tensor] = []
     ended: list[State] = []
@@ -71,7 +80,9 @@ def _over_time(step: Step, pieces: Sequence[Tensor], start: State, backwards: bo
             ended.append(tuple(value[running:] for value in state))
             state = tuple(value[:running] for value in state)
         elif running > before:
-            state = tuple(torch.cat([value, first[before:running]]) for value, first in zip(state, start, strict=True))
+            state = tuple(
+                torch.cat([value, first[before:running]]) for value, first in zip(state, start, strict=True)
+            )
         state = step(piece, state)
         outputs.append(state[0])
     for stopped in reversed(ended):
@@ -120,12 +131,18 @@ def _declare(name: str, cell: Cell, states: int) -> None:
         x = x.transpose(0, 1) if batch_first else x
         times, b = x.shape[:2]
         if not times:
-            raise TransformError(f"{name} on sequences of length 0{diagnostics.where()}", expected="at least one time")
-        out, ends = _layers(cell, x.flatten(0, 1), [b] * times, start if states > 1 else (start,), weights, *options)
+            raise TransformError(
+                f"{name} on sequences of length 0{diagnostics.where()}", expected="at least one time"
+            )
+        out, ends = _layers(
+            cell, x.flatten(0, 1), [b] * times, start if states > 1 else (start,), weights, *options
+        )
         out = out.unflatten(0, (times, b))
         return out.transpose(0, 1) if batch_first else out, *ends
 
-    def packed(x: Tensor, sizes: Tensor, start: Any, weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+    def packed(
+        x: Tensor, sizes: Tensor, start: Any, weights: Sequence[Tensor], *options: Any
+    ) -> tuple[Tensor, ...]:
         out, ends = _layers(cell, x, sizes.tolist(), start if states > 1 else (start,), weights, *options)
         return out, *ends
 
@@ -152,12 +169,15 @@ def _gru_cell(x: Tensor, hidden: Tensor, *weights: Tensor | None) -> Tensor:
     return step(projected, (hidden,))[0]
 
 
-# -- packed sequences -----------------------------------------------------------------------------------------------------------------
+# -- packed sequences
+# ------------------------------------------------------------------------------------------------------------
 
 
 @replace(aten._pack_padded_sequence.default)
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The sequences of [times, b, ...], longest first, time after time without what lies behind their ends."""
+    """The sequences of [times, b, ...], longest first, time after time without what lies behind their
+    ends.
+    """
     running: list[int] = lengths.tolist()
     x = x.transpose(0, 1) if batch_first else x
     sizes = [sum(length > time for length in running) for time in range(running[0])]
@@ -165,7 +185,9 @@ def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor
 
 
 @replace(aten._pad_packed_sequence.default)
-def _unpack(data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int) -> tuple[Tensor, Tensor]:
+def _unpack(
+    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
     running: list[int] = sizes.tolist()
     b, rest = running[0], data.shape[1:]
     times = [

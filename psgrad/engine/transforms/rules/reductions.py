@@ -51,12 +51,16 @@ def by_axes(batch: Any, op: Op, x: torch.Tensor, dims: Any = None, *args: Any, *
     return op(physical, [a + 1 for a in axes_of(dims, x.dim())], *args, **kwargs)
 
 
-def _sum_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _sum_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     shape, kind = x.shape, x.dtype
     return lambda g: spread(cast(g, kind), shape, dims, keepdim)
 
 
-def mean_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def mean_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     shape, kind, count = x.shape, x.dtype, 1
     for axis in axes_of(dims, x.dim()):
         count *= shape[axis]
@@ -107,7 +111,9 @@ define(aten.min.default, vjp={0: _max_all_back}, batch=full(aten.amin.default))
 
 
 def _pick_back(dim_position: int) -> Any:
-    """For operators that return values and the places where they stood: the cotangent goes back to those places."""
+    """For operators that return values and the places where they stood: the cotangent goes back to those
+    places.
+    """
 
     def make(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
@@ -146,18 +152,27 @@ define(aten.median.dim, aten.nanmedian.dim, vjp={0: _pick_back(1)}, batch=shifte
 
 
 def _quantile(
-    x: torch.Tensor, q: Any, dim: int | None, keepdim: bool, interpolation: str, ranks_of: Callable[[torch.Tensor, Any], torch.Tensor]
+    x: torch.Tensor,
+    q: Any,
+    dim: int | None,
+    keepdim: bool,
+    interpolation: str,
+    ranks_of: Callable[[torch.Tensor, Any], torch.Tensor],
 ) -> torch.Tensor:
     """Between two neighbours in the sorted values; `ranks_of` says where among them the fractions `q` lie."""
     q = torch.scalar_tensor(q, dtype=x.dtype, device=x.device) if isinstance(q, float) else q
     rank, axis = x.dim(), 0 if dim is None else wrap_dim(dim, x.dim())
     values = (x.reshape(-1) if dim is None or not rank else x.movedim(axis, -1)).sort(-1)[0]
     ranks = ranks_of(values, q.reshape(-1))
-    ranks = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(interpolation, lambda r: r)(ranks)
+    ranks = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(
+        interpolation, lambda r: r
+    )(ranks)
     below = ranks.floor()
     found, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
     if interpolation in ("linear", "midpoint"):
-        found = torch.lerp(found, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5))
+        found = torch.lerp(
+            found, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
+        )
     found = found.movedim(-1, 0)
     if keepdim and rank:
         found = found.reshape(-1, *(1,) * rank) if dim is None else found.unsqueeze(axis + 1)
@@ -203,7 +218,11 @@ define(aten.cumsum.default, vjp={0: _cumsum_back}, linear=(0,), batch=shifted(1)
 def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
     """cummax and cummin: each result's cotangent goes to the place where the record so far stood."""
     shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
-    return lambda gs: torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, gs[0]) if gs[0] is not None else None
+    return lambda gs: (
+        torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, gs[0])
+        if gs[0] is not None
+        else None
+    )
 
 
 define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=shifted(1))
@@ -212,7 +231,8 @@ define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=sh
 def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
     """d out_k / d x_i is exp(x_i - out_k) for k >= i, never above 1: written out, quadratic in length.
 
-    A cotangent that is NaN counts for nothing: PyTorch adds up logarithms of those above zero and of those below, and NaN is neither.
+    A cotangent that is NaN counts for nothing: PyTorch adds up logarithms of those above zero and of those
+    below, and NaN is neither.
     """
 
     def back(g: torch.Tensor) -> torch.Tensor:
@@ -231,15 +251,22 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
 define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=shifted(1))
 
 
-# PyTorch divides a product by each factor, which is NaN for an infinite one. Where there is a zero anywhere among a sample's numbers, it
-# multiplies the others instead. The way that is not taken computes with ones, so that its derivative is a number.
+# PyTorch divides a product by each factor, which is NaN for an infinite one. Where there is a zero anywhere
+# among a sample's numbers, it multiplies the others instead. The way that is not taken computes with ones, so
+# that its derivative is a number.
 
 
 def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:
-    return lambda g: _prod_dim_back(out, x.reshape(-1), 0, dtype=dtype)(g).reshape(x.shape) if x.dim() else cast(g, x.dtype)
+    return lambda g: (
+        _prod_dim_back(out, x.reshape(-1), 0, dtype=dtype)(g).reshape(x.shape)
+        if x.dim()
+        else cast(g, x.dtype)
+    )
 
 
-def _prod_dim_back(out: torch.Tensor, x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _prod_dim_back(
+    out: torch.Tensor, x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     shape, kind, x = x.shape, x.dtype, cast(x, out.dtype)
 
     def back(g: torch.Tensor) -> torch.Tensor:
@@ -267,7 +294,9 @@ def _products_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
 define(
     aten.prod.default,
     vjp={0: _prod_back},
-    batch=lambda batch, op, x, **kwargs: aten.prod.dim_int(batch.physical(x).reshape(batch.size, -1), 1, **kwargs),
+    batch=lambda batch, op, x, **kwargs: aten.prod.dim_int(
+        batch.physical(x).reshape(batch.size, -1), 1, **kwargs
+    ),
 )
 define(aten.prod.dim_int, vjp={0: _prod_dim_back}, batch=shifted(1))
 
@@ -279,13 +308,17 @@ def _cumprod_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = 
             return g
         zeros = (x == 0).any()
         by_division = (conj(out) * g).flip(dim).cumsum(dim).flip(dim) / conj(torch.where(zeros, 1, x))
-        return torch.where(zeros, _cumprod_of_others(torch.where(zeros, x, 1), g, dim), cast(by_division, x.dtype))
+        return torch.where(
+            zeros, _cumprod_of_others(torch.where(zeros, x, 1), g, dim), cast(by_division, x.dtype)
+        )
 
     return back
 
 
 def _cumprod_of_others(x: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tensor:
-    """d out_k / d x_i is the product of x_0..x_k without x_i: a sum of k terms each, exact with zeros, quadratic in length."""
+    """d out_k / d x_i is the product of x_0..x_k without x_i: a sum of k terms each, exact with zeros,
+    quadratic in length.
+    """
     moved = x.movedim(dim, -1)
     size = moved.shape[-1]
     eye = torch.eye(size, dtype=torch.bool, device=x.device)
@@ -297,10 +330,13 @@ def _cumprod_of_others(x: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tens
 define(aten.cumprod.default, vjp={0: _cumprod_back}, batch=shifted(1))
 
 
-# -- truth values and places: no derivative ---------------------------------------------------------------------------------------------
+# -- truth values and places: no derivative
+# ---------------------------------------------------------------------------------------------
 
 
-def _one_axis(batch: Any, op: Op, x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+def _one_axis(
+    batch: Any, op: Op, x: torch.Tensor, dim: int | None = None, keepdim: bool = False
+) -> torch.Tensor:
     physical = batch.physical(x)
     if dim is None or x.dim() == 0:
         return op(physical.reshape(physical.shape[0], -1), 1, False)

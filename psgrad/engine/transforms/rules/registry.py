@@ -1,28 +1,33 @@
-"""The table of rules: for each operator its VJP and its batching, declared side by side by the operator's family.
+"""The table of rules: for each operator its VJP and its batching, declared side by side by the operator's
+family.
 
-A VJP is given argument by argument, as a function that sees the result and the arguments and returns the closure from the
-result's cotangent to the argument's: `lambda out, x, y: lambda g: g * y`. The closure keeps alive what it mentions and nothing
-else, so what a rule saves can be read off it. An argument without an entry has no derivative (its cotangent is zero). For a
-list argument the closure takes the place in the list first. Cotangents have the argument's shape and dtype.
+A VJP is given argument by argument, as a function that sees the result and the arguments and returns the
+closure from the result's cotangent to the argument's: `lambda out, x, y: lambda g: g * y`. The closure keeps
+alive what it mentions and nothing else, so what a rule saves can be read off it. An argument without an entry
+has no derivative (its cotangent is zero). For a list argument the closure takes the place in the list first.
+Cotangents have the argument's shape and dtype.
 
-A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batching.Batch) knows which arguments carry the sample axis
-and gives their physical values, sample axis in front; the rule returns physical results with that axis in front.
+A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batching.Batch) knows which arguments
+carry the sample axis and gives their physical values, sample axis in front; the rule returns physical results
+with that axis in front.
+
+What the table of rules says of each operator: the facts behind `psgrad ops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.dense import on_contiguous_memory
+from psgrad.engine.transforms.aliasing import laid_out_by_kernel
 from psgrad.engine.transforms.interpreter import map_tracers, state, tensors_in
-from psgrad.engine.transforms.memory import laid_out_by_kernel
 from psgrad.engine.transforms.operators import Op as Op
-from psgrad.engine.transforms.operators import OpFacts, facts
+from psgrad.engine.transforms.operators import OpFacts, facts, on_contiguous_memory
 from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.errors import UnsupportedOperatorError
@@ -33,7 +38,9 @@ Push = Callable[..., Callable[..., Any] | None]  # None: not for these arguments
 
 @dataclass(frozen=True)
 class JointVJP:
-    """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) -> {position: cotangent}`."""
+    """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) ->
+    {position: cotangent}`.
+    """
 
     make: Maker
 
@@ -43,13 +50,16 @@ class DerivativeRule:
     vjp: Mapping[int, Maker] | JointVJP
     # May take the operator over, given tracers: returns its result, or None to go on with the VJP.
     instead: Callable[..., Any] | None = None
-    # Shortcuts for forward mode, which else transposes the VJP (see forward.py). By position, a maker of the closure from the
-    # argument's tangent to the result's; and the arguments in which the operator is linear while the others stay.
+    # Shortcuts for forward mode, which else transposes the VJP (see forward.py). By position, a maker of the
+    # closure from the argument's tangent to the result's; and the arguments in which the operator is linear
+    # while the others stay.
     jvp: Mapping[int, Push] = field(default_factory=dict)
     linear: tuple[int, ...] = ()
 
     def closure(self, position: Any, out: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """From the result's cotangent to that of one argument (or of an item of a list); None where the derivative is zero."""
+        """From the result's cotangent to that of one argument (or of an item of a list); None where the
+        derivative is zero.
+        """
         assert not isinstance(self.vjp, JointVJP)
         make = self.vjp.get(position if isinstance(position, int) else position[0])
         if make is None:
@@ -83,7 +93,9 @@ _refused: set[Op] = set()
 
 
 class Known(NamedTuple):
-    """All that is declared of an operator, and what its schema says: what a level asks for each operator that it is handed."""
+    """All that is declared of an operator, and what its schema says: what a level asks for each operator that
+    it is handed.
+    """
 
     op: Op
     facts: OpFacts
@@ -107,7 +119,9 @@ def known(op: Op) -> Known:
     said = facts(op)
     writes = bool(said.mutated or said.mutated_kwargs)
     tables = _derivatives, _batchings, _constants
-    found = Known(op, said, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op), tables)
+    found = Known(
+        op, said, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op), tables
+    )
     _known[id(op)] = found
     return found
 
@@ -123,11 +137,13 @@ def define(
 ) -> None:
     """Declare the rules of operators. A second declaration of the same rule is a mistake.
 
-    linear: the arguments in which the operator is linear while the others stay as they are; a list of tensors counts as one.
-    jvp: by argument, `lambda out, x, y: lambda t: ...` from the argument's tangent to what it adds to the result's. Without either, the
+    linear: the arguments in which the operator is linear while the others stay as they are; a list of tensors
+    counts as one. jvp: by argument, `lambda out, x, y: lambda t: ...` from the argument's tangent to what it
+    adds to the result's. Without either, the
         JVP is the transpose of the VJP.
-    same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'): a function of `draw`
-    (`draw(op, *args)` is what all samples share), the operator and its arguments, on which it may call operators as they are.
+    same: for a random operator on a mapped value, what to run where all samples share one draw
+    (randomness='same'): a function of `draw` (`draw(op, *args)` is what all samples share), the operator and
+    its arguments, on which it may call operators as they are.
     """
     _known.clear()
     for op in ops:
@@ -148,7 +164,9 @@ def _on_contiguous_memory(rule: Callable[..., Any], op: Op) -> Callable[..., Any
     return lambda batch, _, *args, **kwargs: rule(batch, kernel, *args, **kwargs)
 
 
-def constant(*ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None) -> None:
+def constant(
+    *ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None
+) -> None:
     """Declare operators whose result has zero derivative everywhere (comparisons, indices, fresh tensors)."""
     _constants.update(ops)
     define(*ops, batch=batch, same=same)
@@ -165,7 +183,9 @@ def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def refuse(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare what to raise in place of an operator that can't be right sample by sample, with what to do instead."""
+    """Declare what to raise in place of an operator that can't be right sample by sample, with what to do
+    instead.
+    """
     _refused.add(op)
     return replace(op)
 
@@ -209,13 +229,16 @@ def is_constant(op: Op) -> bool:
 def taken_apart(op: Op) -> bool:
     """Whether `op` is a composite operator without a derivative of its own.
 
-    Where no derivative is followed its pieces are handled one by one, too: they say what is a view and what is written in place.
+    Where no derivative is followed its pieces are handled one by one, too: they say what is a view and what
+    is written in place.
     """
     return is_composite(op) and derivative_rule(op) is None and not is_constant(op)
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
-    """How `op` is written with other operators: ours, else PyTorch's composite definition, else PyTorch's tables."""
+    """How `op` is written with other operators: ours, else PyTorch's composite definition, else PyTorch's
+    tables.
+    """
     if (ours := _decompositions.get(op)) is not None:
         return ours
     if is_composite(op):
@@ -236,7 +259,12 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _without_rule(op, f"PyTorch writes it with other operators, and {error.arrived}") from error
     if result is NotImplemented:
         raise _without_rule(op, "PyTorch writes it with other operators, but not for these arguments")
-    if facts(op).mutated or facts(op).is_view or state.going_back or (is_composite(op) and op not in _decompositions):
+    if (
+        facts(op).mutated
+        or facts(op).is_view
+        or state.going_back
+        or (is_composite(op) and op not in _decompositions)
+    ):
         return result
     if not is_composite(op):
         result = _in_memory_of_its_own(result, args, kwargs)
@@ -244,7 +272,9 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_memory_of_its_own(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a kernel returns is new memory; a program of other operators in its place may end with a view of an argument."""
+    """What a kernel returns is new memory; a program of other operators in its place may end with a view of
+    an argument.
+    """
     taken = {memory_of(x) for x in tensors_in(args, kwargs)}
     return map_tracers(lambda x: x.clone() if memory_of(x) in taken else x, result)
 
@@ -254,5 +284,59 @@ def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
         f"operator {op.name()} has no rule{diagnostics.where()}",
         expected="an operator with a rule of its own, or one that PyTorch can express with such operators",
         cause=cause,
-        next_step="write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md shows how",
+        next_step=(
+            "write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md"
+            " shows how"
+        ),
     )
+
+
+OWN = "own rule"
+FROM_VJP = "from the VJP"  # its transpose
+CONSTANT = "constant"  # zero derivative everywhere
+DECOMPOSED = "decomposed"  # a program of other operators, and refused by name where one of those is
+REFUSED = "refused"
+
+
+class Coverage(NamedTuple):
+    """How each transform handles one operator."""
+
+    operator: str
+    vjp: str
+    jvp: str
+    batching: str
+
+
+def coverage() -> list[Coverage]:
+    """All operators that return new tensors or views; an in-place one is carried out by its namesake without
+    the underscore.
+    """
+    return sorted(_covered(op) for op in _operators())
+
+
+def _operators() -> Iterator[Op]:
+    """PyTorch's own operators, and those of other libraries that have rules."""
+    known = [_named(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    for op in {*known, *operators()}:
+        schema, operator = op._schema, facts(op)
+        takes_tensors = any("Tensor" in str(item.type) for item in (*schema.arguments, *schema.returns))
+        if takes_tensors and not operator.mutated and not operator.mutated_kwargs:
+            yield op
+
+
+def _named(name: str) -> Op:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _covered(op: Op) -> Coverage:
+    rule = derivative_rule(op)
+    otherwise = DECOMPOSED if decomposition_of(op) is not None and not is_refused(op) else REFUSED
+    if is_constant(op):
+        vjp = jvp = CONSTANT
+    elif rule is None:
+        vjp = jvp = otherwise
+    else:
+        vjp = OWN
+        jvp = OWN if rule.jvp or rule.linear else FROM_VJP
+    return Coverage(op.name(), vjp, jvp, OWN if batching_rule(op) is not None else otherwise)

@@ -1,4 +1,9 @@
-"""Several values into one place: scatter_reduce and what is written with it, and writes to places that a mask or an index names."""
+"""Several values into one place: scatter_reduce and what is written with it, and writes to places that a mask
+or an index names.
+
+Counts in bins, each sample's by itself. They are constants: a count does not change with a value, but where
+it jumps.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,15 @@ import torch
 
 from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.indexing import along, fit
-from psgrad.engine.transforms.rules.registry import JointVJP, define, replace
+from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
 
-# -- sums, means, products and extremes by place ----------------------------------------------------------------------------------
+# -- sums, means, products and extremes by place
+# ----------------------------------------------------------------------------------
 
 
-def _reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, include_self: bool) -> Any:
+def _reduce(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, include_self: bool
+) -> Any:
     return aten.scatter_reduce.two(x, dim, index, source, kind, include_self=include_self)
 
 
@@ -37,7 +45,15 @@ def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return total / counts.clamp(min=1)
 
 
-def _back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, **kwargs: Any) -> Any:
+def _back(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    kind: str,
+    **kwargs: Any,
+) -> Any:
     include_self = kwargs.get("include_self", True)
     shares = _product_shares if kind == "prod" else _extreme_shares
 
@@ -51,7 +67,12 @@ def _back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, sou
 
 
 def _extreme_shares(
-    out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, include_self: bool
+    out: torch.Tensor,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    include_self: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest (smallest) values at a place share its cotangent equally."""
     own = cast(x == out, out.dtype)
@@ -62,11 +83,17 @@ def _extreme_shares(
 
 
 def _product_shares(
-    out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, include_self: bool
+    out: torch.Tensor,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    include_self: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each factor the product of the others at its place: the whole divided by it, unless it is zero.
 
-    Then it is the product of what is not zero there, times the other zeros (nothing, where it is the only one).
+    Then it is the product of what is not zero there, times the other zeros (nothing, where it is the only
+    one).
     """
     source = _reached(source, index)
 
@@ -79,11 +106,19 @@ def _product_shares(
     zero_sum = sum_of(*[torch.where(t == 0, t, torch.zeros_like(t)) for t in (x, source)])
     product = _reduce(no_zeros[0], dim, index, no_zeros[1], "prod", include_self)
 
-    def others(t: torch.Tensor, safe: torch.Tensor, at: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        other_zeros = torch.where(at(zeros) == 1, torch.ones_like(t), torch.where(at(zeros) == 2, at(zero_sum) - t, torch.zeros_like(t)))
+    def others(
+        t: torch.Tensor, safe: torch.Tensor, at: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        other_zeros = torch.where(
+            at(zeros) == 1,
+            torch.ones_like(t),
+            torch.where(at(zeros) == 2, at(zero_sum) - t, torch.zeros_like(t)),
+        )
         return torch.where(t == 0, at(product) * other_zeros, at(out) / safe)
 
-    return others(x, no_zeros[0], lambda t: t), others(source, no_zeros[1], lambda t: aten.gather.default(t, dim, index))
+    return others(x, no_zeros[0], lambda t: t), others(
+        source, no_zeros[1], lambda t: aten.gather.default(t, dim, index)
+    )
 
 
 def _reached(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -97,12 +132,22 @@ define(aten.scatter_reduce.two, vjp=JointVJP(_back), instead=_instead, batch=alo
 
 
 @replace(aten.index_reduce.default)
-def _index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, *, include_self: bool = True) -> Any:
+def _index_reduce(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    kind: str,
+    *,
+    include_self: bool = True,
+) -> Any:
     places = index.reshape(-1)
     if x.dim():
         dim = wrap_dim(dim, x.dim())
         places = places.reshape(-1, *(1,) * (x.dim() - dim - 1)).expand(source.shape)
-    return _reduce(x.reshape(1) if not x.dim() else x, dim, places, source.reshape(places.shape), kind, include_self).reshape(x.shape)
+    return _reduce(
+        x.reshape(1) if not x.dim() else x, dim, places, source.reshape(places.shape), kind, include_self
+    ).reshape(x.shape)
 
 
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}
@@ -120,7 +165,9 @@ def _segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> torch.Tensor:
-    """Each position is sent to its segment; what lies behind the last one is sent to a segment that is cut off."""
+    """Each position is sent to its segment; what lies behind the last one is sent to a segment that is cut
+    off.
+    """
     axis = wrap_dim(axis, data.dim())
     given, named = (lengths, "lengths") if lengths is not None else (offsets, "offsets")
     _refuse_segments(data, axis, given, named)
@@ -132,7 +179,12 @@ def _segment_reduce(
     positions = torch.arange(data.shape[axis], device=data.device).expand(*lead, -1)
     segment = torch.searchsorted(lengths.cumsum(-1), positions.contiguous(), right=True)
     index = segment.reshape(*segment.shape, *(1,) * len(behind)).expand(data.shape)
-    start = torch.full((*lead, segments + 1, *behind), _NEUTRAL[kind] if initial is None else initial, dtype=data.dtype, device=data.device)
+    start = torch.full(
+        (*lead, segments + 1, *behind),
+        _NEUTRAL[kind] if initial is None else initial,
+        dtype=data.dtype,
+        device=data.device,
+    )
     reduce = {"mean": "sum", "max": "amax", "min": "amin"}.get(kind, kind)
     out = _reduce(start, axis, index, data, reduce, True).narrow(axis, 0, segments)
     if kind != "mean":
@@ -142,17 +194,24 @@ def _segment_reduce(
 
 
 def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, named: str) -> None:
-    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel itself can't be asked without values."""
+    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel itself can't be asked
+    without values.
+    """
     if given is None:
         raise RuntimeError("segment_reduce(): Either lengths or offsets must be defined.")
     if axis != given.dim() - 1:
-        raise RuntimeError(f"segment_reduce(): Expected axis to be the last dimension of {named} but got {axis}.")
+        raise RuntimeError(
+            f"segment_reduce(): Expected axis to be the last dimension of {named} but got {axis}."
+        )
     if given.shape[:axis] != data.shape[:axis] or (named == "offsets" and not given.shape[axis]):
         wanted = ", ".join([*map(str, data.shape[:axis]), f"number of {named}"])
-        raise RuntimeError(f"segment_reduce(): Expected {named} of shape ({wanted}) but got {tuple(given.shape)}.")
+        raise RuntimeError(
+            f"segment_reduce(): Expected {named} of shape ({wanted}) but got {tuple(given.shape)}."
+        )
 
 
-# -- places of the flattened tensor ---------------------------------------------------------------------------------------------------
+# -- places of the flattened tensor
+# ---------------------------------------------------------------------------------------------------
 
 
 @replace(aten.take.default)
@@ -161,8 +220,12 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 @replace(aten.put.default)
-def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-    return aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
+def _put(
+    x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    return aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate).reshape(
+        x.shape
+    )
 
 
 @replace(aten.masked_scatter.default)
@@ -170,7 +233,88 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     """The n-th place of the mask gets the n-th element of the source, looked up by counting."""
     x, mask = torch.broadcast_tensors(x, mask)
     number = mask.reshape(-1).cumsum(0) - 1
-    if not source.numel():  # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+    if (
+        not source.numel()
+    ):  # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
         source, number = source.new_zeros(1), number + 1
     values = aten.index.Tensor(source.reshape(-1), [torch.where(mask, number.reshape(x.shape), 0)])
     return torch.where(mask, values, x)
+
+
+def _limits(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, 1]: from where to where each sample is counted: over its own extent where nothing is said."""
+    if low == high == 0 and values.shape[1]:
+        start, end = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    else:
+        start, end = (values.new_full((len(values), 1), limit) for limit in (low, high))
+    half = torch.where(start == end, 0.5, 0.0).to(values.dtype)
+    return start - half, end + half
+
+
+def _histc_batch(
+    batch: Any, op: Op, x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0
+) -> torch.Tensor:
+    values = batch.physical(x).reshape(batch.size, -1)
+    start, end = _limits(values, *((low, high) if low != high else (0, 0)))
+    place = ((values - start) * bins / (end - start)).long().clamp(0, bins - 1)
+    counted = ((values >= start) & (values <= end)).to(values.dtype)
+    return values.new_zeros(batch.size, bins).scatter_add(1, place, counted)
+
+
+constant(aten.histc.default, batch=_histc_batch)
+
+
+def _between_edges(
+    batch: Any, x: torch.Tensor, edges: torch.Tensor, weight: Any, density: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The histogram of each sample, given its edges [n, bins + 1]; each bin ends before its upper edge, the
+    last one with it.
+    """
+    values, bins = batch.physical(x).reshape(batch.size, -1), edges.shape[1] - 1
+    place = torch.searchsorted(edges.contiguous(), values.contiguous(), right=True) - 1
+    place = torch.where(values == edges[:, -1:], bins - 1, place)
+    counted = torch.ones_like(values) if weight is None else batch.physical(weight).reshape(batch.size, -1)
+    counted = torch.where((values >= edges[:, :1]) & (values <= edges[:, -1:]), counted, 0)
+    counts = values.new_zeros(batch.size, bins).scatter_add(1, place.clamp(0, bins - 1), counted)
+    return (counts / counts.sum(1, keepdim=True) / edges.diff(dim=1) if density else counts), edges
+
+
+def _histogram_batch(
+    batch: Any,
+    op: Op,
+    x: torch.Tensor,
+    bins: int = 100,
+    *,
+    range: Any = None,
+    weight: Any = None,
+    density: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    start, end = _limits(
+        batch.physical(x).reshape(batch.size, -1), *(range or (0, 1 if not x.numel() else 0))
+    )
+    number = torch.arange(bins + 1, dtype=x.dtype, device=x.device)
+    step = (end - start) / bins
+    # as torch.linspace counts: from either end
+    edges = torch.where(number < (bins + 1) // 2, start + step * number, end - step * (bins - number))
+    return _between_edges(batch, x, edges, weight, density)
+
+
+constant(aten.histogram.bin_ct, batch=_histogram_batch)
+constant(
+    aten.histogram.bins_tensor,
+    batch=lambda batch, op, x, edges, *, weight=None, density=False: _between_edges(
+        batch, x, batch.physical(edges).clone(), weight, density
+    ),
+)
+
+
+def _hash_batch(
+    batch: Any, op: Op, x: torch.Tensor, dims: Any = (), *, keepdim: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    physical = batch.physical(x).reshape(batch.size, *(x.shape or (1,)))
+    axes = [wrap_dim(d, x.dim()) + 1 for d in dims] or list(range(1, physical.dim()))
+    out = op(physical, axes, keepdim=keepdim, **kwargs)
+    return out if x.dim() else out.reshape(batch.size)
+
+
+constant(aten.hash_tensor.default, batch=_hash_batch)

@@ -28,25 +28,41 @@ def no_derivative(operator: str, argument: str) -> Maker:
     return maker
 
 
-# -- of one variable --------------------------------------------------------------------------------------------------------------
+# -- of one variable
+# ------------------------------------------------------------------------------------------------------------
 
 SQRT_2PI = math.sqrt(2 * math.pi)
 
 elementwise(aten.i0.default, x0=lambda out, x: lambda g: g * aten.special_i1(x))
-elementwise(aten.special_i0e.default, x0=lambda out, x: lambda g: g * (aten.special_i1e(x) - torch.sgn(x) * out))
-elementwise(aten.special_i1.default, x0=lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.i0(x) - out / x))
+elementwise(
+    aten.special_i0e.default, x0=lambda out, x: lambda g: g * (aten.special_i1e(x) - torch.sgn(x) * out)
+)
+elementwise(
+    aten.special_i1.default,
+    x0=lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.i0(x) - out / x),
+)
 elementwise(
     aten.special_i1e.default,
-    x0=lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.special_i0e(x) - out * (torch.sgn(x) + x.reciprocal())),
+    x0=lambda out, x: (
+        lambda g: (
+            g * _half_near_zero(x, lambda x: aten.special_i0e(x) - out * (torch.sgn(x) + x.reciprocal()))
+        )
+    ),
 )
-elementwise(aten.special_erfcx.default, x0=lambda out, x: lambda g: g * (2 * x * out - 2 / math.sqrt(math.pi)))
+elementwise(
+    aten.special_erfcx.default, x0=lambda out, x: lambda g: g * (2 * x * out - 2 / math.sqrt(math.pi))
+)
 elementwise(aten.special_ndtri.default, x0=lambda out, x: lambda g: g * SQRT_2PI * torch.exp(out * out / 2))
-elementwise(aten.special_log_ndtr.default, x0=lambda out, x: lambda g: g / SQRT_2PI * torch.exp(-(out + x * x / 2)))
+elementwise(
+    aten.special_log_ndtr.default, x0=lambda out, x: lambda g: g / SQRT_2PI * torch.exp(-(out + x * x / 2))
+)
 elementwise(aten.special_entr.default, x0=lambda out, x: lambda g: -g * (1 + torch.log(x)))
 
 
 def _half_near_zero(x: torch.Tensor, slope: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The derivative of I1, or of the exponentially scaled one: one half at zero, and, as PyTorch has it, for NaN."""
+    """The derivative of I1, or of the exponentially scaled one: one half at zero, and, as PyTorch has it, for
+    NaN.
+    """
     eps = torch.finfo(x.dtype).eps
     away = x.abs() > eps
     return torch.where(away, slope(torch.where(away, x, eps)), 0.5)
@@ -58,16 +74,28 @@ def _over(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(at_zero, 0.5, out / torch.where(at_zero, torch.ones_like(x), x))
 
 
-# -- of two variables ----------------------------------------------------------------------------------------------------------------
+# -- of two variables
+# ------------------------------------------------------------------------------------------------------------
 
-elementwise(aten.igamma.default, x0=no_derivative("aten::igamma", "input"), x1=lambda out, a, x: lambda g: g * _gamma_density(a, x))
-elementwise(aten.igammac.default, x0=no_derivative("aten::igammac", "input"), x1=lambda out, a, x: lambda g: -g * _gamma_density(a, x))
+elementwise(
+    aten.igamma.default,
+    x0=no_derivative("aten::igamma", "input"),
+    x1=lambda out, a, x: lambda g: g * _gamma_density(a, x),
+)
+elementwise(
+    aten.igammac.default,
+    x0=no_derivative("aten::igammac", "input"),
+    x1=lambda out, a, x: lambda g: -g * _gamma_density(a, x),
+)
 elementwise(
     aten.special_zeta.default,
     x0=no_derivative("aten::special_zeta", "input"),
     x1=lambda out, s, x: lambda g: -g * s * aten.special_zeta(s + 1.0, x),
 )
-elementwise(aten.special_zeta.self_scalar, x1=lambda out, s, x: lambda g: -g * s * aten.special_zeta(float(s) + 1.0, x))
+elementwise(
+    aten.special_zeta.self_scalar,
+    x1=lambda out, s, x: lambda g: -g * s * aten.special_zeta(float(s) + 1.0, x),
+)
 elementwise(aten.special_zeta.other_scalar, x0=no_derivative("aten::special_zeta", "input"))
 
 
@@ -82,18 +110,37 @@ def _mantissa_back(out: Any, x: torch.Tensor) -> Any:
 
 define(aten.frexp.Tensor, vjp={0: _mantissa_back}, batch=elementwise_batch)
 
-# -- Bessel functions and polynomials, which PyTorch takes for constants ----------------------------------------------------------------
+# -- Bessel functions and polynomials, which PyTorch takes for constants
+# ----------------------------------------------------------------
 
 elementwise(aten.special_bessel_j0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_j1(x))
-elementwise(aten.special_bessel_j1.default, x0=lambda out, x: lambda g: g * (aten.special_bessel_j0(x) - _over(out, x)))
-elementwise(aten.special_bessel_y0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_y1(x))
-elementwise(aten.special_bessel_y1.default, x0=lambda out, x: lambda g: g * (aten.special_bessel_y0(x) - out / x))
-elementwise(aten.special_modified_bessel_i0.default, x0=lambda out, x: lambda g: g * aten.special_modified_bessel_i1(x))
-elementwise(aten.special_modified_bessel_i1.default, x0=lambda out, x: lambda g: g * (aten.special_modified_bessel_i0(x) - _over(out, x)))
-elementwise(aten.special_modified_bessel_k0.default, x0=lambda out, x: lambda g: -g * aten.special_modified_bessel_k1(x))
-elementwise(aten.special_modified_bessel_k1.default, x0=lambda out, x: lambda g: -g * (aten.special_modified_bessel_k0(x) + out / x))
 elementwise(
-    aten.special_scaled_modified_bessel_k0.default, x0=lambda out, x: lambda g: g * (out - aten.special_scaled_modified_bessel_k1(x))
+    aten.special_bessel_j1.default,
+    x0=lambda out, x: lambda g: g * (aten.special_bessel_j0(x) - _over(out, x)),
+)
+elementwise(aten.special_bessel_y0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_y1(x))
+elementwise(
+    aten.special_bessel_y1.default, x0=lambda out, x: lambda g: g * (aten.special_bessel_y0(x) - out / x)
+)
+elementwise(
+    aten.special_modified_bessel_i0.default,
+    x0=lambda out, x: lambda g: g * aten.special_modified_bessel_i1(x),
+)
+elementwise(
+    aten.special_modified_bessel_i1.default,
+    x0=lambda out, x: lambda g: g * (aten.special_modified_bessel_i0(x) - _over(out, x)),
+)
+elementwise(
+    aten.special_modified_bessel_k0.default,
+    x0=lambda out, x: lambda g: -g * aten.special_modified_bessel_k1(x),
+)
+elementwise(
+    aten.special_modified_bessel_k1.default,
+    x0=lambda out, x: lambda g: -g * (aten.special_modified_bessel_k0(x) + out / x),
+)
+elementwise(
+    aten.special_scaled_modified_bessel_k0.default,
+    x0=lambda out, x: lambda g: g * (out - aten.special_scaled_modified_bessel_k1(x)),
 )
 elementwise(
     aten.special_scaled_modified_bessel_k1.default,
@@ -101,7 +148,11 @@ elementwise(
 )
 elementwise(
     aten.special_spherical_bessel_j0.default,
-    x0=lambda out, x: lambda g: g * torch.where(x == 0, 0, (torch.cos(x) - out) / torch.where(x == 0, torch.ones_like(x), x)),
+    x0=lambda out, x: (
+        lambda g: (
+            g * torch.where(x == 0, 0, (torch.cos(x) - out) / torch.where(x == 0, torch.ones_like(x), x))
+        )
+    ),
 )
 elementwise(aten.special_airy_ai.default, x0=no_derivative("aten::special_airy_ai", "x"))
 

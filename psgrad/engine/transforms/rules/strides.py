@@ -1,7 +1,7 @@
 """as_strided: other sizes and strides over a tensor's memory.
 
-A traced value has no memory that a caller may count in. What its strides say of where its elements would lie is enough, as long
-as only its own elements are asked for: then the operator is a lookup.
+A traced value has no memory that a caller may count in. What its strides say of where its elements would lie
+is enough, as long as only its own elements are asked for: then the operator is a lookup.
 """
 
 from __future__ import annotations
@@ -29,16 +29,25 @@ def _positions(size: Sequence[int], stride: Sequence[int], device: torch.device)
 def _lookup(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor:
     """[*size]: which element of the flattened `x` lies at each place that is asked for."""
     if offset is not None and not _begins_its_memory(x):
-        _refuse(f"storage_offset={offset} on a view", "the offset counts from the beginning of the memory that the view looks into")
-    own, wanted = _positions(x.shape, x.stride(), x.device).reshape(-1), _positions(size, stride, x.device) + (offset or 0)
+        _refuse(
+            f"storage_offset={offset} on a view",
+            "the offset counts from the beginning of the memory that the view looks into",
+        )
+    own, wanted = (
+        _positions(x.shape, x.stride(), x.device).reshape(-1),
+        _positions(size, stride, x.device) + (offset or 0),
+    )
     if not wanted.numel():
         return wanted
-    table = torch.full((max(int(own.max()) if own.numel() else 0, int(wanted.max())) + 1,), -1, device=x.device)
+    table = torch.full(
+        (max(int(own.max()) if own.numel() else 0, int(wanted.max())) + 1,), -1, device=x.device
+    )
     table[own] = torch.arange(len(own), device=x.device)
     found = table[wanted.clamp(min=0)]
     if bool((found < 0).any()) or bool((wanted < 0).any()):
         _refuse(
-            f"size {tuple(size)} and strides {tuple(stride)} on shape {tuple(x.shape)}", "it reaches memory that is not the tensor's own"
+            f"size {tuple(size)} and strides {tuple(stride)} on shape {tuple(x.shape)}",
+            "it reaches memory that is not the tensor's own",
         )
     if bool((table[own] != torch.arange(len(own), device=x.device)).any()):
         _refuse(f"an expanded tensor of shape {tuple(x.shape)}", "several of its elements lie at one place")
@@ -63,7 +72,9 @@ def _refuse(what: str, cause: str) -> None:
 
 
 @replace(aten.as_strided_copy.default)
-def _strided_copy(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
+def _strided_copy(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
     return aten.index.Tensor(x.reshape(-1), [_lookup(x, size, stride, offset)])
 
 
@@ -73,7 +84,9 @@ def _strided(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     return level.remember_views(aten.as_strided.default, args, kwargs, out)  # type: ignore[no-any-return]
 
 
-def _strided_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+def _strided_batch(
+    batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
     """A view of every sample's own part."""
     _lookup(x, size, stride, offset)  # refuses what reaches into another sample
     physical = batch.physical(x)
@@ -85,15 +98,26 @@ define(aten.as_strided.default, instead=_strided, batch=_strided_batch)
 
 @replace(aten.as_strided_scatter.default)
 def _strided_scatter(
-    x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+    x: torch.Tensor,
+    source: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | None = None,
 ) -> torch.Tensor:
     places = _lookup(x, size, stride, offset).reshape(-1)
     if places.unique().numel() < places.numel():
-        _refuse(f"strides {tuple(stride)}, to be written to", "several elements of what is written lie at one place")
-    return aten.index_put.default(x.reshape(-1), [places], source.expand(tuple(size)).reshape(-1)).reshape(x.shape)
+        _refuse(
+            f"strides {tuple(stride)}, to be written to",
+            "several elements of what is written lie at one place",
+        )
+    return aten.index_put.default(x.reshape(-1), [places], source.expand(tuple(size)).reshape(-1)).reshape(
+        x.shape
+    )
 
 
 @replace(aten._has_compatible_shallow_copy_type.default)
 def _before_new_data(x: torch.Tensor, data: torch.Tensor) -> bool:
-    """What PyTorch asks before it gives a tensor the memory of another, `weight.data = ...`: done with a traced one, it would crash."""
+    """What PyTorch asks before it gives a tensor the memory of another, `weight.data = ...`: done with a
+    traced one, it would crash.
+    """
     refuse_new_data()

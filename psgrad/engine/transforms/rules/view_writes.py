@@ -12,10 +12,14 @@ from psgrad.engine.transforms.rules.registry import Op
 from psgrad.engine.transforms.rules.views import inverse_permutation
 
 
-def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], output: int | None) -> Any:
-    """The base after its view, made by `op(base, *rest)` (result number `output` of it), was overwritten by `new`.
+def write_through(
+    op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], output: int | None
+) -> Any:
+    """The base after its view, made by `op(base, *rest)` (result number `output` of it), was overwritten by
+    `new`.
 
-    None where a write through this kind of view is not supported (an expanded tensor has several elements at one place).
+    None where a write through this kind of view is not supported (an expanded tensor has several elements at
+    one place).
     """
     if op in (
         aten.view.default,
@@ -54,7 +58,9 @@ def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: di
     return write_part(op, base, new)
 
 
-def _write_by_place(op: Op, base: torch.Tensor, new: torch.Tensor, rest: tuple[Any, ...]) -> torch.Tensor | None:
+def _write_by_place(
+    op: Op, base: torch.Tensor, new: torch.Tensor, rest: tuple[Any, ...]
+) -> torch.Tensor | None:
     """For views in which a place of the base may show several times: right as long as none does."""
     places = op(torch.arange(base.numel(), device=base.device).reshape(base.shape), *rest).reshape(-1)
     if places.unique().numel() != places.numel():

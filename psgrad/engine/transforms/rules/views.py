@@ -1,4 +1,6 @@
-"""Views and other rearrangements: the VJP of each is the rearrangement back, its batching moves axes behind the sample axis."""
+"""Views and other rearrangements: the VJP of each is the rearrangement back, its batching moves axes behind
+the sample axis.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.rules.families import aten, cast, leading, shifted, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
 
-# -- shape --------------------------------------------------------------------------------------------------------------------
+# -- shape
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _back_to_shape(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _back_to_shape(
+    out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
     shape = x.shape
     return lambda g: run(aten.reshape.default, g, shape)
 
@@ -39,9 +44,11 @@ def _along_shape(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torc
 
 
 define(aten.view.default, vjp={0: _back_to_shape}, jvp={0: _along_shape}, batch=_view_batch)
-# Where derivatives are followed it is taken apart, which says whether it is a view; with the sample axis in front it is one where it was.
+# Where derivatives are followed it is taken apart, which says whether it is a view; with the sample axis in
+# front it is one where it was.
 define(aten.reshape.default, batch=_view_batch)
-# Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a view.
+# Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a
+# view.
 define(
     aten._unsafe_view.default,
     vjp={0: _back_to_shape},
@@ -69,7 +76,10 @@ def _squeeze_batch(batch: Any, op: Op, x: torch.Tensor, dims: Any) -> torch.Tens
 
 
 define(aten.squeeze.dim, aten.squeeze.dims, batch=_squeeze_batch)
-define(aten.unsqueeze.default, batch=lambda batch, op, x, dim: op(batch.physical(x), wrap_dim(dim, x.dim() + 1) + 1))
+define(
+    aten.unsqueeze.default,
+    batch=lambda batch, op, x, dim: op(batch.physical(x), wrap_dim(dim, x.dim() + 1) + 1),
+)
 define(
     aten.alias.default,
     aten.lift_fresh.default,
@@ -81,20 +91,32 @@ define(
 define(aten.detach.default, vjp={}, batch=leading)
 
 
-def _sum_back(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _sum_back(
+    out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, dtype = x.shape, x.dtype
     return lambda g: sum_to(g, shape, dtype)
 
 
-def _expand_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], implicit: bool = False) -> torch.Tensor:
+def _expand_batch(
+    batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], implicit: bool = False
+) -> torch.Tensor:
     physical = batch.aligned(x, len(size))
-    return op(physical, [physical.shape[0], *(s if s != -1 else x.shape[i - len(size) + x.dim()] for i, s in enumerate(size))])
+    return op(
+        physical,
+        [
+            physical.shape[0],
+            *(s if s != -1 else x.shape[i - len(size) + x.dim()] for i, s in enumerate(size)),
+        ],
+    )
 
 
 define(aten.expand.default, vjp={0: _sum_back}, linear=(0,), batch=_expand_batch)
 
 
-def _repeat_back(out: torch.Tensor, x: torch.Tensor, repeats: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _repeat_back(
+    out: torch.Tensor, x: torch.Tensor, repeats: Sequence[int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, rank = x.shape, len(repeats)
 
     def back(g: torch.Tensor) -> torch.Tensor:
@@ -112,7 +134,8 @@ define(
     batch=lambda batch, op, x, repeats: op(batch.aligned(x, len(repeats)), [1, *repeats]),
 )
 
-# -- order of axes --------------------------------------------------------------------------------------------------------------
+# -- order of axes
+# ------------------------------------------------------------------------------------------------------------
 
 define(
     aten.t.default,
@@ -125,12 +148,16 @@ define(
     vjp={0: lambda out, x, d0, d1: lambda g: run(aten.transpose.int, g, d0, d1)},
     linear=(0,),
     batch=lambda batch, op, x, d0, d1: (
-        op(batch.physical(x), wrap_dim(d0, x.dim()) + 1, wrap_dim(d1, x.dim()) + 1) if x.dim() else batch.physical(x)
+        op(batch.physical(x), wrap_dim(d0, x.dim()) + 1, wrap_dim(d1, x.dim()) + 1)
+        if x.dim()
+        else batch.physical(x)
     ),
 )
 
 
-def _permute_back(out: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _permute_back(
+    out: torch.Tensor, x: torch.Tensor, dims: Sequence[int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     inverse = inverse_permutation(dims)
     return lambda g: aten.permute.default(g, inverse)
 
@@ -148,10 +175,17 @@ define(
     linear=(0,),
     batch=lambda batch, op, x, dims: op(batch.physical(x), [0, *(wrap_dim(d, x.dim()) + 1 for d in dims)]),
 )
-define(aten.flip.default, vjp={0: lambda out, x, dims: lambda g: aten.flip.default(g, dims)}, linear=(0,), batch=shifted(1))
+define(
+    aten.flip.default,
+    vjp={0: lambda out, x, dims: lambda g: aten.flip.default(g, dims)},
+    linear=(0,),
+    batch=shifted(1),
+)
 
 
-def _roll_batch(batch: Any, op: Op, x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+def _roll_batch(
+    batch: Any, op: Op, x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
+) -> torch.Tensor:
     physical = batch.physical(x)
     if not dims:
         return op(physical.reshape(batch.size, x.numel()), shifts, [1]).reshape(physical.shape)
@@ -178,9 +212,16 @@ def _shuffled_back(out: torch.Tensor, x: torch.Tensor, groups: int) -> Callable[
     return lambda g: aten.channel_shuffle.default(g, others) if others else g
 
 
-define(aten.channel_shuffle.default, aten.native_channel_shuffle.default, vjp={0: _shuffled_back}, linear=(0,), batch=_shuffle_batch)
+define(
+    aten.channel_shuffle.default,
+    aten.native_channel_shuffle.default,
+    vjp={0: _shuffled_back},
+    linear=(0,),
+    batch=_shuffle_batch,
+)
 
-# -- parts ------------------------------------------------------------------------------------------------------------------------
+# -- parts
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _shape_of(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,7 +231,9 @@ def _shape_of(make: Callable[..., Any]) -> Callable[..., Any]:
 
 define(
     aten.select.int,
-    vjp={0: _shape_of(lambda shape, dim, index: lambda g: aten.select_backward.default(g, shape, dim, index))},
+    vjp={
+        0: _shape_of(lambda shape, dim, index: lambda g: aten.select_backward.default(g, shape, dim, index))
+    },
     linear=(0,),
     batch=shifted(1),
 )
@@ -199,7 +242,9 @@ define(
     vjp={
         0: _shape_of(
             lambda shape, dim=0, start=None, end=None, step=1: (
-                lambda g: aten.slice_backward.default(g, shape, dim, *_slice_bounds(shape[dim], start, end), step)
+                lambda g: aten.slice_backward.default(
+                    g, shape, dim, *_slice_bounds(shape[dim], start, end), step
+                )
             )
         )
     },
@@ -217,11 +262,15 @@ define(
     aten.select_backward.default,
     vjp={0: lambda out, g, shape, dim, index: lambda h: aten.select.int(h, dim, index)},
     linear=(0,),
-    batch=lambda batch, op, g, shape, dim, index: op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, index),
+    batch=lambda batch, op, g, shape, dim, index: op(
+        batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, index
+    ),
 )
 define(
     aten.slice_backward.default,
-    vjp={0: lambda out, g, shape, dim, start, end, step: lambda h: aten.slice.Tensor(h, dim, start, end, step)},
+    vjp={
+        0: lambda out, g, shape, dim, start, end, step: lambda h: aten.slice.Tensor(h, dim, start, end, step)
+    },
     linear=(0,),
     batch=lambda batch, op, g, shape, dim, start, end, step: op(
         batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, start, end, step
@@ -229,7 +278,13 @@ define(
 )
 define(
     aten.diagonal.default,
-    vjp={0: _shape_of(lambda shape, offset=0, dim1=0, dim2=1: lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2))},
+    vjp={
+        0: _shape_of(
+            lambda shape, offset=0, dim1=0, dim2=1: (
+                lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2)
+            )
+        )
+    },
     linear=(0,),
     batch=shifted(2, 3, defaults={2: 0, 3: 1}),
 )
@@ -238,14 +293,22 @@ define(
     vjp={0: lambda out, g, shape, offset, dim1, dim2: lambda h: aten.diagonal.default(h, offset, dim1, dim2)},
     linear=(0,),
     batch=lambda batch, op, g, shape, offset, dim1, dim2: op(
-        batch.physical(g), [batch.size, *shape], offset, wrap_dim(dim1, len(shape)) + 1, wrap_dim(dim2, len(shape)) + 1
+        batch.physical(g),
+        [batch.size, *shape],
+        offset,
+        wrap_dim(dim1, len(shape)) + 1,
+        wrap_dim(dim2, len(shape)) + 1,
     ),
 )
 
 
 define(
     aten.unfold.default,
-    vjp={0: _shape_of(lambda shape, dim, size, step: lambda g: aten.unfold_backward.default(g, shape, dim, size, step))},
+    vjp={
+        0: _shape_of(
+            lambda shape, dim, size, step: lambda g: aten.unfold_backward.default(g, shape, dim, size, step)
+        )
+    },
     linear=(0,),
     batch=lambda batch, op, x, dim, size, step: (
         op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, size, step)
@@ -258,19 +321,25 @@ define(
     vjp={0: lambda out, g, shape, dim, size, step: lambda h: aten.unfold.default(h, dim, size, step)},
     linear=(0,),
     batch=lambda batch, op, g, shape, dim, size, step: (
-        op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step) if len(shape) else batch.physical(g).sum(1)
+        op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step)
+        if len(shape)
+        else batch.physical(g).sum(1)
     ),
 )
 
 
-def _scatter_batch(batch: Any, op: Op, x: torch.Tensor, source: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _scatter_batch(
+    batch: Any, op: Op, x: torch.Tensor, source: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     return op(batch.physical(x), batch.physical(source), wrap_dim(dim, x.dim()) + 1, *args, **kwargs)
 
 
 def _scattered_back(view: Op) -> Callable[..., Any]:
     """The cotangent of what is written into a view, which may have another dtype than the tensor has."""
 
-    def made(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def made(
+        out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         dtype = source.dtype
         return lambda g: cast(view(g, *where), dtype)
 
@@ -281,7 +350,9 @@ define(
     aten.select_scatter.default,
     vjp={
         0: lambda out, x, source, dim, index: (
-            lambda g: aten.select_scatter.default(g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index)
+            lambda g: aten.select_scatter.default(
+                g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index
+            )
         ),
         1: _scattered_back(aten.select.int),
     },
@@ -290,7 +361,9 @@ define(
 define(
     aten.slice_scatter.default,
     vjp={
-        0: lambda out, x, source, *where: lambda g: aten.slice_scatter.default(g, torch.zeros_like(aten.slice.Tensor(g, *where)), *where),
+        0: lambda out, x, source, *where: (
+            lambda g: aten.slice_scatter.default(g, torch.zeros_like(aten.slice.Tensor(g, *where)), *where)
+        ),
         1: _scattered_back(aten.slice.Tensor),
     },
     batch=_scatter_batch,
@@ -299,17 +372,25 @@ define(
     aten.diagonal_scatter.default,
     vjp={
         0: lambda out, x, source, *where: (
-            lambda g: aten.diagonal_scatter.default(g, torch.zeros_like(aten.diagonal.default(g, *where)), *where)
+            lambda g: aten.diagonal_scatter.default(
+                g, torch.zeros_like(aten.diagonal.default(g, *where)), *where
+            )
         ),
         1: _scattered_back(aten.diagonal.default),
     },
     batch=lambda batch, op, x, source, offset=0, dim1=0, dim2=1: op(
-        batch.physical(x), batch.physical(source), offset, wrap_dim(dim1, x.dim()) + 1, wrap_dim(dim2, x.dim()) + 1
+        batch.physical(x),
+        batch.physical(source),
+        offset,
+        wrap_dim(dim1, x.dim()) + 1,
+        wrap_dim(dim2, x.dim()) + 1,
     ),
 )
 
 
-def _split_back(out: Sequence[torch.Tensor], x: torch.Tensor, size: Any, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
+def _split_back(
+    out: Sequence[torch.Tensor], x: torch.Tensor, size: Any, dim: int = 0
+) -> Callable[[list[Any]], torch.Tensor]:
     shape, sizes = x.shape, [part.shape[dim] for part in out]
 
     def back(gs: list[Any]) -> torch.Tensor:
@@ -337,13 +418,17 @@ define(
 )
 
 
-def _unbind_back(out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
+def _unbind_back(
+    out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0
+) -> Callable[[list[Any]], torch.Tensor]:
     shape = x.shape
 
     def back(gs: list[Any]) -> torch.Tensor:
         if all(g is not None for g in gs):
             return aten.stack.default(gs, dim)
-        parts = [aten.select_backward.default(g, shape, dim, place) for place, g in enumerate(gs) if g is not None]
+        parts = [
+            aten.select_backward.default(g, shape, dim, place) for place, g in enumerate(gs) if g is not None
+        ]
         return functools.reduce(aten.add.Tensor, parts)
 
     return back
@@ -351,10 +436,13 @@ def _unbind_back(out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0) -> 
 
 define(aten.unbind.int, vjp={0: _unbind_back}, linear=(0,), batch=shifted(1, defaults={1: 0}))
 
-# -- joining ------------------------------------------------------------------------------------------------------------------------
+# -- joining
+# ------------------------------------------------------------------------------------------------------------
 
 
-def _cat_back(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
+def _cat_back(
+    out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
+) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
     # PyTorch lets 1-d empty tensors take part in any concatenation
     sizes = [t.shape[dim] if t.dim() == out.dim() else 0 for t in tensors]
     shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
@@ -388,10 +476,13 @@ define(
     aten.stack.default,
     vjp={0: _stack_back},
     linear=(0,),
-    batch=lambda batch, op, tensors, dim=0: op([batch.physical(t) for t in tensors], wrap_dim(dim, tensors[0].dim() + 1) + 1),
+    batch=lambda batch, op, tensors, dim=0: op(
+        [batch.physical(t) for t in tensors], wrap_dim(dim, tensors[0].dim() + 1) + 1
+    ),
 )
 
-# -- padding --------------------------------------------------------------------------------------------------------------------------
+# -- padding
+# ------------------------------------------------------------------------------------------------------------
 
 define(
     aten.constant_pad_nd.default,
@@ -406,7 +497,10 @@ def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
     def rule(batch: Any, op: Op, *args: Any) -> torch.Tensor:
         tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]
         lead = tensors[0].shape[: tensors[0].dim() - axes]
-        folded = [a.reshape(-1, 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a for a in tensors]
+        folded = [
+            a.reshape(-1, 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a
+            for a in tensors
+        ]
         out = op(*folded)
         return out.reshape(*lead, *out.shape[2:])
 

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.evaluation.ensemble import _CAPTURED_FROM, Ensemble, OneByOne, fresh_model
-from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.members import Members, Rows
-from psgrad.engine.influence.evaluation.recipe import Recipe
+from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows
+from psgrad.engine.influence.evaluation.retraining import _CAPTURED_FROM, Ensemble, OneByOne, fresh_model
 from psgrad.errors import InfluenceError, ModelError
 from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, flattened
 
@@ -32,7 +30,10 @@ def fresh(seed: int) -> nn.Module:
 
 def jobs(count: int, size: int = 25, seed: int = 0) -> list[Job]:
     random = np.random.default_rng(seed)
-    return [Job(f"subset {number}", np.sort(random.choice(40, size, replace=False)), 100 + number) for number in range(count)]
+    return [
+        Job(f"subset {number}", np.sort(random.choice(40, size, replace=False)), 100 + number)
+        for number in range(count)
+    ]
 
 
 def member(members: Members, number: int) -> torch.Tensor:
@@ -50,11 +51,17 @@ def trained_alone(job: Job, recipe: Recipe) -> torch.Tensor:
         else kinds[recipe.optimizer](model.parameters(), **options)
     )
     labels = LABELS if job.target is None else job.target
-    random, step, steps = np.random.default_rng([job.seed, 1]), 0, recipe.epochs * -(-len(job.rows) // recipe.batch_size)
+    random, step, steps = (
+        np.random.default_rng([job.seed, 1]),
+        0,
+        recipe.epochs * -(-len(job.rows) // recipe.batch_size),
+    )
     for _ in range(recipe.epochs):
         for batch in torch.as_tensor(random.permutation(job.rows)).split(recipe.batch_size):
             left = 1 - step / steps
-            factor = {"constant": 1.0, "linear": left, "cosine": 0.5 + 0.5 * np.cos(np.pi * step / steps)}[recipe.schedule]
+            factor = {"constant": 1.0, "linear": left, "cosine": 0.5 + 0.5 * np.cos(np.pi * step / steps)}[
+                recipe.schedule
+            ]
             optimizer.param_groups[0]["lr"] = recipe.learning_rate * factor
             optimizer.zero_grad()
             F.cross_entropy(model(INPUTS[batch]), labels[batch]).backward()
@@ -77,11 +84,17 @@ def test_an_ensemble_is_its_members_trained_one_by_one(recipe: Recipe) -> None:
     wanted = jobs(4)
     together = Ensemble(fresh, ROWS, cross_entropy, recipe)(wanted)
     for number, job in enumerate(wanted):
-        torch.testing.assert_close(member(together, number), trained_alone(job, recipe), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            member(together, number), trained_alone(job, recipe), rtol=1e-9, atol=1e-10
+        )
 
 
 @settings(max_examples=10)
-@given(order=st.permutations(range(5)), sizes=st.lists(st.sampled_from([9, 14]), min_size=5, max_size=5), together=st.integers(1, 5))
+@given(
+    order=st.permutations(range(5)),
+    sizes=st.lists(st.sampled_from([9, 14]), min_size=5, max_size=5),
+    together=st.integers(1, 5),
+)
 def test_neither_order_nor_company_matters(order: list[int], sizes: list[int], together: int) -> None:
     """Jobs of several sizes, in any order, so many at a time."""
     wanted = [jobs(1, size, seed)[0] for seed, size in enumerate(sizes)]
@@ -89,7 +102,9 @@ def test_neither_order_nor_company_matters(order: list[int], sizes: list[int], t
     recipe = replace(RECIPE, epochs=1, together=together)
     found = Ensemble(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
     for place, number in enumerate(order):
-        torch.testing.assert_close(member(found, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            member(found, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10
+        )
 
 
 def test_long_trainings_are_replayed_from_a_record() -> None:
@@ -142,7 +157,12 @@ def test_a_model_that_diverges_is_named() -> None:
 
 def test_batch_normalisation_is_refused() -> None:
     with pytest.raises(ModelError, match=r"layer 1 \(batch normalisation\)") as caught:
-        Ensemble(lambda seed: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double(), ROWS, cross_entropy, RECIPE)(jobs(1))
+        Ensemble(
+            lambda seed: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double(),
+            ROWS,
+            cross_entropy,
+            RECIPE,
+        )(jobs(1))
     assert "file.py:train" in str(caught.value)
 
 
@@ -152,7 +172,12 @@ def test_dropout_draws_in_training_and_not_in_what_is_measured() -> None:
 
     found = Ensemble(dropping, ROWS, cross_entropy, RECIPE)(jobs(2))
     np.testing.assert_array_equal(found.measured(ROWS, cross_entropy), found.measured(ROWS, cross_entropy))
-    plain = Ensemble(lambda seed: nn.Sequential(*[dropping(seed)[0], nn.Linear(30, 3).double()]), ROWS, cross_entropy, RECIPE)(jobs(2))  # type: ignore[index]
+    plain = Ensemble(
+        lambda seed: nn.Sequential(*[dropping(seed)[0], nn.Linear(30, 3).double()]),
+        ROWS,
+        cross_entropy,
+        RECIPE,
+    )(jobs(2))  # type: ignore[index]
     assert not torch.allclose(found.state["0.weight"], plain.state["0.weight"])
 
 
@@ -165,16 +190,21 @@ def test_what_members_say_is_what_each_model_says() -> None:
         with torch.no_grad():
             said = found.member(number)(INPUTS)
         np.testing.assert_allclose(outputs[number], said.numpy(), rtol=1e-12)
-        np.testing.assert_allclose(measured[number], F.cross_entropy(said, LABELS, reduction="none").numpy(), rtol=1e-12)
+        np.testing.assert_allclose(
+            measured[number], F.cross_entropy(said, LABELS, reduction="none").numpy(), rtol=1e-12
+        )
 
 
-# -- a function of the user's ------------------------------------------------------------------------------------------------------------
+# -- a function of the user's
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_training_function_sees_the_rows_that_are_left_and_their_labels() -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def train(model: nn.Module, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, seed: int) -> nn.Module:
+    def train(
+        model: nn.Module, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, seed: int
+    ) -> nn.Module:
         assert model.training
         assert torch.is_grad_enabled()
         seen.append((inputs[0], target, seed))
@@ -187,7 +217,9 @@ def test_a_training_function_sees_the_rows_that_are_left_and_their_labels() -> N
     assert torch.equal(seen[0][0], INPUTS[[3, 5]])
     assert torch.equal(seen[0][1], LABELS[[3, 5]])
     assert torch.equal(seen[1][1], flipped[[0]])
-    torch.testing.assert_close(found.state["0.weight"][1], fresh_model(fresh, 8)[0].weight.detach(), rtol=0, atol=0)  # type: ignore[index]
+    torch.testing.assert_close(
+        found.state["0.weight"][1], fresh_model(fresh, 8)[0].weight.detach(), rtol=0, atol=0
+    )  # type: ignore[index]
     assert not found.model.training
 
 
@@ -196,7 +228,8 @@ def test_models_of_another_shape_are_refused() -> None:
         Members.of([nn.Linear(3, 2), nn.Linear(3, 4)])
 
 
-# -- newton ------------------------------------------------------------------------------------------------------------------------------
+# -- newton
+# ------------------------------------------------------------------------------------------------------------
 
 DECAY = 0.01
 NEWTON = Recipe(optimizer="newton", weight_decay=DECAY)
@@ -210,18 +243,27 @@ def test_newton_finds_the_minimum_with_the_penalty_of_the_whole_training_set() -
     """The same as by numpy, whichever rows are left out."""
     whole = SoftmaxRegression.of(INPUTS, LABELS, DECAY)
     everything = np.arange(40)
-    wanted = [Job("all", everything, 0), *(Job(f"without {row}", np.delete(everything, row), 0) for row in (0, 17, 39))]
+    wanted = [
+        Job("all", everything, 0),
+        *(Job(f"without {row}", np.delete(everything, row), 0) for row in (0, 17, 39)),
+    ]
     found = Ensemble(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, problem in enumerate([whole, *(whole.without(row) for row in (0, 17, 39))]):
-        np.testing.assert_allclose(member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8)
+        np.testing.assert_allclose(
+            member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
+        )
 
 
 def test_newton_trains_halves_from_where_the_last_one_ended() -> None:
     wanted = jobs(6, 20)
     found = Ensemble(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, job in enumerate(wanted):
-        problem = SoftmaxRegression(np.c_[INPUTS[job.rows], np.ones(20)], LABELS[job.rows].numpy(), 3, 40 * DECAY)
-        np.testing.assert_allclose(member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8)
+        problem = SoftmaxRegression(
+            np.c_[INPUTS[job.rows], np.ones(20)], LABELS[job.rows].numpy(), 3, 40 * DECAY
+        )
+        np.testing.assert_allclose(
+            member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from psgrad.engine.influence.evaluation.lds import ceiling, half_subsets, lds, lds_mean, subset_sums
-from psgrad.engine.influence.evaluation.loo import choose_removals, leave_one_out
+from psgrad.engine.influence.evaluation.metrics import (
+    ceiling,
+    choose_removals,
+    half_subsets,
+    lds,
+    lds_mean,
+    leave_one_out,
+    removal,
+    strongest,
+    subset_sums,
+)
 from psgrad.engine.influence.evaluation.mislabel import detect, flip, folds, over_flips, suspicion
-from psgrad.engine.influence.evaluation.removal import removal, strongest
-from psgrad.engine.influence.evaluation.resampling import (
+from psgrad.engine.influence.evaluation.statistics import (
     drawn_counts,
     interval_of,
     mean_interval,
@@ -29,8 +37,12 @@ from psgrad.engine.influence.evaluation.resampling import (
 N, M = 60, 12
 
 
-def datamodel(subsets: int, noise: float, seeds: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(true scores [n, m], subsets [S, n], outcomes [S, R, m]): losses that fall by the scores of the rows that are in, and noise."""
+def datamodel(
+    subsets: int, noise: float, seeds: int = 1, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(true scores [n, m], subsets [S, n], outcomes [S, R, m]): losses that fall by the scores of the rows
+    that are in, and noise.
+    """
     random = np.random.default_rng(seed)
     scores = random.normal(size=(N, M))
     drawn = half_subsets(N, subsets, 0.5, random)
@@ -39,7 +51,8 @@ def datamodel(subsets: int, noise: float, seeds: int = 1, seed: int = 0) -> tupl
     return scores, drawn, outcomes
 
 
-# -- resampled correlations --------------------------------------------------------------------------------------------------------------
+# -- resampled correlations
+# ------------------------------------------------------------------------------------------------------------
 
 
 def with_ties(random: np.random.Generator, shape: tuple[int, ...], levels: int) -> np.ndarray:
@@ -68,7 +81,9 @@ def test_resamples_are_what_scipy_says_of_the_rows_written_out(seed: int, levels
     for number, drawn in enumerate(counts.astype(int)):
         rows = np.repeat(np.arange(12), drawn)
         expected = [stats.spearmanr(x[rows, q], y[rows, q]).statistic for q in range(10)]
-        np.testing.assert_allclose(plain[number], [stats.pearsonr(x[rows, q], y[rows, q]).statistic for q in range(10)], atol=1e-9)
+        np.testing.assert_allclose(
+            plain[number], [stats.pearsonr(x[rows, q], y[rows, q]).statistic for q in range(10)], atol=1e-9
+        )
         assert ranked[number] == pytest.approx(np.nan_to_num(expected).mean(), abs=1e-12)
 
 
@@ -84,13 +99,17 @@ def test_resamples_are_as_large_as_the_sample_and_seeded() -> None:
 
 def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
     values = np.random.default_rng(0).exponential(size=40)
-    reference = stats.bootstrap((values,), np.mean, n_resamples=5000, method="basic", random_state=0).confidence_interval
+    reference = stats.bootstrap(
+        (values,), np.mean, n_resamples=5000, method="basic", random_state=0
+    ).confidence_interval
     assert mean_interval(values, 0) == pytest.approx((reference.low, reference.high), abs=0.03)
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.4])
 def test_intervals_cover_the_true_score_as_often_as_they_say(noise: float) -> None:
-    """Over 60 truths with a known score a 95 % interval misses as seldom as it says, but for one chance in 10^3; percentiles would not."""
+    """Over 60 truths with a known score a 95 % interval misses as seldom as it says, but for one chance in
+    10^3; percentiles would not.
+    """
     population = np.mean([lds_mean(*datamodel(3000, noise, seed=seed)) for seed in range(3)])
     missed = by_percentiles = 0
     for seed in range(100, 160):
@@ -104,7 +123,8 @@ def test_intervals_cover_the_true_score_as_often_as_they_say(noise: float) -> No
     assert (by_percentiles > most) == (noise < 1)
 
 
-# -- linear datamodeling score -----------------------------------------------------------------------------------------------------------
+# -- linear datamodeling score
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_true_datamodel_scores_one_its_opposite_minus_one_and_chance_nothing() -> None:
@@ -121,7 +141,9 @@ def test_the_true_datamodel_scores_one_its_opposite_minus_one_and_chance_nothing
 
 def test_a_score_is_the_mean_of_scipys_correlations_with_minus_the_mean_loss() -> None:
     scores, subsets, outcomes = datamodel(30, 2.0, seeds=3)
-    expected = [stats.spearmanr(subsets @ scores[:, q], -outcomes[:, :, q].mean(1)).statistic for q in range(M)]
+    expected = [
+        stats.spearmanr(subsets @ scores[:, q], -outcomes[:, :, q].mean(1)).statistic for q in range(M)
+    ]
     found = lds({"a": scores}, subsets, outcomes, "a")["a"]
     np.testing.assert_allclose(found.per_query, expected, atol=1e-12)
     assert found.mean == pytest.approx(np.mean(expected))
@@ -141,7 +163,9 @@ def test_queries_without_a_correlation_count_as_nothing_and_are_counted() -> Non
 
 
 def test_the_difference_of_two_methods_is_paired() -> None:
-    """Two methods that share their noise: the interval of the difference is far narrower than each by itself."""
+    """Two methods that share their noise: the interval of the difference is far narrower than each by
+    itself.
+    """
     scores, subsets, outcomes = datamodel(40, 2.0)
     near = scores + 0.05 * np.random.default_rng(2).normal(size=scores.shape)
     found = lds({"a": scores, "b": near}, subsets, outcomes, "a")
@@ -154,7 +178,9 @@ def test_the_difference_of_two_methods_is_paired() -> None:
 
 @pytest.mark.parametrize(("seeds", "noise"), [(2, 1.0), (3, 0.7), (4, 1.5), (5, 1.0)])
 def test_the_ceiling_is_what_the_expected_outcome_scores(seeds: int, noise: float) -> None:
-    """Of normal outcomes with known variances: one seed agrees with another to s / (s + e), the mean of R to s / (s + e / R)."""
+    """Of normal outcomes with known variances: one seed agrees with another to s / (s + e), the mean of R to
+    s / (s + e / R).
+    """
 
     def ranked(correlation: float) -> float:
         return 6 / np.pi * np.arcsin(correlation / 2)  # Pearson's of two normal variables to Spearman's
@@ -180,10 +206,14 @@ def test_subsets_have_one_size_and_differ() -> None:
 
 def test_sums_are_over_the_rows_that_are_in() -> None:
     scores = np.arange(6.0).reshape(3, 2)
-    assert subset_sums(scores, np.array([[True, False, True], [False, True, False]])).tolist() == [[4, 6], [2, 3]]
+    assert subset_sums(scores, np.array([[True, False, True], [False, True, False]])).tolist() == [
+        [4, 6],
+        [2, 3],
+    ]
 
 
-# -- leave-one-out -----------------------------------------------------------------------------------------------------------------------
+# -- leave-one-out
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_leave_one_out_is_scipys_correlation_and_line() -> None:
@@ -198,15 +228,21 @@ def test_leave_one_out_is_scipys_correlation_and_line() -> None:
     each = [stats.pearsonr(scores[removed, q], rises[:, q]).statistic for q in range(M)]
     np.testing.assert_allclose(found["a"].per_query, each, atol=1e-12)
     assert found["a"].pearson == pytest.approx(np.mean(each))
-    assert found["a"].spearman == pytest.approx(np.mean([stats.spearmanr(scores[removed, q], rises[:, q]).statistic for q in range(M)]))
+    assert found["a"].spearman == pytest.approx(
+        np.mean([stats.spearmanr(scores[removed, q], rises[:, q]).statistic for q in range(M)])
+    )
     assert found["a"].interval[0] < found["a"].pearson < found["a"].interval[1]
-    assert found["half"].slope == pytest.approx(2 * line.slope)  # a method that is off by a factor shows in the slope alone
+    assert found["half"].slope == pytest.approx(
+        2 * line.slope
+    )  # a method that is off by a factor shows in the slope alone
     assert found["half"].pearson == pytest.approx(found["a"].pearson)
 
 
 def test_scores_that_say_nothing_have_no_slope() -> None:
     found = leave_one_out(
-        {"flat": np.ones((5, 3)), "missing": np.full((5, 3), np.nan)}, np.arange(5), np.random.default_rng(0).normal(size=(5, 3))
+        {"flat": np.ones((5, 3)), "missing": np.full((5, 3), np.nan)},
+        np.arange(5),
+        np.random.default_rng(0).normal(size=(5, 3)),
     )
     for score in found.values():
         assert score.undefined == 3
@@ -225,7 +261,8 @@ def test_removals_are_the_highest_and_others_at_random() -> None:
     assert choose_removals(own, 500, 10, np.random.default_rng(1)).tolist() == list(range(100))
 
 
-# -- mislabels ---------------------------------------------------------------------------------------------------------------------------
+# -- mislabels
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_flips_are_as_many_as_asked_each_to_another_class_that_occurs() -> None:
@@ -236,7 +273,10 @@ def test_flips_are_as_many_as_asked_each_to_another_class_that_occurs() -> None:
     assert (given_labels[flipped] != labels[flipped]).all()
     assert set(given_labels) == {2, 5, 9}
     # Each of the other two classes as likely.
-    after = [(given_labels[flipped & (labels == one)] == other).sum() for one, other in itertools.permutations((2, 5, 9), 2)]
+    after = [
+        (given_labels[flipped & (labels == one)] == other).sum()
+        for one, other in itertools.permutations((2, 5, 9), 2)
+    ]
     assert min(after) >= 3
     assert labels.tolist() == np.repeat([2, 5, 9], 200).tolist()
 
@@ -264,7 +304,12 @@ def test_missing_and_infinite_scores() -> None:
 
 def test_means_and_deviations_over_flips() -> None:
     flipped = np.array([True, False, False, False])
-    found = over_flips([detect(np.array(score, dtype=float), flipped) for score in ([4, 3, 2, 1], [3, 4, 2, 1], [1, 2, 3, 4])])
+    found = over_flips(
+        [
+            detect(np.array(score, dtype=float), flipped)
+            for score in ([4, 3, 2, 1], [3, 4, 2, 1], [1, 2, 3, 4])
+        ]
+    )
     aucs = [1.0, 2 / 3, 0.0]
     assert found.auc == pytest.approx(np.mean(aucs))
     assert found.auc_deviation == pytest.approx(np.std(aucs, ddof=1))
@@ -289,7 +334,8 @@ def test_suspicion_is_what_the_formulas_say() -> None:
         assert found["margin"][row] == pytest.approx(np.delete(z, y).max() - z[y])
 
 
-# -- removals ----------------------------------------------------------------------------------------------------------------------------
+# -- removals
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_strongest_are_those_with_the_largest_scores() -> None:

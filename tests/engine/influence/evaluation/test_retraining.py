@@ -13,33 +13,60 @@ import torch.nn.functional as F
 from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
 from torch import nn
 
-from psgrad.engine.influence.evaluation.controls import LABEL, LOSS, NEIGHBOUR, NORM, PENULTIMATE, RANDOM, controls, penultimate
-from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.members import Members, Rows
+from psgrad.engine.influence.evaluation.jobs import Job, Members, Rows
+from psgrad.engine.influence.evaluation.mislabel import (
+    LABEL,
+    LOSS,
+    NEIGHBOUR,
+    NORM,
+    PENULTIMATE,
+    RANDOM,
+    controls,
+    penultimate,
+)
 from psgrad.engine.influence.evaluation.retraining import measured, seed_of
-from psgrad.engine.influence.evaluation.scored import damped, fitted_to, has_damping, score_matrix, self_influences
+from psgrad.engine.influence.evaluation.statistics import (
+    damped,
+    fitted_to,
+    has_damping,
+    score_matrix,
+    self_influences,
+)
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
-from psgrad.engine.influence.methods.gradient_dot import GradientDot, Products
+from psgrad.engine.influence.methods.gradient_products import GradientDot, Products
 from psgrad.errors import InfluenceError
-from tests.engine.influence.problems import classified, convolution, cross_entropy, examples, gradient_rows, mlp, squared_error
+from tests.engine.influence.problems import (
+    classified,
+    convolution,
+    cross_entropy,
+    examples,
+    gradient_rows,
+    mlp,
+    squared_error,
+)
 
 INPUTS, LABELS = classified(14)
 QUERIES, ASKED = classified(5, seed=2)
 
 
-# -- controls ----------------------------------------------------------------------------------------------------------------------------
+# -- controls
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_controls_are_what_sklearn_and_a_loop_say() -> None:
     model = mlp()
-    found, notes = controls(examples(model, cross_entropy, INPUTS, LABELS), examples(model, cross_entropy, QUERIES, ASKED))
+    found, notes = controls(
+        examples(model, cross_entropy, INPUTS, LABELS), examples(model, cross_entropy, QUERIES, ASKED)
+    )
     assert notes == []
     assert all(matrix.shape == (14, 5) for matrix in found.values())
     with torch.no_grad():
         hidden = [model[1](model[0](x)).numpy() for x in (INPUTS, QUERIES)]  # type: ignore[index, operator]
         losses = F.cross_entropy(model(INPUTS), LABELS, reduction="none").numpy()
     np.testing.assert_array_equal(found[LABEL], LABELS.numpy()[:, None] == ASKED.numpy()[None])
-    np.testing.assert_allclose(found[NEIGHBOUR], -euclidean_distances(INPUTS.numpy(), QUERIES.numpy()), rtol=1e-9)
+    np.testing.assert_allclose(
+        found[NEIGHBOUR], -euclidean_distances(INPUTS.numpy(), QUERIES.numpy()), rtol=1e-9
+    )
     np.testing.assert_allclose(found[PENULTIMATE], cosine_similarity(*hidden), rtol=1e-9, atol=1e-12)
     norms = np.linalg.norm(gradient_rows(model, cross_entropy, INPUTS, LABELS), axis=1)
     for query in range(5):
@@ -79,11 +106,22 @@ def test_controls_that_there_are_none_of_are_named() -> None:
     assert NEIGHBOUR not in found
     assert PENULTIMATE in found
     assert [note.split(":")[0] for note in notes] == [f"no control {LABEL!r}", f"no control {NEIGHBOUR!r}"]
-    lookup, _ = controls(*[examples(nn.Sequential(nn.Embedding(6, 1), nn.Flatten()).double(), squared_error, tokens, tokens.double())] * 2)
+    lookup, _ = controls(
+        *[
+            examples(
+                nn.Sequential(nn.Embedding(6, 1), nn.Flatten()).double(),
+                squared_error,
+                tokens,
+                tokens.double(),
+            )
+        ]
+        * 2
+    )
     assert PENULTIMATE not in lookup
 
 
-# -- finished models -------------------------------------------------------------------------------------------------------------------
+# -- finished models
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Memory(dict[str, Any]):
@@ -149,15 +187,21 @@ def test_what_is_no_longer_true_is_trained_again(change: str) -> None:
     if change == "damage":
         store.update({name: values[:-1] for name, values in store.items()})
     train = Counting()
-    measured([other, *jobs[1:]], train, as_is, store, "another" if change == "fingerprint" else fingerprint, 100)
+    measured(
+        [other, *jobs[1:]], train, as_is, store, "another" if change == "fingerprint" else fingerprint, 100
+    )
     assert len(train.batches) == 1
 
 
 def test_seeds_of_places_are_all_different() -> None:
-    assert len({seed_of(0, s, r) for s in range(100) for r in range(5)} | {seed_of(1, s, 0) for s in range(100)}) == 600
+    assert (
+        len({seed_of(0, s, r) for s in range(100) for r in range(5)} | {seed_of(1, s, 0) for s in range(100)})
+        == 600
+    )
 
 
-# -- methods as matrices -----------------------------------------------------------------------------------------------------------------
+# -- methods as matrices
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,14 +234,21 @@ def test_a_matrix_is_the_method_over_all_checkpoints() -> None:
     asked = [gradient_rows(model, cross_entropy, QUERIES, ASKED) for model in models]
     products = [one @ other.T for one, other in zip(rows, asked, strict=True)]
     own = [(one**2).sum(1) for one in rows]
-    np.testing.assert_allclose(score_matrix(GradientDot(), fitted, queries), np.mean(products, axis=0), rtol=1e-9)
+    np.testing.assert_allclose(
+        score_matrix(GradientDot(), fitted, queries), np.mean(products, axis=0), rtol=1e-9
+    )
     np.testing.assert_allclose(self_influences(GradientDot(), fitted), np.mean(own, axis=0), rtol=1e-9)
     relative = np.mean([one / np.sqrt(of)[:, None] for one, of in zip(products, own, strict=True)], axis=0)
-    np.testing.assert_allclose(score_matrix(GradientDot(), fitted, queries, "self_influence"), relative, rtol=1e-9)
+    np.testing.assert_allclose(
+        score_matrix(GradientDot(), fitted, queries, "self_influence"), relative, rtol=1e-9
+    )
 
 
 def test_another_damping_comes_of_the_factorisation_at_hand_or_of_another_fit() -> None:
-    training, queries = examples(mlp(), cross_entropy, INPUTS, LABELS), examples(mlp(), cross_entropy, QUERIES, ASKED)
+    training, queries = (
+        examples(mlp(), cross_entropy, INPUTS, LABELS),
+        examples(mlp(), cross_entropy, QUERIES, ASKED),
+    )
     method, places = Damped(), [(training, Checkpoint())]
     plain = score_matrix(GradientDot(), [Products(training)], [queries])
     changed, fitted = damped(method, [CheaplyDamped(training)], places, 0.25)

@@ -10,37 +10,46 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.privacy.accounting import Events, StepEvent
-from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.audit import Canaries, Mechanism, Played, play
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.batches import GradientSource
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import GradientSource
 
-PARAMETERS = {"first.weight": torch.zeros(80, 60), "first.bias": torch.zeros(80), "last.weight": torch.zeros(60, 80)}
+PARAMETERS = {
+    "first.weight": torch.zeros(80, 60),
+    "first.bias": torch.zeros(80),
+    "last.weight": torch.zeros(60, 80),
+}
 EVERY = Sampling("poisson", sample_rate=1.0)
 
 
 class HalfNoise(Noise):
     """Noise of half the standard deviation that it declares."""
 
-    def add(self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator) -> dict[str, Tensor]:  # type: ignore[override]
+    def add(
+        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
+    ) -> dict[str, Tensor]:  # type: ignore[override]
         return replace(Noise(self.multiplier / 2, self.mechanism)).add(sums, clipping, relation, generator)
 
 
 class NoNoise(Noise):
     """Noise that is declared and not there."""
 
-    def add(self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator) -> dict[str, Tensor]:  # type: ignore[override]
+    def add(
+        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
+    ) -> dict[str, Tensor]:  # type: ignore[override]
         return dict(sums)
 
 
 class SameNoise(Noise):
     """Noise that starts from one seed for each tensor."""
 
-    def add(self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator) -> dict[str, Tensor]:  # type: ignore[override]
+    def add(
+        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
+    ) -> dict[str, Tensor]:  # type: ignore[override]
         std = self.standard_deviation(clipping.sensitivity(relation))
 
         def noisy(value: Tensor) -> Tensor:

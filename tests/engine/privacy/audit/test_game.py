@@ -1,6 +1,8 @@
-"""The whole game: a mechanism that is right passes, each planted mistake is found, and canaries are the records that they claim to be.
+"""The whole game: a mechanism that is right passes, each planted mistake is found, and canaries are the
+records that they claim to be.
 
-All draws are seeded, so nothing here fails by chance. A level of 5 % allows a correct mechanism to be refuted in one of twenty seeds.
+All draws are seeded, so nothing here fails by chance. A level of 5 % allows a correct mechanism to be refuted
+in one of twenty seeds.
 """
 
 from __future__ import annotations
@@ -12,20 +14,27 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.audit import Canaries, Verdict, judge, with_canaries
 from psgrad.engine.privacy.audit.bounds import smallest_epsilon
 from psgrad.engine.privacy.audit.game import evidence
-from psgrad.engine.privacy.audit.profiles import profile_of
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.audit.one_run import profile_of
+from psgrad.engine.privacy.batches import GradientSource, batch_source
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import Generator, make_generator
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.rounding import grid_of
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.errors import ConfigError
-from tests.engine.privacy.audit.mechanisms import FLAT, PARAMETERS, Game, HalfNoise, NoNoise, SameNoise, Unclipped
+from tests.engine.privacy.audit.mechanisms import (
+    FLAT,
+    PARAMETERS,
+    Game,
+    HalfNoise,
+    NoNoise,
+    SameNoise,
+    Unclipped,
+)
 
 DELTA = 1e-5
 PER_PARAMETER = Clipping.per_parameter(PARAMETERS, 0.5)
@@ -37,7 +46,8 @@ def verdict(game: Game) -> Verdict:
     return judge(game.play(), events, DELTA, 0.95, smallest_epsilon(profile_of(events), DELTA))
 
 
-# -- what is right passes ---------------------------------------------------------------------------------------------------------------
+# -- what is right passes
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,7 +69,18 @@ def verdict(game: Game) -> Verdict:
         Game(FLAT, adaptive=AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0), steps=4),
         Game(FLAT, multiplier=4.0, seed=2),  # of seeds 0 to 5 it is found by half
     ],
-    ids=["plain", "poisson", "replace", "fixed", "zero out", "truncated", "groups", "grid", "adaptive", "much noise"],
+    ids=[
+        "plain",
+        "poisson",
+        "replace",
+        "fixed",
+        "zero out",
+        "truncated",
+        "groups",
+        "grid",
+        "adaptive",
+        "much noise",
+    ],
 )
 def test_a_correct_mechanism_passes_and_the_bound_means_something(game: Game) -> None:
     found, played = verdict(game), game.play()
@@ -71,7 +92,9 @@ def test_a_correct_mechanism_passes_and_the_bound_means_something(game: Game) ->
 
 
 def test_false_alarms_are_as_rare_as_is_said() -> None:
-    """At a confidence of 80 % up to a fifth of correct runs may be refuted; more than 18 of 40 would be one chance in 10^4."""
+    """At a confidence of 80 % up to a fifth of correct runs may be refuted; more than 18 of 40 would be one
+    chance in 10^4.
+    """
     games = [Game(FLAT, canaries=300, seed=seed) for seed in range(40)]
     refuted = sum(not judge(game.play(), game.events(), DELTA, 0.8, None).declared for game in games)
     assert refuted <= binom.isf(1e-4, len(games), 0.2)
@@ -79,7 +102,9 @@ def test_false_alarms_are_as_rare_as_is_said() -> None:
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
 def test_scores_of_canaries_that_are_in_and_out_lie_a_sensitivity_apart(relation: Relation) -> None:
-    """In units of the sensitivity, whatever the relation: the log likelihood ratio of N(far, z^2) to N(near, z^2) is 1/z^2 apart."""
+    """In units of the sensitivity, whatever the relation: the log likelihood ratio of N(far, z^2) to N(near,
+    z^2) is 1/z^2 apart.
+    """
     game = Game(FLAT, multiplier=2.0, relation=relation)
     played = game.play()
     apart = played.scores[played.inside].mean() - played.scores[~played.inside].mean()
@@ -88,7 +113,8 @@ def test_scores_of_canaries_that_are_in_and_out_lie_a_sensitivity_apart(relation
     assert played.simulated.mean() == pytest.approx(played.scores[~played.inside].mean(), abs=0.1)
 
 
-# -- what is wrong is found ---------------------------------------------------------------------------------------------------------------
+# -- what is wrong is found
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_half_the_noise_is_found() -> None:
@@ -152,7 +178,8 @@ def test_a_count_that_says_nothing_is_no_alarm() -> None:
     assert found.epsilon > 2
 
 
-# -- records go along ---------------------------------------------------------------------------------------------------------------------
+# -- records go along
+# ------------------------------------------------------------------------------------------------------------
 
 
 def records_source(rows: np.ndarray) -> GradientSource:
@@ -166,11 +193,15 @@ def records_source(rows: np.ndarray) -> GradientSource:
 
 
 def test_records_beside_the_canaries_do_not_hide_them() -> None:
-    """The auditor knows their sums: the scores are the same with them and without, up to one step of the grid of what is released."""
+    """The auditor knows their sums: the scores are the same with them and without, up to one step of the grid
+    of what is released.
+    """
     game = Game(FLAT, canaries=500)
     alone, together = game.play(), game.play(records_source, 50)
     assert np.array_equal(alone.inside, together.inside)
-    assert together.scores == pytest.approx(alone.scores, abs=grid_of(game.multiplier * 0.5) / 0.5)  # in units of the sensitivity
+    assert together.scores == pytest.approx(
+        alone.scores, abs=grid_of(game.multiplier * 0.5) / 0.5
+    )  # in units of the sensitivity
     assert together.noise.alarms == []
     found = judge(together, game.events(), DELTA, 0.95, None)
     assert found.declared
@@ -188,11 +219,14 @@ def test_canaries_add_to_the_records_and_leave_the_source_alone() -> None:
     assert mixed.records.below.tolist() == [False] * 6
 
 
-# -- canaries -----------------------------------------------------------------------------------------------------------------------------
+# -- canaries
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "clipping", [FLAT, PER_PARAMETER, ON_A_GRID, replace(FLAT, rule="automatic")], ids=["flat", "groups", "grid", "auto"]
+    "clipping",
+    [FLAT, PER_PARAMETER, ON_A_GRID, replace(FLAT, rule="automatic")],
+    ids=["flat", "groups", "grid", "auto"],
 )
 def test_a_canary_has_the_norm_of_the_worst_record(clipping: Clipping) -> None:
     canaries = Canaries.plant(PARAMETERS, clipping, 60, np.random.default_rng(1))
@@ -205,12 +239,16 @@ def test_a_canary_has_the_norm_of_the_worst_record(clipping: Clipping) -> None:
 
 
 def test_canaries_keep_their_reach_when_the_bound_adapts() -> None:
-    """They drive the bound up by a half or more at each step, until it is near their own norm, and stays there."""
+    """They drive the bound up by a half or more at each step, until it is near their own norm, and stays
+    there.
+    """
 
     def told_apart(adaptive: AdaptiveBound | None) -> float:
         played = Game(FLAT, adaptive=adaptive, sampling=Sampling("poisson", sample_rate=0.2), steps=40).play()
         assert played.noise.alarms == []
-        return float((played.scores[played.inside].mean() - played.scores[~played.inside].mean()) / played.scores.std())
+        return float(
+            (played.scores[played.inside].mean() - played.scores[~played.inside].mean()) / played.scores.std()
+        )
 
     assert told_apart(AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0)) > 0.85 * told_apart(None)
 
@@ -232,7 +270,9 @@ def test_groups_that_are_too_small_stay_without_spikes() -> None:
     assert canaries.read(sums, PER_PARAMETER)[4] == pytest.approx(np.sqrt(2 / 3), rel=1e-5)
 
 
-@pytest.mark.parametrize(("count", "words"), [(0, "an audit with 0 canaries"), (20_000, "at most 9680 canaries")])
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "an audit with 0 canaries"), (20_000, "at most 9680 canaries")]
+)
 def test_numbers_of_canaries_that_can_not_be_are_refused(count: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Canaries.plant(PARAMETERS, FLAT, count, np.random.default_rng(0))

@@ -1,4 +1,6 @@
-"""What is asked of the noise: noise as declared passes in every seed, and each kind of other noise raises the alarm that is for it."""
+"""What is asked of the noise: noise as declared passes in every seed, and each kind of other noise raises the
+alarm that is for it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def logged(draw: Draw, seed: int = 0, steps: int = 4, offset: float = 100.0) -> 
     random, log = np.random.default_rng(seed), NoiseLog()
     for _ in range(steps):
         clean = {name: torch.from_numpy(offset * random.normal(size=shape)) for name, shape in SHAPES.items()}
-        noisy = {name: value + torch.from_numpy(STD * draw(random, tuple(value.shape))) for name, value in clean.items()}
+        noisy = {
+            name: value + torch.from_numpy(STD * draw(random, tuple(value.shape)))
+            for name, value in clean.items()
+        }
         log.add({name: on_grid(value, STD) for name, value in noisy.items()}, clean, STD)
     return log.check()
 
@@ -37,14 +42,19 @@ def normal(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def test_noise_as_declared_raises_no_alarm_and_its_p_values_are_uniform() -> None:
-    """Of 60 seeds, the least p-value of each question is above 1e-4 but for one chance in 160; half of them are below a half, nearly."""
+    """Of 60 seeds, the least p-value of each question is above 1e-4 but for one chance in 160; half of them
+    are below a half, nearly.
+    """
     checks = [logged(normal, seed) for seed in range(60)]
     assert all(check.alarms == [] for check in checks)
     for question in ("spread", "mean", "shape"):
         found = np.array([check.p_values[question] for check in checks])
         assert found.min() > 1e-4
         assert 15 <= np.count_nonzero(found < 0.5) <= 45
-    for question in ("alike in two steps", "alike in two tensors"):  # these pay for the choice among many pairs
+    for question in (
+        "alike in two steps",
+        "alike in two tensors",
+    ):  # these pay for the choice among many pairs
         assert np.count_nonzero(np.array([check.p_values[question] for check in checks]) < 0.5) <= 45
     assert all(check.numbers == 4 * 3063 for check in checks)
 
@@ -56,13 +66,21 @@ OTHERS: dict[str, tuple[Draw, str]] = {
     "shifted": (lambda random, shape: random.normal(size=shape) + 0.1, "mean"),
     "none": (lambda random, shape: np.zeros(shape), "spread"),
     "not finite": (lambda random, shape: np.full(shape, np.nan), "spread"),
-    "the same in each step": (lambda random, shape: np.random.default_rng(len(shape)).normal(size=shape), "alike in two steps"),
+    "the same in each step": (
+        lambda random, shape: np.random.default_rng(len(shape)).normal(size=shape),
+        "alike in two steps",
+    ),
     "a tenth repeated": (
-        lambda random, shape: 0.95 * random.normal(size=shape) + math.sqrt(1 - 0.95**2) * np.random.default_rng(5).normal(size=shape),
+        lambda random, shape: (
+            0.95 * random.normal(size=shape)
+            + math.sqrt(1 - 0.95**2) * np.random.default_rng(5).normal(size=shape)
+        ),
         "alike in two steps",
     ),
     "the same in each tensor": (
-        lambda random, shape: np.random.default_rng(int(random.bit_generator.seed_seq.entropy)).normal(size=shape),  # type: ignore[attr-defined]
+        lambda random, shape: np.random.default_rng(int(random.bit_generator.seed_seq.entropy)).normal(
+            size=shape
+        ),  # type: ignore[attr-defined]
         "alike in two tensors",
     ),
 }

@@ -1,4 +1,6 @@
-"""The limits that a guarantee sets to right guesses, against linear programs, simulated mechanisms and exact probabilities."""
+"""The limits that a guarantee sets to right guesses, against linear programs, simulated mechanisms and exact
+probabilities.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ DELTA = 1e-5
 
 
 def gaussian(mu: float, points: int = 60, largest: float = 8.0) -> Profile:
-    """The profile of a Gaussian release, by its definition: integrals over where the likelihood ratio is above e^epsilon."""
+    """The profile of a Gaussian release, by its definition: integrals over where the likelihood ratio is
+    above e^epsilon.
+    """
     epsilons = np.linspace(0, largest, points)
     edge = epsilons / mu + mu / 2
     return Profile(epsilons, norm.sf(edge - mu) - np.exp(epsilons) * norm.sf(edge))
@@ -45,11 +49,14 @@ def epsilon_of_gaussian(mu: float) -> float:
     return high
 
 
-# -- any mechanism --------------------------------------------------------------------------------------------------------------------
+# -- any mechanism
+# ------------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 200), st.data(), st.floats(0, 6))
-def test_without_delta_the_limit_is_a_binomial_tail(guesses: int, data: st.DataObject, epsilon: float) -> None:
+def test_without_delta_the_limit_is_a_binomial_tail(
+    guesses: int, data: st.DataObject, epsilon: float
+) -> None:
     right = data.draw(st.integers(0, guesses))
     chance = 1 / (1 + math.exp(-epsilon))
     tail = math.fsum(binom.pmf(range(right, guesses + 1), guesses, chance))
@@ -61,12 +68,15 @@ def test_delta_adds_what_the_theorem_says() -> None:
     m, r, v, epsilon, delta = 100, 40, 36, 1.2, 1e-4
     mass = binom.pmf(np.arange(r + 1), r, 1 / (1 + math.exp(-epsilon)))
     alpha = max(mass[max(v - i, 0) : v].sum() / i for i in range(1, m + 1))
-    assert p_value(Guesses(m, r, v), epsilon, delta) == pytest.approx(mass[v:].sum() + 2 * m * delta * alpha, rel=1e-9)
+    assert p_value(Guesses(m, r, v), epsilon, delta) == pytest.approx(
+        mass[v:].sum() + 2 * m * delta * alpha, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-3])
 def test_the_limit_holds_for_randomised_response_which_attains_it(delta: float) -> None:
-    """Each canary's coin is told truly with probability e^eps / (1 + e^eps), or with probability delta given away: nothing leaks more.
+    """Each canary's coin is told truly with probability e^eps / (1 + e^eps), or with probability delta given
+    away: nothing leaks more.
 
     The exact probability of so many right guesses is never above the limit, and at delta 0 equal to it.
     """
@@ -88,7 +98,10 @@ def test_the_bound_is_the_epsilon_that_is_just_refuted() -> None:
 
 
 def test_guesses_like_coin_tosses_refute_nothing() -> None:
-    assert epsilon_for_any_mechanism([Guesses(1000, 500, 251), Guesses(1000, 20, 11)], DELTA, 0.05) == (0.0, None)
+    assert epsilon_for_any_mechanism([Guesses(1000, 500, 251), Guesses(1000, 20, 11)], DELTA, 0.05) == (
+        0.0,
+        None,
+    )
 
 
 def test_counts_that_can_not_be_are_refused() -> None:
@@ -96,11 +109,14 @@ def test_counts_that_can_not_be_are_refused() -> None:
         Guesses(9, 4, 5)
 
 
-# -- a whole profile ------------------------------------------------------------------------------------------------------------------
+# -- a whole profile
+# ------------------------------------------------------------------------------------------------------------
 
 
 def largest_probability(profile: Profile, m: int, r: int, v: int) -> float:
-    """The largest P[right >= v] that the constraints of arXiv 2410.22235 allow, by a linear program over the distributions of `right`."""
+    """The largest P[right >= v] that the constraints of arXiv 2410.22235 allow, by a linear program over the
+    distributions of `right`.
+    """
     right = np.arange(r + 1)
     rows, limits = [], []
     for k, (epsilon, delta) in product(range(1, r + 1), zip(profile.epsilons, profile.deltas, strict=True)):
@@ -108,7 +124,14 @@ def largest_probability(profile: Profile, m: int, r: int, v: int) -> float:
         misses = np.where(right >= k - 1, r - right, 0) / m
         rows += [hits - math.exp(epsilon) * misses, hits - math.exp(-epsilon) * misses]
         limits += [delta, 1 - math.exp(-epsilon) * (1 - delta)]
-    solved = linprog(-(right >= v).astype(float), A_ub=rows, b_ub=limits, A_eq=np.ones((1, r + 1)), b_eq=[1.0], bounds=(0, 1))
+    solved = linprog(
+        -(right >= v).astype(float),
+        A_ub=rows,
+        b_ub=limits,
+        A_eq=np.ones((1, r + 1)),
+        b_eq=[1.0],
+        bounds=(0, 1),
+    )
     assert solved.success
     return float(-solved.fun)
 
@@ -122,7 +145,8 @@ def level_that_is_just_refuted(profile: Profile, found: Guesses) -> float:
 
 
 @pytest.mark.parametrize(
-    ("m", "r", "v", "mu"), [(8, 8, 6, 0.8), (8, 4, 4, 1.0), (20, 6, 6, 1.0), (20, 20, 15, 0.5), (30, 10, 8, 1.5), (12, 12, 12, 1.0)]
+    ("m", "r", "v", "mu"),
+    [(8, 8, 6, 0.8), (8, 4, 4, 1.0), (20, 6, 6, 1.0), (20, 20, 15, 0.5), (30, 10, 8, 1.5), (12, 12, 12, 1.0)],
 )
 def test_the_limit_is_that_of_the_linear_program(m: int, r: int, v: int, mu: float) -> None:
     profile = gaussian(mu)
@@ -135,14 +159,17 @@ def test_nothing_is_refuted_by_no_right_guess() -> None:
 
 
 def test_the_least_error_is_that_of_the_best_test() -> None:
-    """For a Gaussian release it is Phi(Phi^-1(success) - mu); a profile at finitely many epsilons stays a little below."""
+    """For a Gaussian release it is Phi(Phi^-1(success) - mu); a profile at finitely many epsilons stays a
+    little below.
+    """
     mu, profile = 1.0, gaussian(1.0, points=2000)
     for success in (1e-6, 1e-3, 0.1, 0.5, 0.9, 0.999):
         best = float(norm.cdf(norm.ppf(success) - mu))
         assert best * (1 - 2e-3) - 1e-9 <= profile.least_error(success) <= best * (1 + 1e-9)
 
 
-# -- attacks --------------------------------------------------------------------------------------------------------------------------
+# -- attacks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_guesses_go_by_the_scores() -> None:
@@ -171,7 +198,9 @@ TRIALS = 250
 
 
 def test_a_correct_mechanism_is_rarely_refuted_and_half_its_noise_is_always() -> None:
-    """At a level of 20 % each, the methods may be wrong in a fifth of the trials; more than one in 10^4 suites would see is a mistake."""
+    """At a level of 20 % each, the methods may be wrong in a fifth of the trials; more than one in 10^4
+    suites would see is a mistake.
+    """
     random = np.random.default_rng(0)
     canaries, level = 400, 0.2
     claimed, epsilon = gaussian(MU), epsilon_of_gaussian(MU)
@@ -189,7 +218,9 @@ def test_a_correct_mechanism_is_rarely_refuted_and_half_its_noise_is_always() ->
     inside = random.random(4000) < 0.5
     leaking = inside * 2 * MU + random.normal(size=4000)
     assert any(rates(leaking, inside, threshold).is_refuted_by(claimed, 0.001) for threshold in thresholds)
-    assert not any(is_refuted(gaussian(2 * MU, largest=12), guess(leaking, inside, s), 0.001) for s in strategies(4000))
+    assert not any(
+        is_refuted(gaussian(2 * MU, largest=12), guess(leaking, inside, s), 0.001) for s in strategies(4000)
+    )
     assert any(is_refuted(gaussian(MU / 2), guess(leaking, inside, s), 0.001) for s in strategies(4000))
 
 

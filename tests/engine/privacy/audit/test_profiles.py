@@ -10,8 +10,8 @@ from scipy.stats import norm
 
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.audit.bounds import smallest_epsilon
-from psgrad.engine.privacy.audit.profiles import distance, profile_of, scaled
-from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.audit.one_run import distance, profile_of, scaled
+from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
 
 FIXED = Sampling("fixed", batch_size=7)
@@ -33,7 +33,9 @@ def test_one_poisson_step(relation: Relation, rate: float, multiplier: float) ->
     profile = profile_of([(StepEvent(multiplier, poisson(rate), relation), 1)])
     x, cell = np.linspace(-40 * multiplier, 40 * multiplier, 400_001, retstep=True)
     there, away = (0.5, -0.5) if relation == "replace_one" else (1.0, 0.0)
-    first, second = ((1 - rate) * norm.pdf(x, 0, multiplier) + rate * norm.pdf(x, at, multiplier) for at in (there, away))
+    first, second = (
+        (1 - rate) * norm.pdf(x, 0, multiplier) + rate * norm.pdf(x, at, multiplier) for at in (there, away)
+    )
     for place in (0, 150, 280, 330):
         epsilon, delta = profile.epsilons[place], profile.deltas[place]
         exact = max(excess(first, second, epsilon, cell), excess(second, first, epsilon, cell))
@@ -47,7 +49,9 @@ def test_steps_without_amplification_are_one_gaussian() -> None:
     x, cell = np.linspace(-30, 30, 400_001, retstep=True)
     first, second = norm.pdf(x, math.sqrt(3.0)), norm.pdf(x)
     for place in (0, 200, 300):
-        assert profile.deltas[place] == pytest.approx(excess(first, second, profile.epsilons[place], cell), rel=1e-6)
+        assert profile.deltas[place] == pytest.approx(
+            excess(first, second, profile.epsilons[place], cell), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,16 @@ def test_steps_without_amplification_are_one_gaussian() -> None:
     [
         [(StepEvent(1.0, poisson(0.1), "add_or_remove_one"), 20)],
         [(StepEvent(1.1, poisson(0.07), "replace_one"), 28)],
-        [(StepEvent(3.0, Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=25, dataset_size=200), "zero_out"), 1)],
+        [
+            (
+                StepEvent(
+                    3.0,
+                    Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=25, dataset_size=200),
+                    "zero_out",
+                ),
+                1,
+            )
+        ],
         [(StepEvent(2.0, poisson(0.1), "zero_out"), 5), (StepEvent(1.6, poisson(0.1), "zero_out"), 3)],
     ],
 )

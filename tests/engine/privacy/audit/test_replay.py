@@ -1,4 +1,6 @@
-"""One step on a dataset and on a neighbour with the same random numbers: what may differ, and mistakes that make more differ."""
+"""One step on a dataset and on a neighbour with the same random numbers: what may differ, and mistakes that
+make more differ.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.audit import DrawsDiffer, Replayed, Tape, record_replay
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.records import record_loss
-from psgrad.engine.privacy.relation import Relation
-from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source
+from psgrad.engine.privacy.records import Relation, record_loss
 from tests.engine.privacy.audit.mechanisms import HalfNoise, Unclipped
 
 FEATURES, CLASSES, RECORDS = 6, 3, 12
@@ -30,7 +30,12 @@ NOISE = Noise(1.3)
 
 def parameters(dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    shapes = {"inner.weight": (5, FEATURES), "inner.bias": (5,), "head.weight": (CLASSES, 5), "head.bias": (CLASSES,)}
+    shapes = {
+        "inner.weight": (5, FEATURES),
+        "inner.bias": (5,),
+        "head.weight": (CLASSES, 5),
+        "head.bias": (CLASSES,),
+    }
     return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
@@ -81,15 +86,21 @@ def replayed(
     if empty:
         x, y = x[:0], y[:0]
     made = clipping(params)
-    noise = options.pop("noise", None) or (NOISE if made.grid is None else replace(NOISE, mechanism="discrete_gaussian"))
+    noise = options.pop("noise", None) or (
+        NOISE if made.grid is None else replace(NOISE, mechanism="discrete_gaussian")
+    )
     first, second = batch_source(loss, params, x, y), batch_source(loss, params, *change(x, y))
-    return record_replay(first, second, made, noise, relation, make_generator("aes"), pair="a pair", **options)
+    return record_replay(
+        first, second, made, noise, relation, make_generator("aes"), pair="a pair", **options
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_record_more_or_less_keeps_to_the_sensitivity(change: Any, clipping: Any, dtype: torch.dtype) -> None:
+def test_a_record_more_or_less_keeps_to_the_sensitivity(
+    change: Any, clipping: Any, dtype: torch.dtype
+) -> None:
     found = replayed(change, clipping, "add_or_remove_one", dtype)
     assert found.holds
     assert found.differing == ()
@@ -105,8 +116,12 @@ def test_another_record_in_its_place_keeps_to_twice_the_bound(change: Any, clipp
 
 
 def test_the_measured_sensitivity_is_the_distance() -> None:
-    """A record that is longer than the bound: all of it; one that is not finite, nothing; one in another's place, more than a bound."""
-    assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one").ratio == pytest.approx(1, abs=1e-6)
+    """A record that is longer than the bound: all of it; one that is not finite, nothing; one in another's
+    place, more than a bound.
+    """
+    assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one").ratio == pytest.approx(
+        1, abs=1e-6
+    )
     assert replayed(CHANGES["NaN"], CLIPPINGS["flat"], "add_or_remove_one").ratio == 0
     assert replayed(REPLACEMENTS["another"], CLIPPINGS["flat"], "replace_one").ratio > 0.5
 
@@ -121,16 +136,24 @@ def test_an_empty_batch_is_a_step_like_any_other() -> None:
 
 
 def test_a_record_of_several_rows_counts_once() -> None:
-    """A user of three rows is removed, and with them no more than one bound; row by row it would be up to three."""
+    """A user of three rows is removed, and with them no more than one bound; row by row it would be up to
+    three.
+    """
     params, (x, y) = parameters(torch.float64), batch(torch.float64)
-    users, targets, weights = x.reshape(4, 3, FEATURES), y.reshape(4, 3), torch.ones(4, 3, dtype=torch.float64)
+    users, targets, weights = (
+        x.reshape(4, 3, FEATURES),
+        y.reshape(4, 3),
+        torch.ones(4, 3, dtype=torch.float64),
+    )
     of_one = record_loss(lambda params, inputs, target: loss(params, inputs[0], target), has_aux=False)
 
     def of_user(params: dict[str, Tensor], rows: Tensor, target: Tensor, each: Tensor) -> Tensor:
         return of_one(params, (rows, each), target)  # type: ignore[no-any-return]
 
     clipping = Clipping.flat(params, 0.3)
-    sources = [batch_source(of_user, params, users[start:], targets[start:], weights[start:]) for start in (0, 1)]
+    sources = [
+        batch_source(of_user, params, users[start:], targets[start:], weights[start:]) for start in (0, 1)
+    ]
     assert record_replay(*sources, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
     rows = [batch_source(loss, params, x[start:], y[start:]) for start in (0, 3)]
     assert not record_replay(*rows, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
@@ -139,12 +162,15 @@ def test_a_record_of_several_rows_counts_once() -> None:
 @pytest.mark.parametrize("change", [*CHANGES.values()], ids=[*CHANGES])
 def test_the_count_of_an_adaptive_bound_keeps_to_its_own(change: Any) -> None:
     adaptive = AdaptiveBound(0.3, count_multiplier=3.0)
-    found = replayed(change, CLIPPINGS["flat"], "add_or_remove_one", adaptive=adaptive, expected_batch_size=10.0)
+    found = replayed(
+        change, CLIPPINGS["flat"], "add_or_remove_one", adaptive=adaptive, expected_batch_size=10.0
+    )
     assert found.holds
     assert (found.count_distance, found.count_sensitivity) == (0.5, 0.5)
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------------------------------
+# -- mistakes
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_bound_that_is_not_kept_to_is_found() -> None:
@@ -167,7 +193,9 @@ def test_a_sum_that_a_record_makes_infinite_is_found() -> None:
 
     params, data = parameters(torch.float64), batch(torch.float64)
     plain: GradientSource = batch_source(loss, params, *data)
-    found = record_replay(plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator("aes"))
+    found = record_replay(
+        plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator("aes")
+    )
     assert not found.finite
     assert not found.holds
     assert math.isnan(found.ratio)
@@ -190,14 +218,22 @@ class SkipsEmpty(Noise):
     """Draws no noise for sums of zero, as a step does that skips an empty batch."""
 
     def add(self, sums: Any, clipping: Any, relation: Any, generator: Any) -> dict[str, Tensor]:
-        return dict(sums) if not any(value.any() for value in sums.values()) else super().add(sums, clipping, relation, generator)
+        return (
+            dict(sums)
+            if not any(value.any() for value in sums.values())
+            else super().add(sums, clipping, relation, generator)
+        )
 
 
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_draws_that_the_data_decide_are_found(empty_first: bool) -> None:
     params, (x, y) = parameters(torch.float64), batch(torch.float64)
-    sources = [batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))]
-    found = record_replay(*sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator("aes"))
+    sources = [
+        batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))
+    ]
+    found = record_replay(
+        *sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator("aes")
+    )
     assert "the random draws" in found.differing
     assert not found.holds
 
@@ -207,7 +243,8 @@ def test_half_the_noise_is_not_for_this_check_to_find() -> None:
     assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one", noise=HalfNoise(1.3)).holds
 
 
-# -- the tape ---------------------------------------------------------------------------------------------------------------------------
+# -- the tape
+# ------------------------------------------------------------------------------------------------------------
 
 
 def numbers_of(generator: Generator) -> list[Any]:

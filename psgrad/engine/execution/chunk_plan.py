@@ -1,0 +1,158 @@
+"""What a pass over a chunk of samples will take, in time and memory, before it runs; and the chunk that fits
+a budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from psgrad.engine.execution.pass_costs import Course, Like, traced
+from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.machine import machine
+
+# Samples in the chunk from which `chunk_for` begins.
+_FIRST_CHUNK = 8
+# Traces after which `chunk_for` takes what it has: each costs what a small chunk costs.
+_MOST_TRACES = 5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a chunk will take.
+
+    Attributes:
+        seconds: estimated. peak_bytes: the most memory that the pass has at a time beyond the parameters and
+        the chunk's own inputs; its results are in it. input_bytes: of the chunk's inputs and targets.
+        kernels: how many run.
+    """
+
+    seconds: float
+    peak_bytes: int
+    input_bytes: int
+    kernels: int
+
+
+def predict(
+    function: Callable[..., Any],
+    params: dict[str, torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    target: torch.Tensor | None,
+    chunk: int | None = None,
+    *,
+    replayed: bool = False,
+) -> Prediction:
+    """What `function(params, inputs, target)` will take, without running it.
+
+    Args:
+        function: of the parameters and a chunk of samples, for example per_sample_square_norms with its loss
+        bound. inputs, target: rows on the device to compute on, [n, ...]; their values don't matter. chunk:
+        how many rows to predict for, n where it is not said. replayed: for a chunk that is replayed from a
+        record.
+
+    Raises NotCapturable, or what the function raises on tensors without values, where its course depends on
+    data.
+    """
+    course, given = course_of(function, params, inputs, target, chunk, replayed=replayed)
+    device = next(iter(params.values())).device
+    return Prediction(
+        seconds_of(course, machine(device), replayed=replayed), course.peak_bytes, given, len(course.kernels)
+    )
+
+
+def course_of(
+    function: Callable[..., Any],
+    params: Any,
+    inputs: Any,
+    target: Any,
+    chunk: int | None = None,
+    *,
+    replayed: bool = False,
+) -> tuple[Course, int]:
+    """(course, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
+    `predict`.
+    """
+    rows = tree_map(
+        lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk),
+        (inputs, target),
+    )
+    course = traced(function, params, *rows, replayed=replayed)
+    return course, sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x in tree_leaves(rows)
+        if isinstance(x, (torch.Tensor, Like))
+    )
+
+
+def seconds_of(course: Course, on: Machine, *, replayed: bool = False) -> float:
+    """What a course takes on a machine. Where calls return before their kernels are done, the slower of
+    Python and kernels counts.
+    """
+    kernels = sum(kernel.seconds(on) for kernel in course.kernels)
+    if replayed:
+        return kernels
+    python = course.operators * on.operator_seconds + len(course.kernels) * on.kernel_seconds
+    return max(kernels, python) if on.asynchronous else kernels + python
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a model's own Python takes a chunk, and how much slower than priced its kernels are, from two
+    small chunks that were run.
+    """
+
+    python: float
+    share: float
+
+    def __call__(self, kernels: float) -> float:
+        """Seconds of a chunk whose kernels are priced at so many."""
+        return self.python + self.share * kernels
+
+
+# A price is not off by more: beyond that, something else than kernels was timed.
+_WORST_SHARE = 4.0
+
+
+def correction(small: tuple[float, float], large: tuple[float, float]) -> Correction:
+    """From (seconds priced, seconds taken) of two chunks, the second of more samples."""
+    (priced, taken), (priced_more, taken_more) = small, large
+    slope = (taken_more - taken) / (priced_more - priced) if priced_more > priced else 1.0
+    share = min(max(slope, 1 / _WORST_SHARE), _WORST_SHARE)
+    return Correction(max(0.0, min(taken - share * priced, taken_more - share * priced_more)), share)
+
+
+def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 1024) -> int:
+    """The largest chunk, 1 to `most` samples, whose pass and inputs fit a budget of bytes, as far as a few
+    traces tell.
+
+    trace_at: from a number of samples to what a chunk of them will take. Memory grows along a line from some
+    size on (small intermediates fill a block first), so each trace corrects the line through the last two.
+
+    What is returned was traced and fits, or is 1.
+    """
+    fits, beyond = 0, most + 1
+    found: dict[int, int] = {}
+    size = min(_FIRST_CHUNK, most)
+    while len(found) < _MOST_TRACES and size not in found:
+        prediction = trace_at(size)
+        found[size] = prediction.peak_bytes + prediction.input_bytes
+        if found[size] <= budget:
+            fits = max(fits, size)
+        else:
+            beyond = min(beyond, size)
+        if fits + 1 >= beyond:
+            break
+        size = max(fits + 1, min(_on_the_line(found, budget), beyond - 1))
+    return max(fits, 1)
+
+
+def _on_the_line(found: dict[int, int], budget: int) -> int:
+    """The size at which the line through the two largest sizes met reaches the budget."""
+    (small, less), (large, more) = [(0, 0), *sorted(found.items())][-2:]
+    slope = max(1.0, (more - less) / (large - small))
+    return int(large + (budget - more) / slope)

@@ -1,0 +1,254 @@
+"""Rows on their way from the dataset to the device: the next chunk is read, and copied to the GPU, while this
+one is computed.
+
+One thread reads ahead, one chunk and no further, so a reader need not be made for threads: it is never called
+twice at once. Where reading beside the computation might change what is read, chunks are read in between.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from psgrad.engine.execution.memory import is_out_of_memory
+from psgrad.engine.transforms import random_draws
+
+# How long the end of a run waits for a read that nobody wants any more.
+_PATIENCE_SECONDS = 5.0
+
+
+class Batch(Protocol):
+    """Neighbouring rows of a dataset, stacked on the CPU, sample axis first."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]: ...
+
+    @property
+    def target(self) -> torch.Tensor | None: ...
+
+
+Read = Callable[[int, int], Batch]
+Placed = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
+
+
+@dataclass
+class Chunk:
+    """Rows that were read, sample axis in front, still on the CPU.
+
+    rows: which rows they are. on_device: the same on a GPU, where they were copied ahead, and what tells that
+    the copy is done.
+    """
+
+    rows: Sequence[int]
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
+    on_device: tuple[Placed, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def start(self) -> int:
+        return self.rows[0]
+
+    @property
+    def stop(self) -> int:
+        return self.rows[-1] + 1
+
+    def part(self, first: int, last: int) -> Chunk:
+        """The rows at the places first, ..., last - 1 of this chunk; nothing is copied, nor read again."""
+        if (first, last) == (0, len(self)):
+            return self
+        target = None if self.target is None else self.target[first:last]
+        return Chunk(self.rows[first:last], tuple(x[first:last] for x in self.inputs), target)
+
+
+class Loader:
+    """The chunks of one run, in order, the next one being made ready meanwhile.
+
+    Args:
+        read: (start, stop) to the rows in between. device, dtype: where rows are wanted, and which type
+        fractions have there. Whole numbers stay what they are. say: told, once, why rows are not read ahead.
+
+    It goes to a `with` statement, whose end sees the thread off.
+    """
+
+    def __init__(
+        self,
+        read: Read,
+        device: torch.device,
+        dtype: torch.dtype,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.read, self.device, self.dtype, self.say = read, device, dtype, say
+        self.ahead = True  # whether rows may be read beside the computation
+        self._copies_ahead = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if self._copies_ahead else None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._expected: _Job | None = None
+        self._first = True
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def take(self, start: int, stop: int) -> Chunk:
+        """The rows start, ..., stop - 1; of those that are expected, what was read ahead from `start` on,
+        however many they are.
+
+        Raises what the reader raises, in the order of the rows.
+        """
+        job = self._expected
+        if job is None or job.start != start:
+            return self._read_here(start, stop)
+        self._expected = None
+        job.done.wait()
+        if job.drew:
+            self._read_between_chunks(
+                "reading them draws random numbers, which would fall in with the model's"
+            )
+        if job.error is None:
+            assert job.chunk is not None
+            return job.chunk
+        if is_out_of_memory(job.error):
+            if job.stop <= stop:
+                raise job.error
+            return self._read_here(start, stop)  # fewer are wanted by now
+        # A reader may be bound to the thread that made it (a database does that). If the row is at fault, it
+        # is told from here.
+        chunk = self._read_here(start, job.stop)
+        self._read_between_chunks(f"beside the computation the reader raised {type(job.error).__name__}")
+        return chunk
+
+    def expect(self, start: int, stop: int) -> None:
+        """These rows will be taken next. What is expected already stays so."""
+        if not self.ahead or self._expected is not None or start >= stop:
+            return
+        if self._thread is None and not self._start():
+            return
+        self._expected = _Job(start, stop)
+        self._jobs.put(self._expected)
+
+    def place(self, chunk: Chunk) -> Placed:
+        """A chunk's inputs and target on the device."""
+        if chunk.on_device is None:
+            return placed(chunk.inputs, chunk.target, self.device, self.dtype)
+        (inputs, target), copied = chunk.on_device
+        here = torch.cuda.current_stream(self.device)
+        here.wait_event(copied)
+        for x in (*inputs, *(() if target is None else (target,))):
+            x.record_stream(here)  # its memory was asked for on the other stream, and is used on this one
+        return inputs, target
+
+    def give_back(self) -> bool:
+        """Memory is short: from now on rows are copied to the GPU when they are used. Whether that
+        frees any.
+        """
+        if not self._copies_ahead:
+            return False
+        self._copies_ahead = False
+        job = self._expected
+        if job is not None:
+            job.done.wait()
+            if job.chunk is not None:
+                job.chunk.on_device = None
+        return job is not None
+
+    def _read_here(self, start: int, stop: int) -> Chunk:
+        before = random_draws.on_the_cpu() if self._first else None
+        batch = self.read(start, stop)
+        if self._first and before != random_draws.on_the_cpu():
+            self._read_between_chunks(
+                "reading them draws random numbers, which would fall in with the model's"
+            )
+        self._first = False
+        return Chunk(range(start, stop), batch.inputs, batch.target)
+
+    def _read_between_chunks(self, why: str) -> None:
+        if self.ahead:
+            self.ahead = False
+            self.say(f"rows are read between chunks, not beside them: {why}")
+            self._stop()
+
+    # -- the thread
+    # --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._work, name="psgrad-reader", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no memory for its stack, or no threads left
+            self.ahead = False
+            self.say(f"rows are read between chunks, not beside them: {error}")
+            return False
+        self._thread = thread
+        return True
+
+    def _stop(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(
+                _PATIENCE_SECONDS
+            )  # a read that hangs is left to itself; its thread ends with the process
+            self._thread = None
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            before = random_draws.on_the_cpu()
+            try:
+                batch = self.read(job.start, job.stop)
+                job.chunk = Chunk(range(job.start, job.stop), batch.inputs, batch.target)
+                job.chunk.on_device = self._copied(job.chunk)
+            except BaseException as error:  # told where its rows are wanted
+                job.error = error
+            job.drew = before != random_draws.on_the_cpu()
+            job.done.set()
+            del job  # the chunk is not this thread's any more
+
+    def _copied(self, chunk: Chunk) -> tuple[Placed, Any] | None:
+        """The chunk on the GPU, copied on a stream of its own; None where it is to be copied later."""
+        if not self._copies_ahead or self._side is None:
+            return None
+        try:
+            pinned = (
+                tuple(x.pin_memory() for x in chunk.inputs),
+                (None if chunk.target is None else chunk.target.pin_memory()),
+            )
+            with torch.cuda.device(self.device), torch.cuda.stream(self._side):
+                on_device = placed(*pinned, self.device, self.dtype)
+                copied = torch.cuda.Event()
+                copied.record(self._side)
+        except RuntimeError:  # no memory for it, be it pinned or the GPU's: it is copied when it is used
+            return None
+        chunk.inputs, chunk.target = pinned
+        return on_device, copied
+
+
+class _Job:
+    """Rows to read ahead, and what came of it."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.chunk: Chunk | None = None
+        self.error: BaseException | None = None
+        self.drew = False  # whether a generator of random numbers has moved on meanwhile
+        self.done = threading.Event()
+
+
+def placed(
+    inputs: Sequence[torch.Tensor], target: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+) -> Placed:
+    """Inputs and target on a device, fractions in one type."""
+
+    def place(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=True).to(dtype if x.is_floating_point() else x.dtype)
+
+    return tuple(place(x) for x in inputs), None if target is None else place(target)

@@ -1,0 +1,156 @@
+"""A model and a loss as one function of the parameters and one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.transforms.functional import swapped, tied_slots
+from psgrad.errors import LossError, ModelError
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
+
+
+class Objective:
+    """`loss(params, inputs, target)` of one sample, for a model that expects a batch.
+
+    Args:
+        model: takes tensors with a leading batch axis. It is neither changed nor copied; its buffers are
+        read. criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
+        summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
+        autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed precision:
+        model and criterion run
+            under torch.autocast, which leaves delicate operators (softmax, norms, losses) in float32.
+            Parameters, and with them their gradients, stay what they are. None runs all in the parameters'
+            type.
+
+    Attributes:
+        params: name -> parameter, those that require a gradient; each tensor once, under the first of its
+        names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        summary: Summary | None = None,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.criterion = criterion
+        self.summary = summary
+        self.autocast = autocast
+        self.params = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        if not self.params:
+            raise ModelError(
+                "the model has no parameter that requires a gradient",
+                cause="all parameters are frozen, or the factory returned a module without any",
+                next_step="set requires_grad=True on the parameters to look at",
+            )
+        self._slots = tied_slots(model, self.params)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What model and criterion run under.
+
+        The way back does not: it takes each cotangent in the type that the value had. Autocast keeps no casts
+        of weights either, as it would for weights that require a gradient: they would outlive a pass, and
+        belong to one that PyTorch's autograd follows.
+        """
+        if self.autocast is None:
+            return nullcontext()
+        device = next(iter(self.params.values())).device.type
+        return torch.autocast(device, dtype=self.autocast, cache_enabled=False)
+
+    def output(self, *batch: torch.Tensor) -> Any:
+        """The model's output for the only sample of a batch, without the batch axis; under autocast in
+        float32.
+
+        A loss subtracts numbers that are nearly the same (a probability from one), which halves would not
+        tell apart.
+        """
+        output = first(self.model(*batch))
+        return (
+            tree_map(lambda x: accumulating(x) if isinstance(x, torch.Tensor) else x, output)
+            if self.autocast is not None
+            else output
+        )
+
+    def predict(self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Any:
+        """The model's output for one sample with these parameters: inputs and output without a batch axis."""
+        with swapped(self._slots, params), self.precision():
+            return self.output(*[x.unsqueeze(0) for x in inputs])
+
+    def loss(
+        self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> Any:
+        """(loss, summary) of one sample: inputs and target without a batch axis. A loss in halves comes as
+        float32.
+        """
+        with swapped(self._slots, params), self.precision():
+            output = self.output(*[x.unsqueeze(0) for x in inputs])
+            value = self.criterion(output, target)  # inside: a loss may look at the model's weights, too
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            shape = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
+            raise LossError(
+                f"the loss returned {shape} for one sample",
+                expected="one number per sample: a tensor of shape ()",
+                cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
+                next_step="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
+            )
+        if not value.dtype.is_floating_point:
+            raise LossError(
+                f"the loss returned a tensor of dtype {value.dtype}",
+                expected="a floating-point number per sample",
+            )
+        if self.autocast is not None:
+            value = accumulating(value)
+        return value, self.summary(output, target) if self.summary is not None else {}
+
+
+def first(output: Any) -> Any:
+    """The model's output for the only sample of its batch: the batch axis taken off every tensor."""
+    if isinstance(output, torch.Tensor):
+        return output.squeeze(0) if output.dim() and output.shape[0] == 1 else output
+    if isinstance(output, dict):
+        return (
+            type(output)((key, first(value)) for key, value in output.items())
+            if type(output) is dict
+            else _mapping(output)
+        )
+    if isinstance(output, (tuple, list)):
+        items = [first(item) for item in output]
+        return (
+            items
+            if isinstance(output, list)
+            else type(output)(*items)
+            if hasattr(output, "_fields")
+            else tuple(items)
+        )
+    return output
+
+
+def _mapping(output: Any) -> Any:
+    """Dict-like records (a model library's outputs) keep their class, so that `output.logits` goes on
+    working.
+    """
+    taken = {key: first(value) for key, value in output.items()}
+    try:
+        return type(output)(**taken)
+    except TypeError:
+        return taken

@@ -1,0 +1,266 @@
+"""What a run over a dataset will do and take: the order of contraction of each parameter, the chunk, the time
+and the memory.
+
+A chunk is followed on tensors without values; what its kernels take is priced by the machine's constants, and
+two small chunks are run to learn what the model's own Python takes, and how much slower its kernels are than
+priced.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.chunk_plan import Prediction, chunk_for, correction, course_of, seconds_of
+from psgrad.engine.execution.memory import chunk_budget
+from psgrad.engine.execution.pass_costs import Course, NotCapturable, followed, traced
+from psgrad.engine.execution.streaming import _LARGEST_AUTO_CHUNK, _PREDICTED_FROM, Stream
+from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.deferred import DeferredGradient
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.per_sample import Pass, per_sample_gradients, per_sample_square_norms
+
+# Rows of the chunks that are run, and for how long a chunk is run again, up to so many times, for its best
+# time.
+_FEW, _MORE = 1, 8
+_TRIES, _LONG_ENOUGH = 5, 0.5
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How the norms of one parameter's gradients will be computed.
+
+    Attributes:
+        kinds: of the terms that the gradient is a sum of.
+        way: the chosen order of contraction, as the manifest and the tables name it.
+        seconds: estimated, a sample.
+        bytes: a sample: its factors, and the largest intermediate of the chosen way.
+        factored: whether no value of the parameter's size is held for each sample.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kinds: str
+    way: str
+    seconds: float
+    bytes: int
+    factored: bool
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take.
+
+    Attributes:
+        parameters: in the model's order. rows: of the dataset. chunk_size: rows at a time. seconds: of all
+        passes, without reading the data where it takes longer than they do. chunk_seconds: of one.
+        peak_bytes: what a chunk's pass has at its highest beyond parameters and inputs. input_bytes: of a
+        chunk. parameter_bytes: of the model's parameters that are followed. replayed: whether chunks will be
+        replayed from a record. why: in words. obstacle: why the pass could not be followed without running
+        it; None where it could.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
+    rows: int
+    chunk_size: int
+    seconds: float
+    chunk_seconds: float
+    peak_bytes: int
+    input_bytes: int
+    parameter_bytes: int
+    replayed: bool
+    why: str
+    obstacle: str | None
+
+    @property
+    def unfactored(self) -> tuple[str, ...]:
+        """The parameters of which a value is held for each sample."""
+        return tuple(parameter.name for parameter in self.parameters if not parameter.factored)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a chunk will take: seconds of its kernels as priced, the pass's peak and its inputs in bytes."""
+
+    kernels: float
+    peak: int
+    given: int
+
+
+def forecast(stream: Stream, rows: int) -> Forecast:
+    """What the stream's run over `rows` rows for norms will take. Reads and runs the first few rows, and no
+    more.
+
+    Raises PsgradError, with the row, where the model or the loss fails on them.
+    """
+    stream.gradients_at([0])  # a model that fails says so, in a person's words
+    inputs, target = stream.load(0, min(_MORE, rows))
+    norms = _bound(stream, per_sample_square_norms)
+    at, obstacle = _followed_at(norms, stream, inputs, target)
+    size = _chunk_size(stream, rows, at, inputs, target)
+    chunk = at(size)
+    fitted = correction(
+        *((at(n).kernels, _seconds(norms, stream, inputs, target, n)) for n in (_FEW, len(inputs[0])))
+    )
+    chunk_seconds = fitted(chunk.kernels)
+    chunks = -(-rows // size)
+    why = _why_not_replayed(stream, rows // size, obstacle)
+    seconds = rows / size * chunk_seconds
+    if why is None:
+        replayed = seconds_of(
+            course_of(norms, stream.params, inputs, target, size, replayed=True)[0],
+            machine(stream.device),
+            replayed=True,
+        )
+        seconds = 2 * chunk_seconds + max(0.0, rows / size - 2) * fitted.share * replayed
+    return Forecast(
+        parameters=_parameters(stream, inputs, target, traceable=obstacle is None),
+        rows=rows,
+        chunk_size=size,
+        seconds=seconds,
+        chunk_seconds=chunk_seconds,
+        peak_bytes=chunk.peak,
+        input_bytes=chunk.given,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in stream.params.values()),
+        replayed=why is None,
+        why=why or f"{chunks:,} chunks of one size are worth a record",
+        obstacle=obstacle,
+    )
+
+
+def _bound(stream: Stream, how: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the passes, as a function of the parameters and a chunk."""
+
+    def found(
+        params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> Any:
+        in_dims = (0, None if target is None else 0)
+        return how(
+            stream.loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=stream.randomness
+        )
+
+    return found
+
+
+def _followed_at(
+    norms: Any, stream: Stream, inputs: Any, target: Any
+) -> tuple[Callable[[int], _Chunk], str | None]:
+    """(from a number of rows to what a chunk of them takes, why it had to run).
+
+    Where the course depends on values, it is followed while the first rows run, and grows with their number.
+    """
+    on, known = machine(stream.device), dict[int, _Chunk]()
+
+    def traced_at(rows: int) -> _Chunk:
+        if rows not in known:
+            course, given = course_of(norms, stream.params, inputs, target, rows)
+            known[rows] = _Chunk(_price(course, on), course.peak_bytes, given)
+        return known[rows]
+
+    try:
+        traced_at(_FEW)
+    except Exception as error:
+        ran, count = followed(norms, stream.params, inputs, target), len(inputs[0])
+        given = sum(x.numel() * x.element_size() for x in (*inputs, target) if x is not None)
+        whole = _Chunk(_price(ran, on), ran.peak_bytes, given)
+        why = (
+            str(error).partition("\n")[0]
+            if isinstance(error, NotCapturable)
+            else f"{type(error).__name__}: {error}".partition("\n")[0]
+        )
+        return (
+            lambda rows: _Chunk(
+                whole.kernels * rows / count, whole.peak * rows // count, whole.given * rows // count
+            ),
+            why,
+        )
+    return traced_at, None
+
+
+def _price(course: Course, on: Machine) -> float:
+    return sum(kernel.seconds(on) for kernel in course.kernels)
+
+
+def _chunk_size(stream: Stream, rows: int, at: Callable[[int], _Chunk], inputs: Any, target: Any) -> int:
+    """The rows at a time that the stream itself would settle on."""
+    if not stream.automatic:
+        return min(stream.chunk_size, rows)
+    if stream.memory is None and rows < _PREDICTED_FROM:  # there a small chunk's factors are measured
+        stream._size_chunks(
+            _bound(stream, partial(per_sample_gradients, settle=False))(stream.params, inputs, target)
+        )
+        return min(stream.chunk_size, rows)
+
+    def predicted(count: int) -> Prediction:
+        chunk = at(count)
+        return Prediction(0.0, chunk.peak, chunk.given, 0)
+
+    return chunk_for(predicted, chunk_budget(stream.device, stream.memory), min(_LARGEST_AUTO_CHUNK, rows))
+
+
+def _seconds(norms: Any, stream: Stream, inputs: Any, target: Any, rows: int) -> float:
+    """The best time of a chunk of the first rows."""
+    some = tuple(x[:rows] for x in inputs), None if target is None else target[:rows]
+    best, began = math.inf, time.perf_counter()
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        norms(stream.params, *some)
+        if stream.device.type == "cuda":
+            torch.cuda.synchronize(stream.device)
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() - began > _LONG_ENOUGH:
+            break
+    return best
+
+
+def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str | None:
+    """Why chunks will run as they are, None where they will be replayed."""
+    if not stream.replays:
+        return "engine.capture is off"
+    if obstacle is not None:
+        return obstacle
+    pays_from = next(iter(stream.replays.values())).pays_from
+    return (
+        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a record pays from {pays_from:,}"
+        if chunks < pays_from
+        else None
+    )
+
+
+def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) -> tuple[ParameterPlan, ...]:
+    """The terms of each parameter's gradient and how their norms are taken, of the first rows."""
+    found: dict[str, ParameterPlan] = {}
+
+    def note(name: str, gradient: DeferredGradient) -> None:
+        terms = [placed.term for placed in gradient.terms]
+        costs = [
+            term.ways().get(term.describe()) or min(term.ways().values(), key=lambda cost: cost.seconds)
+            for term in terms
+        ]
+        kept = sum(factor[:1].numel() * factor.element_size() for term in terms for factor in term.factors)
+        found[name] = ParameterPlan(
+            name,
+            tuple(gradient.shape),
+            " + ".join(type(term).__name__ for term in terms) or "none",
+            gradient.describe(),
+            sum(cost.seconds for cost in costs),
+            kept + max((cost.bytes for cost in costs), default=0),
+            not gradient.lost_at,
+        )
+
+    def look(params: Any, inputs: Any, target: Any) -> None:
+        in_dims = (0, None if target is None else 0)
+        Pass(stream.loss, params, (inputs, target), in_dims, True, stream.randomness).run(note)
+
+    if traceable:
+        traced(look, stream.params, inputs, target)
+    else:  # one row agrees with itself on every branch
+        one = tuple(x[:1] for x in inputs), None if target is None else target[:1]
+        look(stream.params, *one)
+    return tuple(found[name] for name in stream.params)

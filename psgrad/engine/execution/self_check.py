@@ -1,0 +1,169 @@
+"""The self-check: compares a few samples' gradients with those of PyTorch's own autograd, one sample at a
+time.
+
+This is the only module of psgrad that calls torch.autograd, for comparison and never as a source of results.
+Nothing that computes may import it; only the workflows do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.errors import SelfCheckError
+
+# Of the relative error of a whole gradient; both sides round, so this is a bound on mistakes and not a claim
+# of precision.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+# Under autocast the witness itself says how far halves lead away from float32 on a sample, which depends on
+# the model's depth and on how much cancels in the sample's gradient. Ours stands as far from float32, so the
+# two are at most twice that apart; a third time is left for luck. Besides, the witness stores each weight's
+# gradient in halves before it is cast back, and ours does not.
+_TIMES_THE_ROUNDING = 3
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """How far our gradients are from the witness's.
+
+    rows: the samples that were checked, in one batch. errors: for each, the larger of two relative errors: of
+    the whole gradient (the norm of the difference) and of its norm as the queries compute it. Relative to the
+    gradient's norm, or to a thousandth of the largest among them, so that rounding in a vanishing gradient
+    does not count as an error. NaN where the gradient is not finite on either side. rounding: under autocast,
+    how far the witness itself is from its gradient in float32; else nothing.
+    """
+
+    rows: list[int]
+    errors: list[float]
+    rounding: list[float] = field(default_factory=list)
+
+    @property
+    def worst(self) -> float:
+        return _largest(self.errors)
+
+    @property
+    def worst_rounding(self) -> float:
+        return _largest(self.rounding)
+
+
+def _largest(errors: list[float]) -> float:
+    return max((error for error in errors if not math.isnan(error)), default=math.nan)
+
+
+def spread_rows(count: int, wanted: int) -> list[int]:
+    """`wanted` rows, evenly spread over a dataset of `count`."""
+    wanted = min(wanted, count)
+    return [index * count // wanted for index in range(wanted)]
+
+
+def self_check(objective: Objective, stream: Stream, count: int, wanted: int) -> SelfCheck:
+    """Compare `wanted` samples' gradients with torch.autograd's.
+
+    Raises SelfCheckError where they differ by more than rounding explains.
+    """
+    rows = spread_rows(count, wanted)
+    if not rows:
+        return SelfCheck([], [])
+    gradients = stream.gradients_at(rows)
+    our_norms = gradients.square_norms().sqrt().tolist()
+    norms, apart, rounded = [], [], []
+    for place, row in enumerate(rows):
+        inputs, target = stream.load(row, row + 1)
+        witness = _witness(objective, inputs, target, objective.precision())
+        norms.append(_norm(witness.values()))
+        apart.append(max(_distance(gradients, place, witness), abs(our_norms[place] - norms[-1])))
+        if objective.autocast is not None:
+            exact = _witness(objective, inputs, target, nullcontext())
+            rounded.append(_norm(witness[name] - exact[name] for name in witness))
+    scale = max((n for n in norms if math.isfinite(n)), default=0.0)
+    errors = [_relative(*found, scale) for found in zip(apart, norms, our_norms, strict=True)]
+    kind, tolerances = stream.dtype, [TOLERANCE.get(stream.dtype, 1e-3)] * len(rows)
+    rounding = [
+        _relative(distance, norm, norm, scale) for distance, norm in zip(rounded, norms, strict=False)
+    ]
+    if objective.autocast is not None:
+        kind = objective.autocast
+        tolerances = [
+            _TIMES_THE_ROUNDING * (0.0 if math.isnan(share) else share) + torch.finfo(kind).eps
+            for share in rounding
+        ]
+    _require_agreement(rows, errors, tolerances, kind)
+    return SelfCheck(rows, errors, rounding)
+
+
+def _distance(gradients: PerSampleGradients, place: int, witness: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of one sample's gradients, of which one parameter at a time is
+    written out.
+    """
+
+    def difference(name: str) -> torch.Tensor:
+        deferred = gradients.gradients[name]
+        return (
+            deferred.at(slice(place, place + 1)).materialise()[0].double() - witness[name]
+            if deferred.terms
+            else witness[name]
+        )
+
+    return _norm(difference(name) for name in witness)
+
+
+def _relative(apart: float, norm: float, our_norm: float, scale: float) -> float:
+    """A difference as a share of the gradient; infinite where one side alone is finite, NaN where none is."""
+    if not math.isfinite(norm) and not math.isfinite(our_norm):
+        return math.nan
+    if not math.isfinite(apart):
+        return math.inf
+    return apart / max(norm, scale / 1000) if apart else 0.0
+
+
+def _require_agreement(
+    rows: list[int], errors: list[float], tolerances: list[float], dtype: torch.dtype
+) -> None:
+    for row, error, tolerance in zip(rows, errors, tolerances, strict=True):
+        if not math.isnan(error) and not error <= tolerance:
+            raise SelfCheckError(
+                f"the self-check failed on row {row}: our gradient differs from a plain one-sample gradient"
+                f" by {error:.2e} of its norm",
+                expected=f"at most {tolerance:.0e} in {str(dtype).removeprefix('torch.')}",
+                cause=(
+                    "a rule of psgrad is wrong for this model, or the model behaves differently from one call"
+                    " to the next"
+                ),
+                next_step=(
+                    "please report the model; engine.verify: 0 goes on without the check, with numbers that"
+                    " may be wrong"
+                ),
+            )
+
+
+def _witness(
+    objective: Objective,
+    inputs: tuple[torch.Tensor, ...],
+    target: torch.Tensor | None,
+    precision: AbstractContextManager[Any],
+) -> dict[str, torch.Tensor]:
+    parameters = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        with precision:
+            loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: (
+            torch.zeros_like(parameter, dtype=torch.float64)
+            if gradient is None
+            else gradient.detach().double()
+        )
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+
+
+def _norm(gradient: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradient))

@@ -1,0 +1,465 @@
+"""A dataset of any size, chunk by chunk: each chunk's deferred gradients go to the measures, and their
+columns come out.
+
+The numbers do not depend on the chunk size. When memory runs out, the rows that failed are halved and tried
+again; rows that are done stay done, and the next chunk is as large as before, unless it fails as well. The
+next chunk is read while one is computed.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+
+from psgrad.engine.execution.chunk_plan import chunk_for, predict
+from psgrad.engine.execution.loading import Batch, Chunk, Loader, Placed, Read, placed
+from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
+from psgrad.engine.execution.replay import Replay
+from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms, settled_for_many
+from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.transforms.program import Compiler
+from psgrad.errors import MeasureError, ModelError, PsgradError
+
+# Without a better estimate: what activations and intermediates take, as a multiple of the factors that are
+# kept.
+_ROOM_PER_FACTOR_BYTE = 4
+_PROBE = 8
+_LARGEST_AUTO_CHUNK = 1024
+# From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do.
+# Measured on CPUs.
+_PREDICTED_FROM = 2048
+
+
+class Measure(Protocol):
+    """Something that is computed from deferred gradients, sample by sample.
+
+    A chunk may be tried more than once, so what a measure gathers over the whole dataset counts from `keep`
+    on.
+
+    needs_factors: whether it asks for more than norms, losses and aux. Where no measure does, the factors of
+    one parameter's gradient are dropped before the next one's are complete.
+    """
+
+    needs_factors: bool
+
+    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
+        """name -> [n], for the samples of one chunk, which come in dataset order."""
+
+    def keep(self) -> None:
+        """The chunk that `columns` was last asked about is done."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the measures said of the rows start, ..., stop - 1."""
+
+    start: int
+    stop: int
+    values: dict[str, torch.Tensor]
+
+
+class Stream:
+    """The gradients of rows of a dataset, in chunks that fit in memory.
+
+    Args:
+        loss: (params, inputs, target) of one sample to (loss, aux); see Objective. params: name -> parameter,
+        on the device to compute on. read: (start, stop) to the rows in between. It is never called twice at
+        once, yet from a thread of its own where it can be. chunk_size: samples at a time; 'auto' takes what
+        fits `memory` by the prediction of plan.py. Where there are few rows, or the
+            pass can't be followed without running it, a small chunk comes first, and its factors are
+            measured.
+        memory: bytes that an automatic chunk may take; None for a share of what is free. randomness: as for
+        vmap. capture: whether chunks of one size may be replayed from a record of the first ones, where there
+        are many to come; 'off'
+            runs each by itself.
+        compile: 'inductor' has the record compiled.
+        say: told about each retry, and why chunks are not replayed or read ahead, in a sentence.
+
+    Attributes:
+        chunk_size: samples at a time, as things stand. retries: how often memory ran out. at_need: called
+        when it does, to give back
+            what others keep. draws: the reader's random draws by record (see privacy/record_draws.py); None
+            without.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        params: dict[str, torch.Tensor],
+        read: Read,
+        *,
+        chunk_size: int | Literal["auto"] = "auto",
+        memory: int | None = None,
+        randomness: str = "error",
+        capture: Literal["auto", "off"] = "auto",
+        compile: Compiler = "none",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
+        self.memory = memory
+        reference = next(iter(params.values()))
+        self.device, self.dtype = reference.device, reference.dtype
+        self.automatic = chunk_size == "auto"
+        self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
+        self.retries = 0
+        self.at_need: list[Callable[[], None]] = []
+        self._passed = 0  # rows of all runs, this one's included
+        self._measured = False  # whether the chunk size comes from one small chunk's factors
+        self._too_large: int | None = None  # the smallest size that failed since one as large went through
+        self._alone: Sequence[int] | None = None  # the row that failed by itself, once
+        self._read, self._reading = read, threading.Lock()
+        self.draws: Any = getattr(read, "draws", None)
+        replays = {
+            how: Replay(self._bound(how), params, compile, self.say)
+            for how in (per_sample_gradients, per_sample_square_norms)
+        }
+        self.replays: dict[Callable[..., Any], Replay] = replays if capture == "auto" else {}
+
+    def gradients(self, start: int, stop: int) -> PerSampleGradients:
+        """The deferred gradients of the rows start, ..., stop - 1, all at once."""
+        return self._gradients_of(*self.load(start, stop))
+
+    def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
+        """The deferred gradients of a few rows from anywhere, all at once.
+
+        Raises ModelError, with the row, where the model or the loss fails or memory runs out.
+        """
+        batches = [self.read(row, row + 1) for row in rows]
+        inputs = tuple(torch.cat(column) for column in zip(*(batch.inputs for batch in batches), strict=True))
+        targets = [batch.target for batch in batches if batch.target is not None]
+        chunk = Chunk(rows, inputs, torch.cat(targets) if targets else None)
+        try:
+            return self._gradients_of(*self._placed(chunk))
+        except PsgradError:
+            raise
+        except Exception as error:
+            raise self._failure(error, chunk) from error
+
+    def read(self, start: int, stop: int) -> Batch:
+        """The rows start, ..., stop - 1 as the reader gives them, one call at a time."""
+        with self._reading:
+            return self._read(start, stop)
+
+    def load(self, start: int, stop: int) -> Placed:
+        """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
+        parameters.
+        """
+        batch = self.read(start, stop)
+        return placed(batch.inputs, batch.target, self.device, self.dtype)
+
+    def _placed(self, chunk: Chunk) -> Placed:
+        return placed(chunk.inputs, chunk.target, self.device, self.dtype)
+
+    def _gradients_of(
+        self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> PerSampleGradients:
+        found: PerSampleGradients = self._bound(per_sample_gradients)(self.params, inputs, target)
+        return found
+
+    def _bound(self, how: Callable[..., Any]) -> Callable[..., Any]:
+        """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
+
+        def found(
+            params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+        ) -> Any:
+            in_dims = (0, None if target is None else 0)
+            return how(
+                self.loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
+            )
+
+        return found
+
+    def fix_chunk_size(self, size: int) -> None:
+        """Take so many rows at a time from now on, as an earlier run did: then the numbers are the same to
+        the last bit.
+        """
+        self.chunk_size, self.automatic, self._measured = size, False, False
+
+    @property
+    def replayed(self) -> dict[str, Any]:
+        """How chunks were replayed, in the words of a manifest."""
+        used = [replay for replay in self.replays.values() if replay.chunks]
+        return {
+            "chunks_replayed": sum(r.chunks for r in used),
+            "replayed_by": ", ".join(sorted({r.how for r in used})) or None,
+        }
+
+    # -- a run
+    # --------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        count: int,
+        measures: Sequence[Measure],
+        way: Callable[..., Any] | None = None,
+        start: int = 0,
+        often: bool = False,
+    ) -> Generator[Columns]:
+        """The measures' columns for the rows start, ..., count - 1, in order.
+
+        way: what is computed of each chunk and handed to the measures, a function with the arguments of
+        `per_sample_gradients`; None for the gradients, or for the norms alone where no measure asks for more.
+        often: whether gradients are contracted so often that their values are worth writing out where that
+        takes twice the room.
+        """
+        self._passed += count - start
+        if (
+            self._measured and self._passed >= _PREDICTED_FROM
+        ):  # one run after another: more rows than the first one knew of
+            self.automatic, self._measured = True, False
+        foreseen, most = (
+            (self._way(measures), count) if way is None else (per_sample_gradients, _LARGEST_AUTO_CHUNK)
+        )
+        waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
+        reached = start
+        with Loader(self.read, self.device, self.dtype, self.say) as loader:
+            loader.ahead = self.draws is None  # else reader and model would seed the same generators at once
+            while waiting or reached < count:
+                rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))
+                chunk = rows if isinstance(rows, Chunk) else self._taken(loader, rows)
+                reached = max(reached, chunk.stop)
+                values = None
+                if isinstance(chunk, Chunk) and self.automatic:
+                    self._predict(loader, chunk, foreseen, most)
+                if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
+                    if not self.automatic and not any(isinstance(later, range) for later in waiting):
+                        loader.expect(reached, min(reached + self.chunk_size, count))
+                    to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
+                    values = self._attempt(loader, chunk, measures, way, to_come, often)
+                if values is None:
+                    size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
+                    waiting += [
+                        part_of(chunk, i, min(i + size, len(chunk)))
+                        for i in reversed(range(0, len(chunk), size))
+                    ]
+                    continue
+                yield Columns(chunk.start, chunk.stop, values)
+
+    def _taken(self, loader: Loader, rows: range) -> Chunk | range:
+        """These rows; as they are, not read, where memory ran out over it."""
+        try:
+            return loader.take(rows.start, rows.stop)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                raise _too_large(rows[0], error) from error
+        self._out_of_memory(rows, loader)
+        return rows
+
+    def _attempt(
+        self,
+        loader: Loader,
+        chunk: Chunk,
+        measures: Sequence[Measure],
+        way: Callable[..., Any] | None,
+        to_come: int,
+        often: bool,
+    ) -> dict[str, torch.Tensor] | None:
+        """The columns of one chunk, on the CPU; None where memory ran out. The failed attempt's memory is
+        free again on return.
+
+        to_come: chunks of this size, this one included.
+        """
+        try:
+            how = self._way(measures) if way is None else way
+            inputs, target = loader.place(chunk)
+            gradients: Any = None
+            if self.automatic:
+                gradients = self._bound(partial(per_sample_gradients, settle=False))(
+                    self.params, inputs, target
+                )
+                self._size_chunks(gradients)
+                if way is not None:  # which makes something else of the chunk
+                    gradients = None
+            if gradients is not None:
+                pass
+            elif how in self.replays:
+                gradients = self.replays[how](inputs, target, to_come)
+            else:
+                gradients = self._bound(how)(self.params, inputs, target)
+            if often and isinstance(gradients, PerSampleGradients):
+                gradients = settled_for_many(gradients)
+            values: dict[str, torch.Tensor] = {}
+            for measure in measures:
+                found = measure.columns(gradients)
+                if twice := values.keys() & found.keys():
+                    raise MeasureError(
+                        f"two measures make the column {min(twice)}",
+                        expected="columns with different names",
+                        next_step="rename the column of your own measure",
+                    )
+                values.update(found)
+            values = on_the_cpu(values)
+        except PsgradError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error) or self._alone == chunk.rows:
+                raise self._failure(error, chunk) from error
+        else:
+            for measure in measures:
+                measure.keep()
+            if self._too_large is not None and len(chunk) >= self._too_large:
+                self._too_large = None
+            return values
+        # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
+        chunk.on_device = None
+        self._out_of_memory(chunk.rows, loader)
+        return None
+
+    def _way(self, measures: Sequence[Measure]) -> Callable[..., Any]:
+        """What is computed of a chunk: norms alone where no measure asks for more."""
+        return (
+            per_sample_gradients
+            if any(measure.needs_factors for measure in measures)
+            else per_sample_square_norms
+        )
+
+    # -- memory
+    # --------------------------------------------------------------------------------------------------------
+
+    def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
+        """Take note that these rows were too many, and free what can be done without.
+
+        Once may be these rows' fault, or another program's: the chunks to come stay as large as they are.
+        When the next ones as large fail, too, half of that is what goes through from now on. A row that fails
+        alone has one more try, with nothing else in memory.
+        """
+        self.retries += 1
+        self.automatic = self._measured = False
+        where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
+        if len(rows) == 1:
+            self._alone = rows
+            self.say(f"out of memory on {where} alone; trying it once more, with nothing else in memory")
+        elif self._too_large is not None and len(rows) >= self._too_large:
+            self.chunk_size = min(self.chunk_size, (self._too_large + 1) // 2)
+            self._too_large = None
+            self.say(f"out of memory on {where}, again; going on with {self.chunk_size} at a time")
+        else:
+            self._too_large = len(rows)
+            self.say(f"out of memory on {where}; trying them in halves")
+        for give_back in self.at_need:
+            give_back()
+        for replay in self.replays.values():
+            replay.forget()
+        loader.give_back()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
+        """The chunk size, `most` at most, by prediction, where it is worth it or memory was given, and where
+        there is one to be had.
+        """
+        if self.memory is None and self._passed < _PREDICTED_FROM:
+            return
+        way = self._bound(how)
+        try:
+            inputs, target = loader.place(chunk)
+            budget = chunk_budget(self.device, self.memory)
+            self.chunk_size = chunk_for(
+                lambda size: predict(way, self.params, inputs, target, size),
+                budget,
+                min(_LARGEST_AUTO_CHUNK, most),
+            )
+        except (
+            Exception
+        ):  # its course depends on data; or the model fails, and does so again where the row is told
+            return
+        self.automatic = False
+
+    def _size_chunks(self, gradients: PerSampleGradients) -> None:
+        """The chunk size by what the first chunk's factors took."""
+        self.automatic, self._measured = (
+            False,
+            self._passed < _PREDICTED_FROM,
+        )  # else a prediction was tried, in vain
+        kept = sum(
+            f.numel() * f.element_size()
+            for g in gradients.gradients.values()
+            for p in g.terms
+            for f in p.term.factors
+        )
+        each = max(1, kept // max(len(gradients), 1)) * _ROOM_PER_FACTOR_BYTE
+        self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, chunk_budget(self.device, self.memory) // each))
+
+    # -- rows that fail
+    # --------------------------------------------------------------------------------------------------------
+
+    def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
+        """The model, the loss or the memory failed on these rows together: find the first row that does by
+        itself, and say so.
+        """
+        rows = chunk.rows
+        if len(rows) == 1:
+            return self._failure_alone(error, chunk)
+        for place in range(len(rows)):
+            alone = chunk.part(place, place + 1)
+            try:
+                self._gradients_of(*self._placed(alone))
+            except Exception as single:
+                return self._failure_alone(single, alone)
+        together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
+        return ModelError(
+            f"the model or the loss raised {type(error).__name__} on {together}: {_first_line(error)}",
+            cause=(
+                "memory that is just enough for one sample"
+                if is_out_of_memory(error)
+                else "a program that depends on the batch's size"
+            ),
+            next_step="set engine.chunk_size: 1 and engine.verify: 1",
+        )
+
+    def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
+        if isinstance(error, PsgradError):
+            return error
+        row = chunk.rows[0]
+        if is_out_of_memory(error):
+            return _too_large(row, error)
+        inputs = self._placed(chunk)[0][: getattr(self._read, "inputs_of_model", None)]
+        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
+        cause = (
+            "an input of another shape, type or range than the model takes (a token beyond the vocabulary,"
+            " another image size)"
+        )
+        if any(x.dtype == torch.int64 for x in inputs):
+            cause = (
+                "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes"
+                " floats as it was trained on"
+            )
+        return ModelError(
+            f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
+            expected=f"a forward pass that works for one row of the columns that the config names: {given}",
+            cause=cause,
+            next_step="check data.inputs and data.target; --debug shows the line of the model",
+        )
+
+
+def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Columns on the CPU. From a GPU all of them are under way before any is waited for."""
+    copies = {name: column.detach().to("cpu", non_blocking=True) for name, column in values.items()}
+    for device in {column.device for column in values.values() if column.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def part_of(rows: Chunk | range, first: int, last: int) -> Chunk | range:
+    return rows.part(first, last) if isinstance(rows, Chunk) else rows[first:last]
+
+
+def _too_large(row: int, error: Exception) -> PsgradError:
+    return ModelError(
+        f"memory ran out on row {row} alone: {_first_line(error)}",
+        expected="room for one sample's forward and backward pass",
+        next_step="use a device with more memory, or engine.dtype: bfloat16",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

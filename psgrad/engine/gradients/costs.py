@@ -1,0 +1,271 @@
+"""What work costs: a machine's measured constants, and the seconds that products, passes over memory and
+convolutions take on it.
+
+The model is a roofline with small print: a matrix product takes its floating-point operations at the rate
+that its thin axes leave, the time its operands need to move, and something for each matrix of a batch;
+everything else takes the time its bytes need; and each kernel has a cost of being called at all. Williams,
+Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures" (2009),
+is the source of the idea.
+
+A price is an estimate. Choices that follow from it change how fast a number comes, and its last digits, never
+more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# What was read before, and is not fresh memory, comes no slower than from a result of this many bytes.
+_CACHES = 1 << 24
+# Sizes at which the rate of thin matrices is measured; from the last on an axis is no obstacle.
+THIN_SIZES = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way of computing something takes.
+
+    Attributes:
+        seconds: estimated, for one sample among many.
+        bytes: the largest intermediate of one sample, beside what is there anyway.
+    """
+
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """The constants of one device, in seconds, bytes and floating-point operations (a multiply-add is two).
+
+    Attributes:
+        name: which device it is, in words. origin: where the constants come from: 'measured', 'built in', or
+        a file. product: dtype -> operations a second of a large matrix product. thin_rows, thin_columns,
+        thin_inner: the share of that rate where this axis is 1, 4, 16, 64, 256 long and the others are large.
+        matrix_seconds: of one more small matrix in a batched product. stream: (bytes of the result, bytes
+        moved a second) of an elementwise product into fresh memory, by rising size. scattered: bytes moved a
+        second where an index says where (gathers, scatters, pooling, sorting). transcendental: results a
+        second of exponentials and their like. pooling: places a second of the larger side of a pooling
+        window's pass. convolution: share of the product rate that a convolution reaches; grouped_convolution:
+        with the samples as its groups. attention: share of the product rate that fused attention reaches.
+        call_seconds: of one kernel on nearly nothing. operator_seconds: of the Python of one operator in the
+        transforms, forward and back, where a pass is not replayed. kernel_seconds: of the Python around one
+        kernel there. asynchronous: whether calls return before their kernels are done, so that Python and
+        kernels overlap.
+    """
+
+    name: str
+    origin: str
+    product: Mapping[str, float]
+    thin_rows: tuple[float, ...]
+    thin_columns: tuple[float, ...]
+    thin_inner: tuple[float, ...]
+    matrix_seconds: float
+    stream: tuple[tuple[float, float], ...]
+    scattered: float
+    transcendental: float
+    pooling: float
+    convolution: float
+    grouped_convolution: float
+    attention: float
+    call_seconds: float
+    operator_seconds: float
+    kernel_seconds: float
+    asynchronous: bool = False
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        """Operations a second of a large matrix product; of a type that was not measured, float32's, a wider
+        one's share of it.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name in self.product:
+            return self.product[name]
+        return self.product["float32"] / max(1.0, dtype.itemsize / 4)
+
+    def matmul_seconds(self, batch: int, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
+        """A batch of products [rows, inner] x [inner, columns]."""
+        operations = 2.0 * batch * rows * columns * inner
+        if not operations:
+            return self.call_seconds
+        share = math.prod(
+            _interpolated(THIN_SIZES, shares, size)
+            for shares, size in (
+                (self.thin_rows, rows),
+                (self.thin_columns, columns),
+                (self.thin_inner, inner),
+            )
+        )
+        moved = batch * (rows * columns + rows * inner + inner * columns) * dtype.itemsize
+        written = batch * rows * columns * dtype.itemsize
+        compute = operations / (self.product_rate(dtype) * share)
+        return (
+            self.call_seconds
+            + (batch - 1) * self.matrix_seconds
+            + compute
+            + moved / self.bandwidth(max(written, min(moved, _CACHES)))
+        )
+
+    def stream_seconds(self, moved: float, result: float | None = None) -> float:
+        """A kernel that reads and writes so many bytes, the result among them (a third of them, where it is
+        not said).
+        """
+        return self.call_seconds + moved / self.bandwidth(
+            moved / 3 if result is None else max(result, min(moved, _CACHES))
+        )
+
+    def scattered_seconds(self, moved: float) -> float:
+        """A kernel that moves so many bytes to or from where an index says."""
+        return self.call_seconds + moved / self.scattered
+
+    def transcendental_seconds(self, elements: float, moved: float) -> float:
+        """A kernel that takes an exponential or its like of each element."""
+        return self.call_seconds + max(elements / self.transcendental, moved / self.bandwidth(moved / 2))
+
+    def convolution_seconds(
+        self, operations: float, moved: float, dtype: torch.dtype, *, grouped: bool = False
+    ) -> float:
+        """A convolution, or one of its derivatives, of so many operations."""
+        share = self.grouped_convolution if grouped else self.convolution
+        # what it moves, it moves before and after: libraries lay operands out anew
+        return (
+            self.call_seconds
+            + operations / (self.product_rate(dtype) * share)
+            + moved / self.bandwidth(moved / 4)
+        )
+
+    def attention_seconds(self, operations: float, moved: float, dtype: torch.dtype) -> float:
+        """Fused attention, or its derivative, of so many operations."""
+        return self.call_seconds + max(
+            operations / (self.product_rate(dtype) * self.attention), moved / self.bandwidth(moved / 4)
+        )
+
+    def bandwidth(self, result: float) -> float:
+        """Bytes moved a second by a kernel whose result has so many bytes."""
+        sizes, rates = zip(*self.stream, strict=True)
+        return _interpolated(sizes, rates, result)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `machine_of` reads them."""
+        return dataclasses.asdict(self)
+
+
+def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
+    """A machine from plain values (a JSON file's). Raises ValueError, which says what is missing, unknown or
+    no positive number.
+    """
+    known = {field.name for field in dataclasses.fields(Machine)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown key {unknown[0]!r}")
+    if missing := sorted(known - set(values) - {"origin", "asynchronous"}):
+        raise ValueError(f"{missing[0]!r} is missing")
+    taken: dict[str, Any] = {**values, "origin": origin}
+    for name in ("thin_rows", "thin_columns", "thin_inner"):
+        taken[name] = tuple(_positive(name, share) for share in taken[name])
+        if len(taken[name]) != len(THIN_SIZES):
+            raise ValueError(
+                f"{name!r} has {len(taken[name])} shares, expected {len(THIN_SIZES)}, for the sizes"
+                f" {THIN_SIZES}"
+            )
+    taken["stream"] = tuple(
+        sorted((_positive("stream", size), _positive("stream", rate)) for size, rate in taken["stream"])
+    )
+    taken["product"] = {
+        str(dtype): _positive("product", rate) for dtype, rate in dict(taken["product"]).items()
+    }
+    if "float32" not in taken["product"] or not taken["stream"]:
+        raise ValueError("'product' needs a rate for float32, and 'stream' at least one")
+    for name in known - {
+        "name",
+        "origin",
+        "product",
+        "thin_rows",
+        "thin_columns",
+        "thin_inner",
+        "stream",
+        "asynchronous",
+    }:
+        taken[name] = _positive(name, taken[name])
+    return Machine(**taken)
+
+
+def _positive(name: str, value: Any) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise ValueError(f"{name!r} holds {value!r}, expected numbers above zero")
+    return float(value)
+
+
+def _interpolated(sizes: tuple[float, ...], values: tuple[float, ...], size: float) -> float:
+    """The value at a size, along straight lines in both logarithms; the first and the last hold
+    beyond them.
+    """
+    place = bisect.bisect_left(sizes, size)
+    if place == 0:
+        return values[0]
+    if place == len(sizes):
+        return values[-1]
+    share = math.log(size / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
+    return values[place - 1] * (values[place] / values[place - 1]) ** share
+
+
+# Samples of a block where no more fit, or where more are rare: what a block costs at all is shared by them.
+_TYPICAL_SAMPLES = 32
+# Small kernels of one block, beside those that are priced: slices, diagonals, comparisons.
+_GRAM_CALLS = 14
+_WRITTEN_CALLS = 6
+
+
+@functools.lru_cache(maxsize=4096)
+def norm_ways(
+    on: Machine, groups: int, positions: int, rows: int, columns: int, dtype: torch.dtype, block: int
+) -> dict[str, Cost]:
+    """The ways to the squared norm of a sum over positions of outer products, in each of some groups.
+
+    'gram': the Gram matrices of both factors, t*t*(a+b) multiply-adds a group, multiplied and summed.
+    'materialise': the value, t*a*b multiply-adds, and one pass over it. 'outer product', for one position (or
+    none): a product of two norms.
+
+    block: bytes of intermediates for which samples go together.
+    """
+    item, small = dtype.itemsize, on.call_seconds + on.kernel_seconds
+    if positions <= 1:
+        return {
+            "outer product": Cost(
+                on.stream_seconds(_TYPICAL_SAMPLES * groups * (rows + columns) * item) / _TYPICAL_SAMPLES, 0
+            )
+        }
+    grams, value = 2 * groups * positions**2 * item, groups * rows * columns * item
+    n = max(1, min(_TYPICAL_SAMPLES, block // grams))
+    by_grams = sum(
+        on.matmul_seconds(n * groups, positions, positions, inner, dtype) for inner in (rows, columns)
+    )
+    by_grams += (
+        on.stream_seconds(n * grams * 3 / 2, n * grams / 2)
+        + on.stream_seconds(n * grams / 2, n * grams / 2)
+        + _GRAM_CALLS * small
+    )
+    ways = {"gram": Cost(by_grams / n, grams)}
+    n = max(1, min(_TYPICAL_SAMPLES, block // max(1, value)))
+    written = on.matmul_seconds(n * groups, rows, columns, positions, dtype)
+    written += on.stream_seconds(n * value, n * value) + _WRITTEN_CALLS * small
+    return ways | {"materialise": Cost(written / n, value)}
+
+
+def cheapest(ways: Mapping[str, Cost], block: int) -> str:
+    """The name of the quickest way among those of which one sample fits a block of so many bytes; of all,
+    where none does.
+    """
+    fitting = {name: cost for name, cost in ways.items() if cost.bytes <= block} or ways
+    return min(fitting, key=lambda name: fitting[name].seconds)

@@ -1,0 +1,248 @@
+"""Linear maps of deferred gradients: of each term by itself. NotImplemented where a term would have to be
+written out.
+
+Sums of deferred values, with others and over their own axes.
+
+Casts, reshapes and transposes of deferred values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.deferral import term_maps
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, term_of
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.terms import Dense
+from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.rules.families import wrap_dim
+
+Waiting = list[DeferredGradient | None]  # for each argument of an operator its deferred value, if it is one
+
+
+def of_each(
+    batch: Batch,
+    value: DeferredGradient,
+    shape: Sequence[int],
+    change: Callable[[Placed], list[Placed] | None],
+) -> Any:
+    """The terms changed one by one, NotImplemented where one can't be."""
+    terms: list[Placed] = []
+    for placed in value.terms:
+        changed = change(placed)
+        if changed is None:
+            return NotImplemented
+        terms += changed
+    if not terms:  # zero
+        zero = torch.zeros((), dtype=value.dtype, device=value.device).expand(batch.size, *shape)
+        terms = [Placed.plain(Dense(zero))]
+    return value.with_terms(terms, torch.Size(shape))
+
+
+def relabelled(value: DeferredGradient, layouts: list[Layout | None]) -> Any:
+    if any(layout is None for layout in layouts):
+        return NotImplemented
+    terms = [
+        Placed(placed.term, layout)
+        for placed, layout in zip(value.terms, layouts, strict=True)
+        if layout is not None
+    ]
+    return value.with_terms(terms, terms[0].layout.shape)
+
+
+def reshaped(value: DeferredGradient, shape: Sequence[int]) -> Any:
+    if -1 in shape:
+        known = -1
+        for size in shape:
+            known *= size
+        shape = [value.shape.numel() // known if size == -1 and known else size for size in shape]
+    terms = [found for placed in value.terms if (found := term_maps.reshaped(placed, shape)) is not None]
+    return value.with_terms(terms, torch.Size(shape)) if len(terms) == len(value.terms) else NotImplemented
+
+
+def permuted(value: DeferredGradient, dims: list[int]) -> Any:
+    return relabelled(value, [placed.layout.permute(dims) for placed in value.terms])
+
+
+def expanded(batch: Batch, value: DeferredGradient, shape: Sequence[int]) -> Any:
+    return (
+        value
+        if tuple(shape) == tuple(value.shape)
+        else of_each(batch, value, shape, lambda placed: term_maps.expanded(placed, shape))
+    )
+
+
+def narrowed(batch: Batch, value: DeferredGradient, dim: int, start: int, step: int, length: int) -> Any:
+    if length == value.shape[dim]:
+        return value
+    shape = [length if d == dim else size for d, size in enumerate(value.shape)]
+    return of_each(batch, value, shape, lambda placed: term_maps.narrowed(placed, dim, start, step, length))
+
+
+def embedded(value: DeferredGradient, dim: int, start: int, step: int, size: int) -> Any:
+    return relabelled(value, [placed.layout.embed(dim, start, step, size) for placed in value.terms])
+
+
+def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:
+    return value.with_terms([Placed(p.term.scaled(factor), p.layout) for p in value.terms])
+
+
+def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any = torch.mul) -> Any:
+    return of_each(batch, value, value.shape, lambda placed: term_maps.times(placed, by, product))
+
+
+def masked(batch: Batch, value: DeferredGradient, by: torch.Tensor) -> Any:
+    return of_each(batch, value, value.shape, lambda placed: term_maps.masked(placed, by))
+
+
+def contracted(batch: Batch, value: DeferredGradient, dim: int, matrix: torch.Tensor) -> Any:
+    shape = [matrix.shape[-1] if d == dim else size for d, size in enumerate(value.shape)]
+    return of_each(batch, value, shape, lambda placed: term_maps.contracted(placed, dim, matrix))
+
+
+aten = torch.ops.aten
+
+
+def terms_of(batch: Batch, tensor: torch.Tensor, value: DeferredGradient | None) -> tuple[Placed, ...]:
+    return value.terms if value is not None else (Placed.plain(term_of(batch, tensor)),)
+
+
+def _add(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+    alpha = kwargs.get("alpha", 1)
+    if (
+        not all(isinstance(a, torch.Tensor) for a in args)
+        or args[0].shape != args[1].shape
+        or args[0].dtype != args[1].dtype
+    ):
+        return NotImplemented
+    if op is aten.sub.Tensor:
+        alpha = -alpha
+    known = next(w for w in waiting if w is not None)
+    first, second = (terms_of(batch, argument, value) for argument, value in zip(args, waiting, strict=True))
+    return known.with_terms(
+        [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
+    )
+
+
+def _sum(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    value = waiting[0]
+    rank = len(value.shape)
+    dims, keep = [*args[1:], *(None, False)[len(args) - 1 :]][:2]
+    if kwargs.get("dtype") not in (None, value.dtype):
+        return NotImplemented
+    gone = {wrap_dim(d, rank) for d in dims} if dims else set(range(rank))
+    shape = [1 if d in gone else size for d, size in enumerate(value.shape)]
+    short = [size for d, size in enumerate(value.shape) if d not in gone]
+    total = of_each(batch, value, shape, lambda placed: term_maps.summed(placed, gone))
+    if total is NotImplemented or keep:
+        return total
+    return reshaped(total, short)
+
+
+def _mean(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    total = _sum(batch, op, waiting, args, kwargs)
+    if total is NotImplemented:
+        return total
+    value = waiting[0]
+    dims = args[1] if len(args) > 1 and args[1] else range(len(value.shape))
+    return scaled(total, 1 / max(math.prod(value.shape[d] for d in dims), 1))
+
+
+SUMS: dict[Op, Any] = {
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _add,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+}
+
+
+def _same(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+    value = waiting[0]
+    return value if value is not None and kwargs.get("dtype") in (None, value.dtype) else NotImplemented
+
+
+def _cast(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+    """A weight that is cast to another precision on its way into a product (autocast): the factors stay in
+    theirs.
+
+    So what is asked of the gradient sums products of halves in float32, and nothing is rounded to halves in
+    between.
+    """
+    value, dtype = waiting[0], kwargs.get("dtype")
+    if value is None or kwargs.get("device") not in (None, value.device):
+        return NotImplemented
+    if dtype in (None, value.dtype):
+        return value
+    return replace(value, dtype=dtype) if dtype.is_floating_point else NotImplemented
+
+
+def _reshape(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    return reshaped(waiting[0], args[1])
+
+
+def _squeeze(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    value = waiting[0]
+    dims = range(len(value.shape)) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = {wrap_dim(d, len(value.shape)) for d in dims}
+    return reshaped(value, [s for i, s in enumerate(value.shape) if not (i in gone and s == 1)])
+
+
+def _unsqueeze(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    shape = list(waiting[0].shape)
+    shape.insert(wrap_dim(args[1], len(shape) + 1), 1)
+    return reshaped(waiting[0], shape)
+
+
+def _permute(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    rank = len(waiting[0].shape)
+    return permuted(waiting[0], [wrap_dim(d, rank) for d in args[1]])
+
+
+def _transpose(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    rank = len(waiting[0].shape)
+    dims = list(range(rank))
+    if len(args) == 3:
+        first, second = wrap_dim(args[1], rank), wrap_dim(args[2], rank)
+    elif rank == 2:
+        first, second = 0, 1
+    else:
+        return waiting[0]
+    dims[first], dims[second] = dims[second], dims[first]
+    return permuted(waiting[0], dims)
+
+
+def _expand(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+    shape = list(args[1])
+    shape[-len(waiting[0].shape) :] = [
+        old if new == -1 else new
+        for old, new in zip(waiting[0].shape, shape[-len(waiting[0].shape) :], strict=True)
+    ]
+    return expanded(batch, waiting[0], shape)
+
+
+SHAPES: dict[Op, Any] = {
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.clone.default: _same,
+    aten.contiguous.default: _same,
+    aten._to_copy.default: _cast,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.expand.default: _expand,
+}

@@ -1,0 +1,201 @@
+"""Linear maps of placed terms: slices, sums over axes, products with what all samples share, each carried out
+on the factors.
+
+Each function gives the terms of the result, none where it is zero, or None where the value would have to be
+written out. Where a term stands in a window of the parameter, only the window is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from psgrad.engine.gradients.deferral.linear_maps import Product
+from psgrad.engine.gradients.deferred import Placed, narrow
+from psgrad.engine.gradients.layout import Run
+from psgrad.engine.gradients.precision_guard import samples_where
+from psgrad.engine.gradients.terms import Dense, Multiples
+from psgrad.engine.gradients.terms.other_maps import labelled as labelled
+from psgrad.engine.gradients.terms.other_maps import maps
+
+
+def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> list[Placed] | None:
+    """`length` places of an axis, from `start` on."""
+    layout = placed.layout
+    if layout.window is None:
+        inner = maps(placed.term).narrow(placed.term, layout, dim, start, step, length) if length else None
+        return None if inner is None else [inner]
+    found = layout.window[dim].narrow(layout.inner[dim], start, step, length)
+    if found is None:
+        return None
+    at, run = found
+    count = len(range(at.start, at.stop, at.step or 1))
+    if not count:
+        return []
+    bare = layout.bare
+    inner = (
+        Placed(placed.term, bare)
+        if count == layout.inner[dim]
+        else maps(placed.term).narrow(placed.term, bare, dim, at.start, at.step or 1, count)
+    )
+    return (
+        None
+        if inner is None
+        else [_in_window(inner, [run if d == dim else old for d, old in enumerate(layout.window)])]
+    )
+
+
+def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
+    """The sum over some axes, which stay, one long."""
+    if not _has_finite_factors(placed):
+        return None
+    layout = placed.layout
+    inner = maps(placed.term).sum(placed.term, layout.bare, dims)
+    if inner is None:
+        return None
+    return [
+        inner
+        if layout.window is None
+        else _in_window(inner, [Run(0, 1, 1) if d in dims else run for d, run in enumerate(layout.window)])
+    ]
+
+
+def times(
+    placed: Placed, by: torch.Tensor, product: Product = torch.mul, *, each: bool = False
+) -> list[Placed] | None:
+    """Element by element times (or over) a tensor that broadcasts to the parameter's shape; each: with a
+    sample axis in front.
+    """
+    layout = placed.layout
+    lead = int(each)
+    rank = len(layout.inner)
+    if by.dim() - lead > rank:
+        return None
+    by = by.reshape([*by.shape[:lead], *(1,) * (rank + lead - by.dim()), *by.shape[lead:]])
+    strides = by.stride()
+    at = [
+        slice(0, 1) if size != 1 and stride == 0 else slice(None)
+        for size, stride in zip(by.shape, strides, strict=True)
+    ]
+    if each:
+        at[0] = slice(None)
+    by = by[tuple(at)]
+    if layout.window is not None:
+        inside = [
+            part if size != 1 else slice(None)
+            for part, size in zip(layout.slices, by.shape[lead:], strict=True)
+        ]
+        by = by[(slice(None),) * lead + tuple(inside)]
+    if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
+        return None  # it makes NaN of zeros and of sums, in the value and not in the factors
+    inner = maps(placed.term).times(placed.term, layout.bare, by, product, each=each)
+    if inner is None:
+        return None
+    return [inner if layout.window is None else _in_window(inner, layout.window)]
+
+
+def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
+    """`times`, where a zero of `by` stands for a zero of the result, whatever is there now."""
+    return times(placed, by) if _has_finite_factors(placed) else None
+
+
+def _has_finite_factors(placed: Placed) -> bool:
+    """Whether zeros that are put into a factor, and sums that are taken within it, are those of the value.
+    Beside NaN or infinity in another factor a zero would be NaN, and infinities that cancel in the value
+    would not.
+    """
+    return _is_finite(*(narrow(factor) for factor in placed.term.factors))
+
+
+def _is_finite(*values: torch.Tensor) -> bool:
+    infinite = torch.stack([~value.isfinite().all() for value in values])
+    return not len(samples_where(infinite))
+
+
+def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] | None:
+    """An axis contracted with the first of a matrix's two, [size, k]; or, with [*lead, size, k], each place
+    in front with its own.
+    """
+    if not _is_finite(matrix) or not _has_finite_factors(placed):
+        return None
+    layout = placed.layout
+    if layout.window is None:
+        inner = maps(placed.term).contract(placed.term, layout, dim, matrix)
+        return None if inner is None else [inner]
+    lead = matrix.dim() - 2
+    slices = layout.slices
+    inner = maps(placed.term).contract(placed.term, layout.bare, dim, matrix[(*slices[:lead], slices[dim])])
+    if inner is None:
+        return None
+    return [
+        _in_window(
+            inner, [Run(0, 1, matrix.shape[-1]) if d == dim else run for d, run in enumerate(layout.window)]
+        )
+    ]
+
+
+def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
+    """Repeated along axes that are one long, or new in front, of a parameter of this shape."""
+    lead = len(shape) - len(placed.layout.inner)
+    if placed.layout.window is not None:
+        return None
+    term = placed.term
+    if isinstance(term, Dense):
+        value = placed.layout.apply(term.value, lead=1)
+        own = value.reshape(value.shape[0], *(1,) * lead, *value.shape[1:])
+        one = torch.ones((), dtype=value.dtype, device=value.device)
+        return [Placed.plain(Multiples(own, one.expand(*shape)))]
+    if isinstance(term, Multiples) and (found := labelled(term, placed.layout)) is not None:
+        own = found.coefficients.reshape(found.samples, *(1,) * lead, *found.coefficients.shape[1:])
+        return [Placed.plain(Multiples(own, found.shared.expand(*shape)))]
+    return None
+
+
+def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
+    """Under another shape; where a window would be none there, zeros are put into the factors instead."""
+    layout = placed.layout.reshape(shape)
+    if layout is not None or placed.layout.window is None:
+        return None if layout is None else Placed(placed.term, layout)
+    for dim, run in enumerate(placed.layout.window):
+        if not run.covers(placed.layout.inner[dim]):
+            bare = Placed(placed.term, replace(placed.layout, window=None))
+            index = torch.arange(
+                run.start, run.end(bare.layout.inner[dim]), run.step, device=placed.term.device
+            )
+            filled = scattered(bare, dim, index, run.size)
+            if filled is None:
+                return None
+            rest = [
+                Run(0, 1, run.size) if d == dim else other for d, other in enumerate(placed.layout.window)
+            ]
+            return reshaped(_in_window(filled[0], rest), shape)
+    return None
+
+
+def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
+    """An axis' places added into those that an index names, of `size`; the others are zero."""
+    if not _has_finite_factors(placed):
+        return None
+    if placed.layout.window is None:
+        inner = maps(placed.term).scatter(placed.term, placed.layout, dim, index, size)
+    else:
+        inner = maps(placed.term).scatter(
+            placed.term, placed.layout.bare, dim, index[placed.layout.slices[dim]], size
+        )
+    if inner is None:
+        return None
+    window = placed.layout.window
+    return [
+        inner
+        if window is None
+        else _in_window(inner, [Run(0, 1, size) if d == dim else run for d, run in enumerate(window)])
+    ]
+
+
+def _in_window(placed: Placed, window: Sequence[Run]) -> Placed:
+    layout = placed.layout
+    if all(run.covers(length) for run, length in zip(window, layout.inner, strict=True)):
+        return Placed(placed.term, layout.bare)
+    return Placed(placed.term, replace(layout, window=tuple(window)))

@@ -1,0 +1,154 @@
+"""A deferred gradient: a sum of terms, each with a layout that says how it lies in the parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.terms import Dense, Multiples, Product, Term
+from psgrad.engine.transforms.batching import Batch
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A term, and how its axes lie in the parameter's."""
+
+    term: Term
+    layout: Layout
+
+    @classmethod
+    def plain(cls, term: Term) -> Placed:
+        return cls(term, Layout.identity(term.shape))
+
+
+@dataclass(frozen=True)
+class DeferredGradient:
+    """A per-sample value that is a sum of terms, [n] x `shape`."""
+
+    terms: tuple[Placed, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, term: Term, shape: tuple[int, ...] | torch.Size) -> DeferredGradient:
+        layout = (
+            Layout.identity(term.shape).reshape(shape)
+            if tuple(shape) != term.shape
+            else Layout.identity(term.shape)
+        )
+        if layout is None:  # nothing in it
+            term, layout = Dense(term.factors[0].new_zeros(term.samples, *shape)), Layout.identity(shape)
+        return cls((Placed(term, layout),), torch.Size(shape), term.dtype, term.device)
+
+    def with_terms(
+        self, terms: list[Placed], shape: tuple[int, ...] | torch.Size | None = None
+    ) -> DeferredGradient:
+        return DeferredGradient(
+            tuple(terms), torch.Size(self.shape if shape is None else shape), self.dtype, self.device
+        )
+
+    def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
+        """The same for some of the samples."""
+        return self.with_terms([Placed(placed.term.at(samples), placed.layout) for placed in self.terms])
+
+    def describe(self) -> str:
+        """How its norms are computed."""
+        return " + ".join(placed.term.describe() for placed in self.terms) or "zero"
+
+    @property
+    def lost_at(self) -> str:
+        """The operator on its way that could not be carried out on factors, so that a value of the
+        parameter's size had to be made for each sample; empty if there was none. A bias, which never had
+        factors, has lost none.
+        """
+        return next((p.term.lost_at for p in self.terms if isinstance(p.term, Dense) and p.term.lost_at), "")
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """[*shape]: the sum over samples, each times its weight [n]."""
+        parts = [placed.layout.apply(placed.term.weighted_sum(weights)) for placed in self.terms]
+        if not parts:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def materialise(self) -> torch.Tensor:
+        """[n, *shape]"""
+        # Factors in halves of a gradient in float32 are multiplied and summed in float32.
+        wide = torch.promote_types(self.dtype, self.terms[0].term.dtype)
+        parts = [
+            placed.layout.apply(placed.term.at(slice(None), wide).materialise(), lead=1)
+            for placed in self.terms
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.to(self.dtype)
+
+
+def oriented(placed: Placed) -> Term | None:
+    """The term with its elements in the parameter's order, transposed if need be; None where they lie in yet
+    another order, or in a part of the parameter.
+    """
+    term, layout = placed.term, placed.layout
+    if layout.window is not None:
+        return None
+    order = [i for i in layout.order if layout.atoms[i] != 1]
+    if order == sorted(order):
+        return term
+    if isinstance(term, Product) and term.shape[0] == 1:
+        rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= term.shape[1]]
+        columns = [i for i in sorted(order) if i not in rows]
+        if order == columns + rows and math.prod(layout.atoms[i] for i in rows) == term.shape[1]:
+            return term.transposed()
+    return None
+
+
+def upright(placed: Placed) -> Placed:
+    """The same with its elements in the parameter's order where that costs nothing, so that a weight and its
+    transpose meet.
+    """
+    bare = Placed(placed.term, placed.layout.bare)
+    term = oriented(bare)
+    layout = Layout.identity(term.shape).reshape(bare.layout.shape) if term is not None else None
+    if term is None or layout is None:
+        return Placed(placed.term, placed.layout.without_ones)
+    return Placed(term, replace(layout, window=placed.layout.window))
+
+
+def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:
+    """The deferred value of a tracer of this level, None for anything else."""
+    if batch.is_mapped(argument) and isinstance(argument.value, DeferredGradient):
+        return argument.value
+    return None
+
+
+def term_of(batch: Batch, value: torch.Tensor) -> Term:
+    """A value that is there, or that all samples share, or that is the same along some of its axes: nobody
+    need write it out.
+    """
+    if not batch.is_mapped(value):
+        return Multiples(
+            torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value
+        )
+    physical = batch.physical(value)
+    coefficients = narrow(physical)
+    if coefficients.shape == physical.shape:
+        return Dense(physical)
+    return Multiples(coefficients, torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape))
+
+
+def narrow(value: torch.Tensor) -> torch.Tensor:
+    """One long along the axes (but the first) along which a value was expanded."""
+    strides = value.stride()[1:]
+    return (
+        value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]
+        if 0 in strides
+        else value
+    )

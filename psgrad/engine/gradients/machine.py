@@ -1,0 +1,192 @@
+"""Which machine's constants are in force: an override, else what was measured here once and kept in a file,
+else built-in ones.
+
+Measuring is never done on the way: a query must not wait for it, nor an import. `psgrad plan` does it (see
+calibration.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from psgrad.engine.gradients.costs import Machine, machine_of
+from psgrad.errors import ConfigError
+
+# A path to a JSON file with a machine's constants, or "default" for the built-in ones.
+VARIABLE = "PSGRAD_MACHINE"
+
+_BUILT_IN = {
+    # Of one core of a server of 2023; rates of products and of memory grow with the threads.
+    "cpu": Machine(
+        name="some CPU",
+        origin="built in",
+        product={"float32": 8e10, "float64": 4e10, "bfloat16": 8e10},
+        thin_rows=(0.24, 0.45, 0.77, 0.95, 1.0),
+        thin_columns=(0.24, 0.25, 0.76, 0.95, 1.0),
+        thin_inner=(0.2, 0.41, 0.78, 0.96, 1.0),
+        matrix_seconds=2e-8,
+        stream=(
+            (1 << 10, 1e10),
+            (1 << 14, 6e10),
+            (1 << 18, 9e10),
+            (1 << 22, 7e10),
+            (3 << 23, 2.5e10),
+            (5 << 23, 4e9),
+        ),
+        scattered=1.2e10,
+        transcendental=1.2e9,
+        pooling=2.5e8,
+        convolution=0.8,
+        grouped_convolution=0.7,
+        attention=0.65,
+        call_seconds=1e-6,
+        operator_seconds=5e-5,
+        kernel_seconds=5e-6,
+    ),
+    "cuda": Machine(
+        name="some GPU",
+        origin="built in",
+        product={"float32": 4e13, "float64": 2e13, "bfloat16": 4e14, "float16": 4e14},
+        thin_rows=(0.01, 0.04, 0.15, 0.5, 1.0),
+        thin_columns=(0.01, 0.04, 0.15, 0.5, 1.0),
+        thin_inner=(0.02, 0.08, 0.3, 0.7, 1.0),
+        matrix_seconds=2e-9,
+        stream=((1 << 16, 1e11), (1 << 20, 8e11), (1 << 26, 2e12)),
+        scattered=5e11,
+        transcendental=2e11,
+        pooling=5e10,
+        convolution=0.5,
+        grouped_convolution=0.1,
+        attention=0.4,
+        call_seconds=3e-6,
+        operator_seconds=6e-5,
+        kernel_seconds=6e-6,
+        asynchronous=True,
+    ),
+}
+
+_chosen: Path | Machine | None = None  # by a config
+_in_force: dict[tuple[str, int | None, int], Machine] = {}
+
+
+def machine(device: torch.device) -> Machine:
+    """The constants in force for a device.
+
+    Raises ConfigError where an override names a file that can't be used. A cache that can't be read is passed
+    over.
+    """
+    key = device.type, device.index, torch.get_num_threads()
+    found = _in_force.get(key)
+    if found is None:
+        found = _in_force[key] = _overridden(device) or _kept(device) or built_in(device)
+    return found
+
+
+def use(chosen: Path | Machine | None) -> None:
+    """Have these constants, or those of a file, in force for all devices; None for those of the environment,
+    the cache or built in.
+    """
+    global _chosen
+    _chosen = chosen
+    _in_force.clear()
+
+
+def keep(measured: Machine, device: torch.device) -> Path | None:
+    """Have these constants in force, and keep them for later runs. The file; None where it can't be written,
+    which is no error.
+    """
+    if _overridden(device) is None:
+        _in_force[device.type, device.index, torch.get_num_threads()] = measured
+    text = json.dumps(measured.to_json(), indent=1) + "\n"
+    try:
+        path = cache_file(device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # whole or not at all: another process may read at the same time
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).replace(path)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        return None
+    return path
+
+
+def is_known(device: torch.device) -> bool:
+    """Whether constants of this device are at hand, overridden or measured."""
+    return machine(device).origin != "built in" or os.environ.get(VARIABLE) == "default"
+
+
+def built_in(device: torch.device) -> Machine:
+    """Constants for a device that was never measured: those of some common one."""
+    found = _BUILT_IN["cpu" if device.type == "cpu" else "cuda"]
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    return replace(
+        found,
+        product={dtype: rate * threads for dtype, rate in found.product.items()},
+        stream=tuple((size, rate * min(threads, 4)) for size, rate in found.stream),
+        scattered=found.scattered * min(threads, 4),
+        transcendental=found.transcendental * threads,
+        pooling=found.pooling * threads,
+    )
+
+
+def cache_file(device: torch.device) -> Path:
+    """Where this device's constants are kept: one file for each device, number of threads and version of
+    PyTorch.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = f"{device_name(device)}-{torch.get_num_threads()}-threads-torch-{torch.__version__}"
+    return base / "psgrad" / (re.sub(r"[^\w.+-]+", "-", name) + ".json")
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name as its maker gives it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    models = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return models[0].strip() if models else "cpu"
+
+
+def _overridden(device: torch.device) -> Machine | None:
+    named = os.environ.get(VARIABLE)
+    if isinstance(_chosen, Machine):
+        return _chosen
+    path = _chosen or (Path(named) if named else None)
+    if path is None:
+        return None
+    if path is not _chosen and named == "default":
+        return built_in(device)
+    source = "engine.machine" if path is _chosen else VARIABLE
+    try:
+        return machine_of(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{source}: {path} can't be read: {error.strerror}",
+            expected="a JSON file of a machine's constants",
+        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{source}: {path} does not describe a machine: {error}",
+            expected="a JSON file such as `psgrad plan` keeps",
+            next_step=(
+                f"let `psgrad plan` measure this machine without it, and start from {cache_file(device)}"
+            ),
+        ) from error
+
+
+def _kept(device: torch.device) -> Machine | None:
+    try:
+        path = cache_file(device)
+        return machine_of(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):
+        return None

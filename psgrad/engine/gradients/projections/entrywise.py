@@ -1,0 +1,281 @@
+"""Dense projections: every entry of the matrix is random, and no more than a block of it ever exists.
+
+Sparse projections: each entry of a gradient is added to, or taken from, a few of the columns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from psgrad.engine.gradients.deferred import DeferredGradient
+from psgrad.engine.gradients.projections.base import (
+    Entries,
+    Kind,
+    Per,
+    Projection,
+    Sums,
+    Workspace,
+    below,
+    key_of,
+    room_of,
+    sign_at,
+    signs,
+    streams,
+    words_at,
+)
+from psgrad.engine.gradients.projections.slices import Slice, slices
+from psgrad.engine.gradients.terms import Rows
+from psgrad.errors import TransformArgumentError
+
+# Places a product is taken over at once, at most: longer float32 sums would lose digits.
+WIDEST = 16384
+
+
+@dataclass(frozen=True)
+class Dense(Projection):
+    """k x parameters independent entries, divided by sqrt(k); what `Rademacher` and `Gaussian` have in
+    common.
+
+    A slice of the samples' gradients is written out for a block of places, the matrix' columns of these
+    places are made from their counters (`entries`), and the two are multiplied: a call makes parameters * k
+    entries, whatever the number of samples, and takes samples * parameters * k products. The first is shared
+    by the samples of a call, so chunks should be large. Rows of a table that no sample looked up are never
+    made.
+    """
+
+    k: int
+    seed: int = 0
+    per: Per = "total"
+    matrices: ClassVar[Kind]
+
+    def __post_init__(self) -> None:
+        self._check(k=self.k)
+
+    @property
+    def width(self) -> int:
+        return self.k
+
+    @property
+    def scale(self) -> float:
+        return self.k**-0.5
+
+    def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
+        add_dense(sums, self.matrices, key_of(self.seed, self.kind, name), gradient, self.k)
+
+
+@dataclass(frozen=True)
+class Rademacher(Dense):
+    """A dense projection with entries of -1 and 1, over sqrt(k) (Achlioptas, "Database-friendly random
+    projections", 2003).
+
+    Var <Px, Py> = (|x|^2 |y|^2 + <x, y>^2 - 2 sum_i x_i^2 y_i^2) / k.
+    """
+
+    kind: ClassVar[str] = "rademacher"
+    matrices: ClassVar[Kind] = "rademacher"
+
+
+@dataclass(frozen=True)
+class Gaussian(Dense):
+    """A dense projection with normal entries, over sqrt(k).
+
+    Var <Px, Py> = (|x|^2 |y|^2 + <x, y>^2) / k. The entries are the normal distribution's quantiles at 2^16
+    equally likely places, scaled to a variance of exactly one: the same bits on every device, and none beyond
+    4.4. To make them takes several times as long as to make signs, whose estimates vary no more than theirs.
+    """
+
+    kind: ClassVar[str] = "gaussian"
+    matrices: ClassVar[Kind] = "gaussian"
+
+
+def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: int) -> None:
+    """Add the gradients times a dense matrix of unscaled entries, [n, k]."""
+    room = room_of(sums.device, sums.dtype)
+    width = max(1, min(WIDEST, room // k))
+    matrix = Entries(kind, key, k, sums.device)
+    for placed in gradient.terms:
+        for part in slices(placed, sums.dtype, room, width):
+            for cut in part.cut(width):
+                sums.add_product(cut.samples, cut.values, matrix.at(cut.place_tensor()).to(sums.dtype))
+
+
+# Samples that are added up together: enough that the making of the matrix is shared, on a CPU few enough that
+# a slice stays in the caches.
+_SAMPLES = {"cpu": 64, "cuda": 1024}
+# Segments a slice.
+_SEGMENTS = 8
+# Places and signs of a slice that has no more of them are kept for the next samples: hashing them takes twice
+# as long as adding them up.
+_REMEMBERED = 1 << 16
+
+
+@dataclass(frozen=True)
+class Sparse(Projection):
+    """`nonzeros` entries of -1 and 1 over sqrt(nonzeros) for each place in a parameter: a sparse
+    Johnson-Lindenstrauss map, and with one non-zero a count sketch (Charikar, Chen and Farach-Colton,
+    "Finding frequent items in data streams", 2002; Kane and Nelson, "Sparser Johnson-Lindenstrauss
+    transforms", 2014, section 3, the block construction).
+
+    The k columns are `nonzeros` blocks of r = k / nonzeros, and each place goes to one column of each. Where
+    those papers draw the column of every place by itself, here the places of a parameter are cut into
+    segments of r, and each segment goes to the r columns in an order of its own, column j taking place a * j
+    + b mod r with random a and b, and with independent signs. Places of different segments meet as often as
+    there (1 in r), those of one segment never do. So the estimate is as unbiased, its variance
+
+        (|x|^2 |y|^2 + <x, y>^2 - sum over segments s of (|x_s|^2 |y_s|^2 + <x_s, y_s>^2)) / k
+
+    is at most that of independent columns or of dense signs, and it is had by gathering whole segments, at a
+    few instructions an entry.
+    """
+
+    k: int
+    nonzeros: int = 1
+    seed: int = 0
+    per: Per = "total"
+    kind: ClassVar[str] = "sparse"
+
+    def __post_init__(self) -> None:
+        self._check(k=self.k, nonzeros=self.nonzeros)
+        if self.k % self.nonzeros:
+            raise TransformArgumentError(
+                f"Sparse: k={self.k} with nonzeros={self.nonzeros}",
+                expected="a multiple of nonzeros: each non-zero has a block of the columns for itself",
+            )
+
+    @property
+    def width(self) -> int:
+        return self.k
+
+    @property
+    def scale(self) -> float:
+        return self.nonzeros**-0.5
+
+    def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
+        add_sparse(
+            sums, Orders(key_of(self.seed, self.kind, name), self.k // self.nonzeros, self.nonzeros), gradient
+        )
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Where each segment of `size` places goes: to `count` blocks of as many columns, in an order of its own
+    in each.
+
+    A segment's words, in this order: for each block the factor of the order, then for each block its shift,
+    then for each block the signs of its columns, a bit each.
+    """
+
+    key: int
+    size: int
+    count: int
+
+    def gathered(self, segments: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each column and segment the place, counted from the first segment's first, and its sign: [count
+        * size, segments] both.
+        """
+        stream = streams(self.key, torch.arange(segments.start, segments.stop, device=device)).unsqueeze(1)
+        factors, shifts = (drawn.t().unsqueeze(1) for drawn in self._drawn(stream))  # [count, 1, segments]
+        columns = torch.arange(self.size, device=device).view(1, -1, 1)
+        places = (
+            (factors * columns)
+            .add_(shifts)
+            .remainder_(self.size)
+            .add_(torch.arange(len(segments), device=device) * self.size)
+        )
+        each = self._sign_words
+        some = words_at(stream, 2 * self.count + torch.arange(self.count * each, device=device))
+        drawn = signs(some).view(len(segments), self.count, each * 64)[:, :, : self.size].permute(1, 2, 0)
+        return places.flatten(0, 1), drawn.reshape(self.count * self.size, len(segments))
+
+    def scattered(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each place its columns and its signs there: [*places, count] both."""
+        stream = streams(self.key, places // self.size).unsqueeze(-1)
+        factors, shifts = self._drawn(stream, inverse=True)
+        columns = ((places % self.size).unsqueeze(-1) - shifts).mul_(factors).remainder_(self.size)
+        block = torch.arange(self.count, device=places.device)
+        some = words_at(stream, 2 * self.count + block * self._sign_words + columns // 64)
+        return columns + block * self.size, sign_at(some, columns % 64)
+
+    @property
+    def _sign_words(self) -> int:
+        return -(-self.size // 64)
+
+    def _drawn(self, stream: torch.Tensor, *, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors (or their inverses) and shifts of streams [*, 1]: [*, count] both."""
+        block = torch.arange(self.count, device=stream.device)
+        units = _units(self.size, inverse, stream.device)
+        factors = units[below(words_at(stream, block), len(units))]
+        return factors, below(words_at(stream, self.count + block), self.size)
+
+
+@lru_cache(maxsize=16)
+def _units(size: int, inverse: bool, device: torch.device) -> torch.Tensor:
+    """The numbers below `size` that have no divisor in common with it, in ascending order, or the inverse of
+    each modulo `size`.
+    """
+    units = [number for number in range(size) if math.gcd(number, size) == 1]
+    return torch.tensor([pow(unit, -1, size) for unit in units] if inverse else units, device=device)
+
+
+def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: float = 1.0) -> None:
+    """Add the gradients, times a number, to the columns that the orders say."""
+    memory, together = Workspace(sums.device), _SAMPLES.get(sums.device.type, _SAMPLES["cuda"])
+    for placed in gradient.terms:
+        for start in range(0, placed.term.samples, together):
+            samples = slice(start, min(start + together, placed.term.samples))
+            if isinstance(placed.term, Rows) and placed.layout.is_identity:
+                _add_looked_up(sums, orders, placed.term.at(samples, sums.dtype), samples, factor)
+                continue
+            room = max(room_of(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start))
+            for part in slices(placed, sums.dtype, room, room, samples):
+                _add(sums, orders, part, factor, memory)
+
+
+def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspace) -> None:
+    if not part.values.numel():
+        return
+    if isinstance(part.places, torch.Tensor):
+        columns, drawn = orders.scattered(part.places)
+        contribution = torch.zeros(len(part.values), sums.columns, dtype=sums.dtype, device=sums.device)
+        for block in range(orders.count):
+            contribution.index_add_(1, columns[:, block], part.values * drawn[:, block])
+        sums.add(part.samples, contribution * factor)
+        return
+    segments = range(part.places.start // orders.size, -(-part.places.stop // orders.size))
+    values, length = part.values.t(), len(segments) * orders.size
+    if length != len(values) or not values.is_contiguous():
+        offset = part.places.start - segments.start * orders.size
+        values = memory.kept("values", (length, len(part.values)), sums.dtype)
+        values[:offset].zero_()
+        values[offset : offset + len(part.places)] = part.values.t()
+        values[offset + len(part.places) :].zero_()
+    gathered = _gathered_once if length * orders.count <= _REMEMBERED else _gathered
+    places, drawn = gathered(orders, segments, sums.device, sums.dtype)
+    found = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
+    sums.add(part.samples, found.t() if factor == 1 else found.t() * factor)
+
+
+def _gathered(
+    orders: Orders, segments: range, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    places, drawn = orders.gathered(segments, device)
+    return places, drawn.to(dtype)
+
+
+# The samples that come next ask for the same. At most 64 of _REMEMBERED entries of 16 bytes: 64 MiB.
+_gathered_once = lru_cache(maxsize=64)(_gathered)
+
+
+def _add_looked_up(sums: Sums, orders: Orders, term: Rows, samples: slice, factor: float) -> None:
+    """Rows of a table go to their columns one by one: a sample has few of them."""
+    columns = term.rows.shape[2]
+    places = term.index.unsqueeze(-1) * columns + torch.arange(columns, device=term.device)  # [n, t, columns]
+    found, drawn = orders.scattered(places.flatten(1))
+    values = (term.rows.flatten(1).unsqueeze(-1) * drawn).flatten(1) * factor
+    sums.part()[samples].scatter_add_(1, found.flatten(1), values)

@@ -1,0 +1,232 @@
+"""A block of the curvature that is diagonal in the product of two bases, with eigenvalues that were measured
+there.
+
+The two bases in which a block of the curvature is taken as diagonal, and gradients in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.gradients.terms import Product, accumulating_dtype, blocks
+from psgrad.engine.gradients.terms.base import times_shared
+from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A bias whose gradient is one more column (appended 'right') or row ('left') of its weight's
+    matrices.
+    """
+
+    name: str
+    shape: torch.Size
+    appended: Side
+
+
+@dataclass(frozen=True)
+class Basis:
+    """One parameter, or a part of it, with its bias, as matrices [g, a, b] that are rotated: left^T M right.
+
+    Attributes:
+        name, shape: the parameter's. form: how it lies as matrices. bias: what is appended to them.
+        left, right: [g, a, a] and [g, b, b] float64, orthogonal; None for the identity.
+    """
+
+    name: str
+    shape: torch.Size
+    form: Form
+    bias: Bias | None
+    left: torch.Tensor | None
+    right: torch.Tensor | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}{self.form.place}" + (f" + {self.bias.name}" if self.bias is not None else "")
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(g, a, b), the bias's row or column included."""
+        groups, rows, columns = self.form.shape
+        appended = self.bias.appended if self.bias is not None else None
+        return groups, rows + (appended == "left"), columns + (appended == "right")
+
+    def describe(self) -> str:
+        """What the bases are, in a word or two."""
+        groups, rows, columns = self.size
+        if self.left is None and self.right is None:
+            return "diagonal"
+        if rows == 1 and self.left is None:
+            return f"exact, {columns} x {columns}"
+        sides = [
+            str(size) if basis is not None else f"{size} (diagonal)"
+            for size, basis in ((rows, self.left), (columns, self.right))
+        ]
+        return f"Kronecker factors {sides[0]} x {sides[1]}" + (f" in {groups} groups" if groups > 1 else "")
+
+    # -- vectors
+    # --------------------------------------------------------------------------------------------------------
+
+    def matrices(self, vectors: Vectors) -> torch.Tensor:
+        """[k, g, a, b] of k vectors, name -> [k, *shape]."""
+        found = self.form.matrices(vectors[self.name])
+        if self.bias is None:
+            return found
+        groups, rows, columns = self.form.shape
+        left = self.bias.appended == "left"
+        more = vectors[self.bias.name].reshape(len(found), groups, *((1, columns) if left else (rows, 1)))
+        return torch.cat([found, more], 2 if left else 3)
+
+    def vectors(self, matrices: torch.Tensor) -> Vectors:
+        """The parameters that k matrices [k, g, a, b] are, name -> [k, *shape]; zero in what the form does
+        not cover.
+        """
+        _, rows, columns = self.form.shape
+        found = {self.name: self.form.values(matrices[:, :, :rows, :columns], self.shape)}
+        if self.bias is not None:
+            more = matrices[:, :, rows:, :] if self.bias.appended == "left" else matrices[:, :, :, columns:]
+            found[self.bias.name] = more.reshape(len(matrices), *self.bias.shape)
+        return found
+
+    def rotate(self, matrices: torch.Tensor) -> torch.Tensor:
+        """left^T M right of [k, g, a, b]."""
+        return _both_sides(matrices, self.left, self.right)
+
+    def rotate_back(self, matrices: torch.Tensor) -> torch.Tensor:
+        """left M right^T of [k, g, a, b]."""
+        return _both_sides(
+            matrices, *(None if basis is None else basis.transpose(1, 2) for basis in (self.left, self.right))
+        )
+
+    # -- per-sample gradients
+    # ----------------------------------------------------------------------------------------------------
+
+    def outer(self, gradients: PerSampleGradients) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None where they are sums of
+        several.
+        """
+        term = only_product(gradients.gradients[self.name], self.form)
+        if term is None or term.left.shape[2] != 1:
+            return None
+        rotated = self._rotated_factors(term)
+        return rotated.left.squeeze(2), rotated.right.squeeze(2)
+
+    def rotated(
+        self, gradients: PerSampleGradients, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rotated gradients written out, [k, g, a, b], a block of samples after the other; multiplied in
+        `dtype`, at least float32.
+        """
+        gradient = gradients.gradients[self.name]
+        kind = dtype or accumulating_dtype(gradient.dtype)
+        term = only_product(gradient, self.form)
+        groups, rows, columns = self.size
+        by_factors = term is not None and term.left.shape[2] * (rows**2 + columns**2) < rows * columns * (
+            rows + columns
+        )
+        for block in blocks(len(gradients), 3 * groups * rows * columns * kind.itemsize, gradient.device):
+            if by_factors:
+                assert term is not None
+                yield block, self._rotated_factors(term.at(block, kind)).materialise()
+            else:
+                written = {name: _written_out(gradients, name, block).to(kind) for name in self.names}
+                yield block, self.rotate(self.matrices(written))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters that it is about."""
+        return [self.name] if self.bias is None else [self.name, self.bias.name]
+
+    def _rotated_factors(self, term: Product) -> Product:
+        left, right = term.left, term.right
+        if self.bias is not None:
+            ones = left.new_ones(*left.shape[:3], 1)
+            left, right = (
+                (torch.cat([left, ones], 3), right)
+                if self.bias.appended == "left"
+                else (left, torch.cat([right, ones], 3))
+            )
+        return Product(_times(left, self.left), _times(right, self.right))
+
+
+def _written_out(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
+    """[k, *shape], zeros where the loss does not depend on the parameter."""
+    gradient = gradients.gradients[name]
+    if gradient.terms:
+        return gradient.at(samples).materialise()
+    return torch.zeros(
+        samples.stop - samples.start, *gradient.shape, dtype=gradient.dtype, device=gradient.device
+    )
+
+
+def _times(matrices: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
+    """[k, g, a, b] times [g, b, b]."""
+    return matrices if basis is None else times_shared(matrices.contiguous(), basis.to(matrices.dtype))
+
+
+def _both_sides(
+    matrices: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None
+) -> torch.Tensor:
+    """left^T M right."""
+    found = _times(matrices, right)
+    return found if left is None else _times(found.transpose(2, 3), left).transpose(2, 3)
+
+
+@dataclass(frozen=True)
+class Block:
+    """(right kron left) diag(values) (right kron left)^T, the mean-form curvature of one weight and its bias.
+
+    Attributes:
+        basis: the bases, and how the parameters lie as matrices [g, a, b]. values: [g, a, b] float64, the
+        mean over samples of the squares of their gradients' elements in these bases.
+    """
+
+    basis: Basis
+    values: torch.Tensor
+
+    @property
+    def label(self) -> str:
+        return self.basis.label
+
+    def precondition(self, gradients: PerSampleGradients, factor: torch.Tensor) -> Vectors:
+        """name -> [k, *shape]: gradients whose elements in the bases are multiplied by `factor` [g, a, b], in
+        float64.
+        """
+        parts = []
+        for _, rotated in self.basis.rotated(gradients, torch.float64):
+            found = self.basis.vectors(self.basis.rotate_back(rotated * factor))
+            parts.append({name: value.to(gradients.gradients[name].dtype) for name, value in found.items()})
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def weighted_squares(
+        self, gradients: PerSampleGradients, weights: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """For each of the weights [g, a, b] the sums [n] float64 of the gradients' squared elements in the
+        bases times them.
+        """
+        outer = self.basis.outer(gradients)
+        if outer is not None:
+            left, right = (factor.double().square() for factor in outer)
+            return [(torch.einsum("nga,gab->ngb", left, each) * right).sum((1, 2)) for each in weights]
+        parts = []
+        for _, rotated in self.basis.rotated(gradients):
+            squares = rotated.double().square().flatten(1)
+            parts.append(squares @ torch.stack([each.reshape(-1) for each in weights], 1))
+        return list(torch.cat(parts).unbind(1))
+
+
+def sum_of_squares(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:
+    """[g, a, b] float64: the sum over samples of the squares of their gradients' elements in the bases."""
+    outer = basis.outer(gradients)
+    if outer is not None:
+        left, right = (factor.double().square().transpose(0, 1) for factor in outer)
+        return torch.bmm(left.transpose(1, 2), right)
+    total = torch.zeros(basis.size, dtype=torch.float64, device=gradients.losses.device)
+    for _, rotated in basis.rotated(gradients):
+        total += rotated.square().sum(0, dtype=torch.float64)
+    return total

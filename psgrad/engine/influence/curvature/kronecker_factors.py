@@ -1,0 +1,264 @@
+"""Second moments of the factors of gradients, summed over samples and positions: what the bases of
+Kronecker-factored blocks come from.
+
+How parameters lie as matrices whose gradients are sums over positions of outer products.
+
+Nothing here knows layers: what a gradient's terms say of themselves decides. A product of factors ([n, g, t,
+a], [n, g, t, b]) makes the parameter g matrices [a, b], a convolution its groups' matrices over channels and
+places of the kernel, a looked-up table one matrix whose left factor is one-hot. Several uses of one weight
+are more positions of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, upright
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.gradients.terms import Convolution, Product, Rows, Term, blocks
+
+
+@dataclass(frozen=True)
+class Form:
+    """A parameter, or a part of it, as matrices.
+
+    Attributes:
+        layout: how the matrices' elements lie in the parameter; None for one that is taken as a single row.
+        shape: (groups, rows, columns).
+    """
+
+    layout: Layout | None
+    shape: tuple[int, int, int]
+
+    def matrices(self, value: torch.Tensor) -> torch.Tensor:
+        """[k, groups, rows, columns] of k values [k, *parameter]."""
+        return (
+            value.reshape(len(value), *self.shape)
+            if self.layout is None
+            else self.layout.invert(value, self.shape, lead=1)
+        )
+
+    def values(self, matrices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """[k, *shape] of k matrices; zero in what the form does not cover."""
+        return (
+            matrices.reshape(len(matrices), *shape)
+            if self.layout is None
+            else self.layout.apply(matrices, lead=1)
+        )
+
+    @property
+    def place(self) -> str:
+        """Which part of the parameter it is, as an index; empty for all of it."""
+        if self.layout is None or self.layout.window is None:
+            return ""
+        return (
+            "["
+            + ", ".join(
+                f"{s.start}:{s.stop}" + (f":{s.step}" if s.step > 1 else "") for s in self.layout.slices
+            )
+            + "]"
+        )
+
+
+def factored(gradient: DeferredGradient) -> dict[Form, list[Product | Convolution | Rows]]:
+    """The terms that are sums of outer products, by the matrices that they say the parameter is."""
+    found: dict[Form, list[Product | Convolution | Rows]] = {}
+    for placed in map(upright, gradient.terms):
+        term = placed.term
+        if isinstance(term, Product | Convolution | Rows):
+            found.setdefault(Form(placed.layout, _matrix_shape(term)), []).append(term)
+    return found
+
+
+def _matrix_shape(term: Term) -> tuple[int, int, int]:
+    if isinstance(term, Convolution):
+        groups = term.geometry.groups
+        return groups, term.shape[0] // groups, term.weight_shape[1:].numel()
+    return term.shape if len(term.shape) == 3 else (1, *term.shape)  # type: ignore[return-value]
+
+
+def as_product(term: Product | Convolution) -> Product:
+    """The term with a convolution's patches written out."""
+    return term.as_product() if isinstance(term, Convolution) else term
+
+
+def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
+    """The gradient as one product in this form; None where it is anything else, more terms or one that has
+    been written out, say.
+    """
+    if len(gradient.terms) != 1:
+        return None
+    placed: Placed = upright(gradient.terms[0])
+    if not isinstance(placed.term, Product) or Form(placed.layout, _matrix_shape(placed.term)) != form:
+        return None
+    return placed.term
+
+
+def cover(forms: Iterable[Form], shape: torch.Size) -> bool:
+    """Whether each element of the parameter lies in one of the forms, and in no more."""
+    forms = list(forms)
+    places = [
+        [set(range(size)[run]) for run, size in zip(form.layout.slices, shape, strict=True)]
+        for form in forms
+        if form.layout
+    ]
+    apart = all(
+        any(x.isdisjoint(y) for x, y in zip(one, other, strict=True))
+        for one, other in itertools.combinations(places, 2)
+    )
+    return apart and sum(math.prod(form.shape) for form in forms) == shape.numel()
+
+
+Side = Literal["left", "right"]
+Use = tuple[str, Form]
+
+# A factor with more entries has no basis of its own: 128 MiB for its covariance, and minutes for its
+# eigenvectors.
+LARGEST_SIDE = 4096
+# A parameter without factors has a covariance of its own up to this size.
+LARGEST_VECTOR = 1024
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that may be a bias: its gradient would be the sum over positions of one factor of the use's
+    gradient.
+    """
+
+    bias: str
+    use: Use
+    side: Side
+
+
+@dataclass
+class Sums:
+    """Of some samples.
+
+    Attributes:
+        moments: for each use of a parameter float64 tensors: `left` [g, a, a] and `right` [g, b, b], the
+        second moments of its factors
+            (absent where a side is too large); `left_sum` [g, a], `right_sum` [g, b] and `positions` [],
+            those with a one that would be appended; `one_hot` [a], how often a table's rows were looked up.
+        vectors: name -> [p, p] float64, the second moment of a small parameter's gradient.
+        ties: whether each of them held for all of the samples.
+    """
+
+    moments: dict[Use, dict[str, torch.Tensor]] = field(default_factory=dict)
+    vectors: dict[str, torch.Tensor] = field(default_factory=dict)
+    ties: dict[Tie, bool] = field(default_factory=dict)
+
+    def add(self, other: Sums) -> None:
+        for use, found in other.moments.items():
+            _add(self.moments.setdefault(use, {}), found)
+        _add(self.vectors, other.vectors)
+        for tie, held in other.ties.items():
+            self.ties[tie] = self.ties.get(tie, True) and held
+
+
+def _add(totals: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
+    for name, value in more.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
+class Covariances:
+    """A measure that gathers `Sums` over the samples of a run. Asked for gradients that are not settled: it
+    needs their factors.
+    """
+
+    needs_factors = True
+
+    def __init__(self) -> None:
+        self.sums = Sums()
+        self._chunk = Sums()
+
+    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        self._chunk = Sums()
+        for name, gradient in gradients.gradients.items():
+            terms = factored(gradient)
+            for form, found in terms.items():
+                along = _Moments(form)
+                for term in found:
+                    along.add(term)
+                self._chunk.moments[name, form] = along.totals
+                if all(not isinstance(term, Rows) for term in found):
+                    self._find_ties(gradients, (name, form), along)
+            if gradient.terms and not terms and gradient.shape.numel() <= LARGEST_VECTOR:
+                flat = gradient.materialise().reshape(len(gradients), -1).double()
+                self._chunk.vectors[name] = flat.t() @ flat
+        return {}
+
+    def keep(self) -> None:
+        self.sums.add(self._chunk)
+        self._chunk = Sums()
+
+    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _Moments) -> None:
+        """Which parameters of the same owner have a gradient that is the sum over positions of one of the
+        factors.
+        """
+        name = use[0]
+        owner = name.rpartition(".")[0]
+        sums: dict[Side, torch.Tensor] = {"left": along.sums_of("left"), "right": along.sums_of("right")}
+        for other, gradient in gradients.gradients.items():
+            if other == name or other.rpartition(".")[0] != owner or factored(gradient):
+                continue
+            for side, of_factor in sums.items():
+                if gradient.shape.numel() == of_factor.shape[1]:
+                    self._chunk.ties[Tie(other, use, side)] = _same(gradient, of_factor)
+
+
+def _same(gradient: DeferredGradient, sums: torch.Tensor) -> bool:
+    value = gradient.materialise().reshape(sums.shape) if gradient.terms else torch.zeros_like(sums)
+    tolerance = torch.finfo(sums.dtype).eps ** 0.5 * float(sums.abs().max()) if sums.numel() else 0.0
+    return bool(((value - sums).abs() <= tolerance).all())
+
+
+class _Moments:
+    """The moments of one use, and each sample's sums over positions."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.totals: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, list[torch.Tensor]] = {"left": [], "right": []}  # [n, g * a] of each term
+
+    def sums_of(self, side: Side) -> torch.Tensor:
+        """[n, g * a]"""
+        return torch.stack(self._sums[side]).sum(0)
+
+    def add(self, term: Product | Convolution | Rows) -> None:
+        if isinstance(term, Rows):
+            self._second_moment("right", term.rows.unsqueeze(1))
+            counts = torch.bincount(term.index.reshape(-1), minlength=term.count).double()
+            _add(self.totals, {"one_hot": counts})
+            return
+        columns = self.form.shape[2]
+        each = term.factors[0][:1].numel() * (1 + columns // max(self.form.shape[1], 1)) * 8
+        parts = [
+            self._add_product(as_product(term.at(block))) for block in blocks(term.samples, each, term.device)
+        ]
+        for place, side in enumerate(("left", "right")):
+            self._sums[side].append(torch.cat([part[place] for part in parts]))
+
+    def _add_product(self, term: Product) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums over positions of both factors, [n, g * a] and [n, g * b]."""
+        sums = term.left.sum(2), term.right.sum(2)
+        for side, factor, along in (("left", term.left, sums[0]), ("right", term.right, sums[1])):
+            self._second_moment(side, factor)
+            _add(self.totals, {f"{side}_sum": along.sum(0, dtype=torch.float64)})
+        positions = torch.tensor(
+            float(term.samples * term.left.shape[2]), dtype=torch.float64, device=term.device
+        )
+        _add(self.totals, {"positions": positions})
+        return sums[0].flatten(1), sums[1].flatten(1)
+
+    def _second_moment(self, side: str, factor: torch.Tensor) -> None:
+        """Of a factor [n, g, t, a]."""
+        if factor.shape[3] <= LARGEST_SIDE:
+            rows = factor.double().transpose(0, 1).flatten(1, 2)
+            _add(self.totals, {side: torch.bmm(rows.transpose(1, 2), rows)})

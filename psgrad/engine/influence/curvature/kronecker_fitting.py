@@ -1,0 +1,189 @@
+"""Kronecker-factored curvature, from the factors that deferred gradients keep: blocks that are diagonal in a
+product of two bases.
+
+The blocks of a Kronecker-factored curvature from two passes over its rows: one for the bases, one for the
+eigenvalues in them.
+
+Random rows of the Gauss-Newton matrix, a few for each sample in place of one for each number of its output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.per_sample import per_sample_gradients
+from psgrad.engine.gradients.projections.base import key_of, signs, streams, words_at
+from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, Block, sum_of_squares
+from psgrad.engine.influence.curvature.kronecker_factors import Covariances, Form, Sums, Use, cover
+from psgrad.engine.influence.curvature.rows import (
+    LARGEST_OUTPUT,
+    OutputDerivatives,
+    OutputRows,
+    gauss_newton_rows,
+    output_size,
+)
+from psgrad.errors import InfluenceError
+
+
+def fit_blocks(rows: Examples, count: int) -> list[Block]:
+    """The blocks whose sum over rows, divided by `count`, approximates (1 / count) sum_r j_r j_r^T, one for
+    each weight with its bias.
+
+    rows: examples whose gradients are the rows j_r of the curvature: training examples for the empirical
+    Fisher.
+
+    The basis of each factor is that of its second moment, summed over rows and positions; of a parameter
+    without factors that of its gradient, which makes its block exact, or none where the parameter is large.
+    The eigenvalues are those of George et al.: the mean squares of the gradients' elements in the bases,
+    positions of a row summed before squaring.
+
+    Raises InfluenceError where a gradient is not finite.
+    """
+    bases = bases_of(rows.params, gather(rows))
+
+    def squares(gradients: PerSampleGradients) -> list[torch.Tensor]:
+        return [sum_of_squares(basis, gradients) for basis in bases]
+
+    return [Block(basis, total / count) for basis, total in zip(bases, rows.fold(squares), strict=True)]
+
+
+def gather(rows: Examples) -> Sums:
+    """The second moments of all rows' factors, of gradients that keep theirs even where they are larger than
+    the gradient.
+    """
+    gathering = Covariances()
+    if isinstance(rows, OutputRows):
+        passing = replace(rows, settle=False)._run(gathering)
+    else:
+        passing = rows._run(gathering, partial(per_sample_gradients, settle=False))
+    for _ in passing:
+        pass
+    return gathering.sums
+
+
+def bases_of(params: Vectors, sums: Sums) -> list[Basis]:
+    """A basis for each part of the parameters, in their order; biases go with their weights."""
+    shapes = {name: parameter.shape for name, parameter in params.items()}
+    forms: dict[str, list[Form]] = {name: [] for name in shapes}
+    for name, form in sums.moments:
+        forms[name].append(form)
+    biases = _biases(sums, shapes, {name for name, found in forms.items() if len(found) == 1})
+    tied = {bias.name for bias in biases.values()}
+    bases: list[Basis] = []
+    for name, shape in shapes.items():
+        if name in tied:
+            continue
+        if forms[name] and cover(forms[name], shape):
+            bases += [
+                _of_factors((name, form), shape, sums, biases.get((name, form))) for form in forms[name]
+            ]
+        else:
+            moment = sums.vectors.get(name) if not forms[name] else None
+            right = None if moment is None else _eigenvectors(moment.unsqueeze(0), name)
+            bases.append(Basis(name, shape, Form(None, (1, 1, shape.numel())), None, None, right))
+    return bases
+
+
+def _biases(sums: Sums, shapes: dict[str, torch.Size], candidates: set[str]) -> dict[Use, Bias]:
+    """Each use's bias; a bias of several weights goes to the first one."""
+    found: dict[Use, Bias] = {}
+    taken: set[str] = set()
+    for tie, held in sums.ties.items():
+        whole = tie.use[0] in candidates and cover([tie.use[1]], shapes[tie.use[0]])
+        if held and whole and tie.use not in found and tie.bias not in taken:
+            # summed cotangents: a one stands where the other factor has the activations
+            found[tie.use] = Bias(tie.bias, shapes[tie.bias], "right" if tie.side == "left" else "left")
+            taken.add(tie.bias)
+    return found
+
+
+def _of_factors(use: Use, shape: torch.Size, sums: Sums, bias: Bias | None) -> Basis:
+    name, form = use
+    moments = sums.moments[use]
+    sides: dict[str, torch.Tensor | None] = {}
+    for side in ("left", "right"):
+        moment = moments.get(side)
+        if moment is not None and side == "left" and "one_hot" in moments:
+            moment = moment + moments["one_hot"].diag()
+        if moment is not None and bias is not None and bias.appended == side:
+            along, corner = (
+                moments[f"{side}_sum"].unsqueeze(2),
+                moments["positions"].expand(len(moment), 1, 1),
+            )
+            moment = torch.cat(
+                [torch.cat([moment, along], 2), torch.cat([along.transpose(1, 2), corner], 2)], 1
+            )
+        sides[side] = None if moment is None else _eigenvectors(moment, name)
+    return Basis(name, shape, form, bias, sides["left"], sides["right"])
+
+
+def _eigenvectors(moment: torch.Tensor, name: str) -> torch.Tensor:
+    """[g, a, a] of symmetric matrices [g, a, a]."""
+    if not bool(torch.isfinite(moment).all()):
+        raise InfluenceError(
+            f"the gradients of {name} are not finite, or so large that their squares are not",
+            expected="finite gradients of all training examples",
+            cause=(
+                "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that"
+                " diverged"
+            ),
+            next_step="find them with `psgrad analyze`, which names the rows, and leave them out of the data",
+        )
+    return torch.linalg.eigh((moment + moment.transpose(1, 2)) / 2).eigenvectors
+
+
+@dataclass(frozen=True)
+class SampledRows(OutputRows):
+    """Rows (S e)' J / sqrt(R), with S S' the second derivatives of a sample's loss in its output and e of
+    random signs.
+
+    The sum of j_r j_r' over all rows has the Gauss-Newton matrix of the sum of the losses as its mean, as
+    that of gradients for labels drawn from the model has; with signs its variance is the least. A sample's
+    signs follow from the seed and its number.
+    """
+
+    seed: int = 0
+
+    def cotangents(
+        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        roots = OutputDerivatives.of(self.objective.criterion, outputs, target).root(self.numbers_of(rows))[0]
+        size = self.per_sample * roots.shape[2]
+        stream = streams(key_of(self.seed, "rows"), rows.to(outputs.device)).unsqueeze(1)
+        words = words_at(stream, torch.arange(math.ceil(size / 64), device=outputs.device))
+        drawn = signs(words)[:, :size].reshape(-1, self.per_sample, roots.shape[2]).to(roots)
+        return torch.bmm(drawn, roots.transpose(1, 2)) / math.sqrt(self.per_sample)
+
+
+def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
+    """`draws` sampled rows for each example, or all rows where it is None.
+
+    Raises InfluenceError where the output is no tensor or too large, and, as a pass goes on, where the loss
+    is not convex in it.
+    """
+    size = output_size(training)
+    if size > LARGEST_OUTPUT:
+        raise InfluenceError(
+            f"the model's output has {size} numbers for one example, too many for the second derivatives of"
+            " its loss in them",
+            expected=f"at most {LARGEST_OUTPUT}, for rows of the Gauss-Newton matrix",
+            next_step="set fisher: empirical, which takes the gradients of the training loss",
+        )
+    if draws is None:
+        return gauss_newton_rows(training)
+    return SampledRows(
+        training.objective,
+        training.read,
+        training.count,
+        training.options,
+        training.numbers,
+        per_sample=draws,
+        seed=seed,
+    )

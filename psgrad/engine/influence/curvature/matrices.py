@@ -1,0 +1,162 @@
+"""Curvature matrices written out, [p, p] in float64, of the sum of the losses. For models with some thousands
+of parameters.
+
+The sum of j j' over the rows j of a Gauss-Newton matrix, with the rows of one sample added up before they are
+multiplied out.
+
+Where the rows of a sample are outer products with one factor in common, j_r = u_r ⊗ v, their sum of j_r j_r'
+is (sum_r u_r u_r') ⊗ v v'. Over samples that is one matrix product of n columns, in place of n * R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.flat import Flat, Vectors
+from psgrad.engine.influence.curvature.row_blocks import Shared, part_of
+from psgrad.engine.influence.curvature.rows import OutputRows
+from psgrad.engine.transforms import grad, linearize, vmap
+
+# Columns of a product of a matrix with itself that are computed at once: only what lies on or below the
+# diagonal is.
+_PANEL = 512
+# Numbers that products of factors may take, and of how many samples they have to be for their product to be a
+# fast one.
+_NUMBERS, _SAMPLES = 1 << 25, 32
+
+
+def own_products(written: torch.Tensor) -> torch.Tensor:
+    """[p, p]: X'X of X [N, p], half of it computed."""
+    size = written.shape[1]
+    whole = written.new_empty(size, size)
+    for start in range(0, size, _PANEL):
+        panel = written[:, start : start + _PANEL].t() @ written[:, start:]
+        whole[start : start + _PANEL, start:] = panel
+        whole[start:, start : start + _PANEL] = panel.t()
+    return whole
+
+
+def sum_over_rows(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> torch.Tensor:
+    """[p, p] float64: the sum of j j' over gradients that are rows, `per_sample` for each sample, next to one
+    another.
+    """
+    parts = _parts(gradients, flat, per_sample)
+    whole = torch.zeros(flat.size, flat.size, dtype=torch.float64, device=gradients.losses.device)
+    for number, left in enumerate(parts):
+        for right in parts[number:]:
+            block = left.with_itself() if left is right else left.times(right)
+            whole[left.columns.unsqueeze(1), right.columns] = block
+            if left is not right:
+                whole[right.columns.unsqueeze(1), left.columns] = block.t()
+    return whole
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows own_r ⊗ shared, float64. own: [n, R, a], shared: [n, b], columns: [a * b], where in a row of all
+    parameters they are.
+    """
+
+    own: torch.Tensor
+    shared: torch.Tensor
+    columns: torch.Tensor
+
+    def with_itself(self) -> torch.Tensor:
+        return own_products(self._written()) if self.shared.shape[1] == 1 else self.times(self)
+
+    def times(self, other: _Part) -> torch.Tensor:
+        """[a * b, a' * b']: the sum over rows of the outer products of this part with another's."""
+        a, b, c, d = self.own.shape[2], self.shared.shape[1], other.own.shape[2], other.shared.shape[1]
+        step = _NUMBERS // (a * c + b * d)
+        if b * d == 1 or step < _SAMPLES:
+            return self._written().t() @ other._written()
+        total = self.own.new_zeros(a * c, b * d)
+        for start in range(0, len(self.own), step):
+            some = slice(start, start + step)
+            owns = torch.bmm(self.own[some].transpose(1, 2), other.own[some])
+            shared = self.shared[some].unsqueeze(2) * other.shared[some].unsqueeze(1)
+            total.addmm_(owns.flatten(1).t(), shared.flatten(1))
+        return total.reshape(a, c, b, d).transpose(1, 2).reshape(a * b, c * d)
+
+    def _written(self) -> torch.Tensor:
+        """[n * R, a * b]"""
+        return (self.own.unsqueeze(3) * self.shared.unsqueeze(1).unsqueeze(1)).flatten(2).flatten(0, 1)
+
+
+def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_Part]:
+    """One for each parameter whose rows share a factor, and one for all others together."""
+    device = gradients.losses.device
+    parts, written, rest = [], [], []
+    for name, gradient in gradients.gradients.items():
+        columns = torch.arange(flat.columns[name].start, flat.columns[name].stop, device=device)
+        if not gradient.terms:
+            continue
+        part = part_of(gradient, per_sample)
+        if isinstance(part, Shared) and part.own.shape[2] == 1:
+            own, shared = part.own.squeeze(2).double(), part.shared.squeeze(1).double()
+            order = columns.reshape(shared.shape[1], -1).t() if part.transposed else columns
+            parts.append(_Part(own, shared, order.reshape(-1)))
+        else:
+            written.append(gradient.materialise().reshape(-1, per_sample, len(columns)).double())
+            rest.append(columns)
+    if written:
+        own = torch.cat(written, dim=2)
+        parts.append(_Part(own, own.new_ones(len(own), 1), torch.cat(rest)))
+    return parts
+
+
+# Numbers that a block of Hessian columns may take on the way, at a guess: as many a sample as the model has
+# parameters.
+_BLOCK = 1 << 25
+
+
+def sum_of_outer_products(rows: Examples) -> torch.Tensor:
+    """[p, p], on the rows' device: the sum of g g' over the rows' gradients.
+
+    Of a training set it is the empirical Fisher; of `gauss_newton_rows` the Gauss-Newton matrix. Products and
+    sums are float64.
+    """
+    flat = rows.flat
+    if isinstance(rows, OutputRows):
+        return replace(rows, settle=False).fold(
+            lambda gradients: sum_over_rows(gradients, flat, rows.per_sample)
+        )
+    return rows.fold(lambda gradients: own_products(flat.join(gradients.materialise()).double()))
+
+
+def loss_hessian(training: Examples) -> torch.Tensor:
+    """[p, p], on the rows' device: the second derivatives of the sum of the losses.
+
+    One pass over the rows; of each chunk the gradient is linearised, and the columns come in blocks.
+    """
+    flat = training.flat
+    total: torch.Tensor = training.fold(lambda found: found, partial(_of_chunk, flat))
+    return 0.5 * (total + total.t())
+
+
+def _of_chunk(
+    flat: Flat,
+    loss: Any,
+    params: Vectors,
+    inputs: tuple[torch.Tensor, ...],
+    target: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    dims = (None, 0, None if target is None else 0)
+    each = vmap(lambda *arguments: loss(*arguments)[0], in_dims=dims, randomness=options["randomness"])
+    _, along = linearize(grad(lambda params: each(params, inputs, target).sum()), params)
+    reference = next(iter(params.values()))
+    columns = []
+    step = max(1, _BLOCK // max(1, flat.size * len(inputs[0])))
+    for start in range(0, flat.size, step):
+        stop = min(start + step, flat.size)
+        basis = torch.zeros(stop - start, flat.size, dtype=reference.dtype, device=reference.device)
+        basis[:, start:stop] = torch.eye(stop - start, dtype=reference.dtype, device=reference.device)
+        columns.append(flat.join(vmap(along)(flat.split(basis))).double())
+    return torch.cat(columns)

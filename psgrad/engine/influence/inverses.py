@@ -1,0 +1,379 @@
+"""Influence by the curvature written out.
+
+Influence by the inner products of the curvature's rows.
+
+Influence by products with the curvature, which is never written out.
+
+Scores by the query's output in place of its gradient: the loss itself, at the output that a removal is
+predicted to lead to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.curvature.matrices import loss_hessian, sum_of_outer_products
+from psgrad.engine.influence.curvature.products import CurvatureProducts, curvature_products
+from psgrad.engine.influence.curvature.rows import OutputRows, jacobian_rows, output_factors
+from psgrad.engine.influence.leverage import (
+    Corrected,
+    Damping,
+    Invertible,
+    Leverage,
+    Setting,
+    output_products,
+)
+from psgrad.engine.influence.leverage_estimate import estimated_leverage, vectors_that_fit
+from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+from psgrad.engine.influence.solvers.direct import Inverse, KernelInverse, combinations, kernel, products
+from psgrad.engine.transforms import vmap
+from psgrad.errors import InfluenceError
+
+
+class ByMatrix(Invertible):
+    """Scores through the Cholesky factor of the damped curvature [p, p].
+
+    facts: besides `damping` and `mean_eigenvalue`, the ends of the mean curvature's own spectrum and the
+    condition number of what is inverted. Raises InfluenceError where that has no inverse.
+    """
+
+    def __init__(
+        self, setting: Setting, matrix: torch.Tensor, ends: tuple[float, float] | None = None
+    ) -> None:
+        super().__init__(setting.training)
+        self.setting, self.matrix, count = setting, matrix, len(setting.training)
+        shift, facts = setting.shift(float(matrix.diagonal().mean()) / count)
+        self.inverse = Inverse.of(matrix, shift, setting.title, count, ends)
+        smallest, largest = self.inverse.smallest, self.inverse.largest
+        self.facts = {
+            **facts,
+            "smallest_eigenvalue": smallest / count,
+            "largest_eigenvalue": largest / count,
+            "condition": (largest + shift) / (smallest + shift),
+        }
+        if smallest < -1e-8 * largest:
+            setting.say(
+                f"the {setting.title} is indefinite: its smallest eigenvalue is {smallest / count:.3g}, and"
+                " only the damping makes it positive; the checkpoint is not at a minimum, and scores are"
+                " what they are at one by an assumption that does not hold"
+            )
+
+    def undamped(self) -> ByMatrix | None:
+        """The same without damping; None where the curvature and its weight decay have no inverse with digits
+        in the type that the curvature's rows are computed in.
+        """
+        matrix = self.matrix.clone()
+        matrix.diagonal().add_(len(self.training) * self.setting.weight_decay)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        pivots = factor.diagonal().square()
+        precision = torch.finfo(next(iter(self.training.params.values())).dtype).eps
+        if bool(failed) or not bool(pivots.min() > len(matrix) * precision * pivots.max()):
+            return None
+        # What the correction has to say of this fit was not said of the damped one.
+        return ByMatrix(replace(self.setting, damping=Damping(0.0)), self.matrix)
+
+    @classmethod
+    def fit(cls, setting: Setting) -> ByMatrix:
+        hessian = setting.curvature == "hessian"
+        return cls(
+            setting, loss_hessian(setting.training) if hessian else sum_of_outer_products(setting.rows())
+        )
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByMatrix:
+        ends = self.inverse.smallest, self.inverse.largest
+        fitted = ByMatrix(self.setting.damped(damping, relative), self.matrix, ends)
+        fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
+        return fitted
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        flat = self.training.flat
+        return flat.split(self.inverse.apply(flat.join(vectors)))
+
+    def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
+        return Leverage.through(output_products(self.training, self.inverse.half), root, gradient)
+
+    def on(self, training: Examples, weights: torch.Tensor) -> ByMatrix:
+        other = copy.copy(self)
+        other.training = training
+        return other
+
+
+# A loss's gradient in the output may miss the span of its second derivatives by that share of the largest
+# gradient, as rounding does.
+_MISS = 1e-8
+# Samples whose self-influence is solved for at once.
+_SOLVED = 256
+
+
+class ByKernel(Invertible):
+    """Scores through the Cholesky factor of K + mu I, K [n * R, n * R] the inner products of the curvature's
+    R rows a sample.
+
+    Where every training gradient is a combination of its sample's rows, g_i = G_i' c_i (of the Fisher it is
+    the row itself, of Gauss-Newton where L_i has the loss's gradient in its span), scores are c_i' (K + mu
+    I)^-1 G g_q, and nothing is subtracted, however small mu is.
+
+    facts: besides `damping` and `mean_eigenvalue`, `rows`. Raises InfluenceError where damping and weight
+    decay are too small.
+    """
+
+    def __init__(
+        self, setting: Setting, rows: Examples, matrix: torch.Tensor, coefficients: torch.Tensor | None
+    ) -> None:
+        super().__init__(setting.training)
+        self.setting, self.rows, self.matrix, self.coefficients = setting, rows, matrix, coefficients
+        count = len(setting.training)
+        shift, facts = setting.shift(float(matrix.diagonal().sum()) / (rows.flat.size * count))
+        self.inverse = KernelInverse.of(matrix, shift, setting.title, count)
+        self.facts = {**facts, "rows": len(rows)}
+
+    @classmethod
+    def fit(cls, setting: Setting) -> ByKernel:
+        rows = setting.rows()
+        return cls(setting, rows, kernel(rows), _coefficients(rows))
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByKernel:
+        fitted = ByKernel(self.setting.damped(damping, relative), self.rows, self.matrix, self.coefficients)
+        fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
+        return fitted
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        flat = self.training.flat
+        solved = self.inverse.apply(products(self.rows, as_gradients(vectors)))
+        joined = flat.join(vectors).double()
+        return flat.split((joined - combinations(self.rows, solved).to(joined.device)) / self.inverse.shift)
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        if self.coefficients is None or per != "total":
+            yield from super().scores(queries, per)
+            return
+        vectors = as_gradients(queries.flat.split(queries.materialise().to(self.training.device)))
+        solved = self.inverse.apply(products(self.rows, vectors)).cpu()
+        solved = solved.reshape(*self.coefficients.shape, solved.shape[1])
+        yield ScoreBlock(0, len(solved), {"": torch.einsum("nr,nrm->nm", self.coefficients, solved)})
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        if self.coefficients is None:
+            yield from super().self_influence()
+            return
+        for start in range(0, len(self.coefficients), _SOLVED):
+            chosen = torch.zeros_like(self.coefficients[start : start + _SOLVED])
+            columns = torch.zeros(len(self.rows), len(chosen), dtype=torch.float64, device=self.matrix.device)
+            each = self.coefficients.shape[1]
+            for place in range(len(chosen)):
+                first = (start + place) * each
+                columns[first : first + each, place] = self.coefficients[start + place].to(columns)
+            solved = self.inverse.apply(columns)
+            moved = self.matrix @ solved
+            own, squares = (columns * moved).sum(0).cpu(), (solved * moved).sum(0).cpu()
+            yield SelfBlock(start, start + len(chosen), own, squares.clamp_min(0).sqrt())
+
+    def has_leverage(self) -> bool:
+        return self.coefficients is not None
+
+    def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
+        if self.coefficients is None:
+            raise InfluenceError(
+                "the leverage correction needs training gradients that are combinations of the curvature's"
+                " rows, and here they are not",
+                cause=(
+                    "a loss that is flat in some direction of the output in which it has a gradient (l1,"
+                    " Huber)"
+                ),
+                next_step="set solver: exact",
+            )
+        each = self.coefficients.shape[1]
+        own = -self.inverse.shift * self.inverse.diagonal_blocks(each)
+        own.diagonal(dim1=1, dim2=2).add_(1)
+        return Leverage.of(own, (own @ self.coefficients.to(own).unsqueeze(2)).squeeze(2))
+
+    def on(self, training: Examples, weights: torch.Tensor) -> ByKernel:
+        other = copy.copy(self)
+        other.training = training
+        other.coefficients = None if self.coefficients is None else self.coefficients + weights
+        return other
+
+
+def _coefficients(rows: Examples) -> torch.Tensor | None:
+    """c [n, R] float64 on the CPU with g_i = G_i' c_i; None where there are none for some sample."""
+    if not isinstance(rows, OutputRows):
+        return torch.ones(rows.count, 1, dtype=torch.float64)
+    root, coefficients, gradient = output_factors(rows)
+    missed = (root @ coefficients.unsqueeze(2)).squeeze(2) - gradient
+    return coefficients if bool(missed.abs().amax() <= _MISS * gradient.abs().amax()) else None
+
+
+# (products, lam, right-hand sides [k, p], whether the spectrum is to be told) to the solutions of (C +
+# (weight_decay + lam) I) x = b and the solver's facts.
+Solve = Callable[[CurvatureProducts, float, torch.Tensor, bool], tuple[torch.Tensor, dict[str, Any]]]
+
+
+class ByProducts(Invertible):
+    """Scores through a solver that asks for products alone.
+
+    facts: besides `damping` and `mean_eigenvalue`, its standard error, where products come from
+    (`products_by`), and the solver's own, once there are scores. Raises InfluenceError as the solver does.
+    """
+
+    has_self_influence = False
+
+    def __init__(
+        self, setting: Setting, products: CurvatureProducts, solve: Solve, rough: Solve, seed: int
+    ) -> None:
+        super().__init__(setting.training)
+        self.setting, self.products, self.solve, self.rough, self.seed = setting, products, solve, rough, seed
+        mean, error = products.mean_eigenvalue()
+        shift, facts = setting.shift(mean)
+        self.damping = shift / len(setting.training) - setting.weight_decay
+        self.facts = {**facts, "mean_eigenvalue_error": error, "products_by": products.how}
+
+    @classmethod
+    def fit(cls, setting: Setting, solve: Solve, rough: Solve, seed: int) -> ByProducts:
+        """rough: solves to fewer digits, for what is estimated. seed: of an estimated trace, and of an
+        estimated leverage.
+        """
+        products = curvature_products(
+            setting.training, setting.curvature, weight_decay=setting.weight_decay, seed=seed
+        )
+        return cls(setting, products, solve, rough, seed)
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByProducts:
+        """The same curvature with another damping: an absolute one, or one relative to the mean
+        eigenvalue.
+        """
+        fitted = ByProducts(
+            self.setting.damped(damping, relative), self.products, self.solve, self.rough, self.seed
+        )
+        fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
+        return fitted
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        flat = self.training.flat
+        found, facts = self.solve(
+            self.products, self.damping, flat.join(vectors).double(), "ritz_min" not in self.facts
+        )
+        self.facts.update(_worst(self.facts, facts))
+        return flat.split(found / len(self.training))
+
+    def has_leverage(self) -> bool:
+        return vectors_that_fit(self.training) > 0
+
+    def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
+        """Estimated for most examples (leverage_estimate.py)."""
+
+        def inverse(block: torch.Tensor) -> torch.Tensor:
+            return self.rough(self.products, self.damping, block, False)[0] / len(self.training)
+
+        shift = len(self.training) * (self.damping + self.setting.weight_decay)
+        found, exact, vectors = estimated_leverage(self.training, inverse, shift, root, gradient, self.seed)
+        self.facts["leverage_by"] = (
+            f"{vectors} random vectors, and a solve for each of the {exact} examples of the largest leverage"
+        )
+        return found
+
+    def on(self, training: Examples, weights: torch.Tensor) -> ByProducts:
+        other = copy.copy(self)
+        other.training = training
+        return other
+
+
+def _worst(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """A solver's facts, with the worst of this call and of those before where there is a worst."""
+    largest = ("iterations", "relative_residual_max")
+    kept = {name: max(before.get(name, 0), facts[name]) for name in largest if name in facts}
+    return {
+        **facts,
+        **kept,
+        **(
+            {"converged": before.get("converged", True) and facts["converged"]}
+            if "converged" in facts
+            else {}
+        ),
+    }
+
+
+# Numbers of outputs whose losses are computed at once.
+_OUTPUTS = 1 << 22
+
+
+class AtOutput(Fitted):
+    """score = m_q(z_q + J_q H^-1 g_i) - m_q(z_q), m_q the measurement as a function of the output z_q, J_q
+    the output's Jacobian.
+
+    The parameters' change is that of the fit, and so is the output's to first order; of the measurement every
+    order is counted. Where the model is linear, nothing but the change of the parameters is approximate.
+
+    automatic: whether this goes with the damping that a default chose: with another damping, and by layer,
+    scores are those of the fit. Scores by layer are an error otherwise.
+    """
+
+    def __init__(self, fitted: Any, *, automatic: bool = False) -> None:
+        self.fitted: Corrected | Preconditioned = fitted
+        self.automatic = automatic
+        self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
+        self.has_self_influence = fitted.has_self_influence
+        self.facts, self.calibrated = fitted.facts, fitted.calibrated
+
+    def solver(self) -> Preconditioned | None:
+        return self.fitted.solver()
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Fitted:
+        """As that of the fit."""
+        fitted: Any = self.fitted
+        changed: Fitted = fitted.with_damping(damping=damping, relative=relative)
+        return changed if self.automatic else AtOutput(changed)
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        if per != "total" and self.automatic:
+            yield from self.fitted.scores(queries, per)
+            return
+        if per != "total":
+            raise InfluenceError(
+                "scores by the query's output don't split into layers: a loss is no sum over what layers do"
+                " to the output",
+                next_step="set change: gradient, or layers: none",
+            )
+        change = _Changes(queries, self.steps)
+        for rows, found in self.steps.training.each(change):
+            block = ScoreBlock(rows.start, rows.stop, {"": found["scores"]})
+            yield self.fitted.marked(block) if isinstance(self.fitted, Corrected) else block
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        """By the gradient, as that of the fit."""
+        return self.fitted.self_influence()
+
+
+class _Changes:
+    """What removals do to queries, as a query of the training set's gradients."""
+
+    def __init__(self, queries: Examples, steps: Preconditioned) -> None:
+        rows, device = jacobian_rows(queries), steps.training.device
+        self.prepared = as_gradients(steps.precondition(queries.flat.split(rows.materialise().to(device))))
+        found = torch.cat([found["output"] for _, found in queries.outputs()])
+        shape = found.shape[1:]
+        self.outputs = found.to(device).double().reshape(len(found), -1)
+        target = queries.stream.load(0, queries.count)[1]
+        self.target = target.double() if target is not None and target.is_floating_point() else target
+
+        def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+            return queries.objective.criterion(flat.reshape(shape), target)
+
+        over_queries = vmap(loss, in_dims=(0, None if target is None else 0))
+        self.losses = vmap(over_queries, in_dims=(0, None))
+        self.before = over_queries(self.outputs, self.target)
+
+    def __call__(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        steps = gradients.inner(self.prepared).reshape(len(gradients), *self.outputs.shape)
+        parts = [
+            self.losses(self.outputs + some, self.target)
+            for some in steps.split(max(1, _OUTPUTS // self.outputs.numel()))
+        ]
+        return {"scores": torch.cat(parts).double() - self.before}

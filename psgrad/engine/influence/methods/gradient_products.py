@@ -1,0 +1,158 @@
+"""Gradient dot product: what one plain gradient step on the training example would do to the query's loss.
+
+The cosine of the angle between gradients: the dot product without the examples' norms.
+
+TracInCP: gradient dot products along one training run, each weighed by the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.method import (
+    Checkpoint,
+    Fitted,
+    Method,
+    Per,
+    ScoreBlock,
+    Scores,
+    SelfBlock,
+    labelled,
+    with_total,
+)
+from psgrad.errors import InfluenceError
+
+
+@dataclass(frozen=True)
+class GradientDot(Method):
+    """score = <g_q, g_i>.
+
+    Charpiat, Girard, Felardos and Tarabalka, "Input Similarity from the Neural Network Perspective" (2019);
+    TracInCP with one checkpoint and learning rate one.
+    """
+
+    name = "gradient_dot"
+    unit = "{change}, if one gradient step on the training example were undone, per unit of learning rate"
+    predicts_removal = False
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        return Products(training)
+
+
+class Products(Fitted):
+    """Inner products of gradients, times one factor."""
+
+    def __init__(self, training: Examples, factor: float = 1.0) -> None:
+        self.training, self.factor = training, factor
+        self.facts = {}
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        prepared = queries.stream.gradients(0, len(queries))
+        for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
+            yield ScoreBlock(
+                rows.start, rows.stop, {label: products * self.factor for label, products in found.items()}
+            )
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        for rows, found in self.training.norms():
+            squares = found["square_norm"] * self.factor
+            yield SelfBlock(rows.start, rows.stop, squares, found["square_norm"].sqrt() * self.factor)
+
+
+@dataclass(frozen=True)
+class GradientCosine(Method):
+    """score = <g_q, g_i> / (|g_q| |g_i|), of a layer the cosine within it, beside that of all of them; NaN
+    where either gradient is zero.
+
+    Hanawa, Yokoi, Hara and Inui, "Evaluation of Similarity-based Explanations" (2021). It forgets how
+    strongly an example pulls, so that outliers do not lead every list; it predicts nothing, and the cosine of
+    an example with itself is 1.
+    """
+
+    name = "gradient_cosine"
+    unit = "cosine of the angle between the two gradients, from -1 to 1"
+    predicts_removal = False
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        return Cosines(training)
+
+
+class Cosines(Fitted):
+    """Cosines of the angles between gradients."""
+
+    has_self_influence = False
+
+    def __init__(self, training: Examples) -> None:
+        self.training = training
+        self.facts = {}
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        prepared = queries.stream.gradients(0, len(queries))
+        query_norms = _norms(prepared, per)
+
+        def cosines(gradients: Any) -> dict[str, torch.Tensor]:
+            products, norms = with_total(labelled(gradients.inner(prepared, per=per))), _norms(gradients, per)
+            return {
+                label: _ratio(value, norms[label].unsqueeze(1) * query_norms[label])
+                for label, value in products.items()
+            }
+
+        for rows, found in self.training.each(cosines):
+            yield ScoreBlock(rows.start, rows.stop, found)
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        raise InfluenceError(
+            "gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
+            next_step=(
+                "set influence.self_influence: never, or choose gradient_dot, whose self-influence is the"
+                " squared gradient norm"
+            ),
+        )
+
+
+def _norms(gradients: Any, per: Per) -> Mapping[str, torch.Tensor]:
+    return {
+        label: squares.sqrt()
+        for label, squares in with_total(labelled(gradients.square_norms(per=per))).items()
+    }
+
+
+def _ratio(product: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    return torch.where(norms > 0, product / norms, torch.nan)
+
+
+@dataclass(frozen=True)
+class TracIn(Method):
+    """score = sum over checkpoints t of learning_rate_t <g_q, g_i>, all gradients taken at checkpoint t.
+
+    Pruthi, Liu, Kale and Sundararajan, "Estimating Training Data Influence by Tracing Gradient Descent"
+    (2020), section 3.2. The checkpoints must be of one run; independently trained models are other people's
+    runs, and their sum has no meaning.
+    """
+
+    name = "tracin"
+    unit = (
+        "{change}, if one gradient step on the training example were undone at each checkpoint, to first"
+        " order"
+    )
+    predicts_removal = False
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        if checkpoint.learning_rate is None:
+            raise InfluenceError(
+                f"tracin weighs each checkpoint by its learning rate, and checkpoint {checkpoint.number} has"
+                " none",
+                expected="the optimiser's learning rate when the checkpoint was saved",
+                next_step="name it in influence.checkpoints: [{path: ..., learning_rate: ...}]",
+            )
+        return Products(training, checkpoint.learning_rate)
+
+    def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
+        return {
+            label: torch.stack([block.scores[label] for block in blocks]).sum(0) for label in blocks[0].scores
+        }

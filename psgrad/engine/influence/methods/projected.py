@@ -1,0 +1,94 @@
+"""Influence functions in the space of projected gradients, with the empirical Fisher of that space as the
+curvature.
+
+TRAK: the model as logistic regression on the projected gradients of its margin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.estimators import RowInfluence
+from psgrad.engine.influence.index.rows import Kind, Projector, RowsInMemory, RowSource
+from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
+from psgrad.errors import InfluenceError
+
+
+@dataclass(frozen=True)
+class ProjectedInfluence(Method):
+    """score = P g_q (P G'G P' + n lam I)^-1 P g_i, G [n, p] the gradients of the training losses, P a random
+    projection.
+
+    Choe et al., "What is your data worth to GPT? LLM-scale data valuation with influence functions" (2024).
+    This is influence as if training had moved in the k directions of P alone, with the empirical Fisher for
+    the Hessian, which it is not: where training losses are near zero the empirical Fisher is far smaller, and
+    scores are as much too large. Without a projection it is the damped empirical Fisher itself.
+
+    Args:
+        dimension, projection, seed: as of `TRAK`.
+        damping: lam, in units of P G'G P' / n; None for `relative_damping` times its mean eigenvalue.
+    """
+
+    dimension: int = 2048
+    projection: Kind = "sparse"
+    seed: int = 0
+    damping: float | None = None
+    relative_damping: float = 1.0
+
+    name = "projected_influence"
+    unit = RELATIVE
+    predicts_removal = False
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)
+        return self.fit_rows(RowsInMemory(training, projector, "loss"))
+
+    def fit_rows(self, source: RowSource) -> Fitted:
+        """Of rows that are there, of the loss or of the margin."""
+        return RowInfluence(source, "loss", self.damping, self.relative_damping)
+
+
+@dataclass(frozen=True)
+class TRAK(Method):
+    """score = mean_t [-P g_q (F'F + n lam I)^-1 P f_i] * mean_t [1 - p_i], means over checkpoints t.
+
+    f_i is the gradient of a training example's margin, the log odds of its label, F the matrix of all P f_i,
+    P the random projection of the checkpoint, and 1 - p_i, in general, minus the slope of the loss in the
+    margin. With the margin as the query's measurement -g_q is its gradient. Park, Georgiev, Ilyas, Leclerc
+    and Madry, "TRAK: Attributing Model Behavior at Scale" (2023), section 3; the checkpoints of the paper are
+    models trained on random halves of the data. Two things differ: a ridge, without which few checkpoints
+    rank poorly, and the scale, which is kept. F'F leaves out the curvature's weights p (1 - p), as the
+    paper's does, so that scores are too small, the more so the better the examples are learnt.
+
+    Args:
+        dimension: columns of the projection. Where there are no more parameters, nothing is projected.
+        projection: 'sparse', 'rademacher', 'gaussian', 'two-sided' (`dimension` columns for each parameter)
+        or 'none'. seed: of the projection; each checkpoint has its own. damping: lam, in units of F'F / n;
+        None for `relative_damping` times its mean eigenvalue.
+    """
+
+    dimension: int = 2048
+    projection: Kind = "sparse"
+    seed: int = 0
+    damping: float | None = None
+    relative_damping: float = 1.0
+
+    name = "trak"
+    unit = RELATIVE
+    predicts_removal = False
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)
+        return self.fit_rows(RowsInMemory(training, projector, "margin"))
+
+    def fit_rows(self, source: RowSource) -> Fitted:
+        """Of rows that are there. Raises InfluenceError for rows of the loss."""
+        if source.of != "margin":
+            raise InfluenceError(
+                "trak needs the gradients of the margin, and the index holds those of the loss",
+                next_step=(
+                    "build the index with features: margin; it answers gradient_dot and the others as well"
+                ),
+            )
+        return RowInfluence(source, "margin", self.damping, self.relative_damping)

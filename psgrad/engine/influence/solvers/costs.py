@@ -1,0 +1,79 @@
+"""What each solver is predicted to cost, from sizes alone: multiplications and additions, and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Rows, or parameters, whose square matrix is ever factorised: 2 GB.
+LARGEST = 16384
+# Measured on CPU cores, networks of 1,091 to 38,282 parameters and 400 to 1,500 samples
+# (docs/explanation/influence.md); benchmarks/influence_solvers.py measures them again. Operations of an inner
+# product of two rows, as a share of the parameters (most rows are held as factors); of a product with the
+# curvature, for each sample and parameter; iterations of conjugate gradients with a damping of one mean
+# eigenvalue, and how they grow as the damping falls. From a hundred queries on, which share a Krylov space,
+# iterations fall as queries become more, down to the fewest.
+_INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 0.15, 10.0, 20.0, 4.0, 0.45, 100
+# Products behind the Nystroem preconditioner, which few queries get.
+_PRECONDITIONER = 200
+# Matrices of the full size that are alive at once, and the share of the free memory that they may take.
+_ALIVE, _SHARE = 3, 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """The sizes that a solve's cost depends on.
+
+    size: p. count: n. rows: N of the curvature; None where it is no sum over rows. queries: m. ratio: of
+    damping and weight decay to the mean eigenvalue, about. memory: bytes that are free.
+    """
+
+    size: int
+    count: int
+    rows: int | None
+    queries: int
+    ratio: float
+    memory: int
+
+    def operations(self) -> dict[str, float]:
+        """Of each solver that fits into memory."""
+        p, n, m = float(self.size), float(self.count), float(self.queries)
+        found = {"conjugate_gradient": _PRODUCT * n * p * self.products()}
+        if self.rows is not None and self.size <= LARGEST and self._fits(self.size):
+            found["exact"] = 2 * n * p * p + p**3 / 3 + 2 * m * p * p
+        if self.rows is not None and self.rows <= LARGEST and self._fits(self.rows):
+            found["dual"] = _INNER * self.rows**2 * p + self.rows**3 / 3 + 2.0 * self.rows**2 * m
+        return found
+
+    def products(self) -> float:
+        """How many products with one vector conjugate gradients take."""
+        return solved_products(self.queries) * max(min(self.ratio, 1.0), 1e-8) ** -_GROWTH
+
+    def least(self, correct: bool) -> tuple[str, str]:
+        """The solver of the least work, and why. correct: whether scores are corrected for leverage: exact or
+        dual, where either fits.
+        """
+        found = self.operations()
+        if correct and len(found) > 1:
+            del found["conjugate_gradient"]
+        solver = min(found, key=lambda name: found[name])
+        told = ", ".join(
+            f"{name} {work:.1g}" for name, work in sorted(found.items(), key=lambda pair: pair[1])
+        )
+        what = (
+            "that corrects for leverage and fits"
+            if correct and solver != "conjugate_gradient"
+            else "that fits"
+        )
+        return solver, f"the least work of what is there {what} into memory, in predicted operations: {told}"
+
+    def _fits(self, side: int) -> bool:
+        return _ALIVE * 8 * side * side <= _SHARE * self.memory
+
+
+def solved_products(queries: int) -> float:
+    """How many products with one vector conjugate gradients take for so many right-hand sides, with a damping
+    of one mean eigenvalue.
+    """
+    if queries >= _MANY:
+        return max(_ITERATIONS * _MANY, _FEWEST * queries)
+    return queries * _ITERATIONS + _PRECONDITIONER

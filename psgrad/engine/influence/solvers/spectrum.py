@@ -1,0 +1,162 @@
+"""What products with a symmetric matrix tell of its spectrum: its trace, and its extreme eigenvalues.
+
+What all iterative solvers refuse, in one wording.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from psgrad.errors import InfluenceError
+
+# Of the largest eigenvalue, what may be rounding of the lowest.
+ROUNDING = 1e-9
+# Of the largest eigenvalue, what a damping adds that leaves an inverse half its digits.
+_ENOUGH = 1e-8
+
+
+def assert_finite(rhs: torch.Tensor) -> None:
+    """Raises InfluenceError where a right-hand side [k, p] is not finite."""
+    bad = (~torch.isfinite(rhs).all(1)).nonzero().squeeze(1).tolist()
+    if bad:
+        raise InfluenceError(
+            f"{len(bad)} of {len(rhs)} right-hand sides are not finite, the first of them number {bad[0]}",
+            cause="a query whose loss or gradient is not finite",
+            next_step="leave that query out",
+        )
+
+
+def not_finite() -> InfluenceError:
+    return InfluenceError(
+        "products with the curvature are not finite",
+        cause="a training example whose gradient is not finite, or numbers beyond the type's range",
+        next_step="look for such examples with `psgrad analyze`; engine.dtype: float64",
+    )
+
+
+def assert_invertible(smallest: float, largest: float, size: int) -> None:
+    """Raises InfluenceError where a positive semidefinite matrix [size, size] with these extreme eigenvalues,
+    its damping included, has no inverse with any digits. smallest: or anything above it.
+    """
+    if smallest > size * torch.finfo(torch.float64).eps * largest:
+        return
+    enough = (
+        f"raise the damping by {_ENOUGH * largest:.1e} or more" if largest > 0 else "look at `parameters`"
+    )
+    raise InfluenceError(
+        f"the damped curvature is singular: its smallest eigenvalue is {smallest:.3g} and its largest"
+        f" {largest:.3g}",
+        expected="a positive definite matrix, whose inverse scores are made with",
+        cause=(
+            "directions in the parameters that no training example's output depends on, and hardly any"
+            " damping or weight decay"
+        ),
+        next_step=enough,
+    )
+
+
+def negative_curvature(ritz: Ritz) -> InfluenceError:
+    """ritz: of the damped matrix, its extremes."""
+    lowest, bound = float(ritz.values[0]), float(ritz.bounds[0])
+    return InfluenceError(
+        f"the damped curvature is not positive definite: its lowest eigenvalue is {lowest:.3g}, to within"
+        f" {bound:.1g}",
+        expected=(
+            "eigenvalues above zero: the system has no minimum, and influence no meaning, along directions of"
+            " negative curvature"
+        ),
+        cause="the Hessian of a model that is not at a minimum of its loss, or of a loss that is not convex",
+        next_step=(
+            f"raise the damping by {1.1 * (bound - lowest):.3g} or more, or use curvature: gauss_newton"
+        ),
+    )
+
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+def random_block(k: int, size: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[k, size] float64 standard normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(k, size, generator=generator, dtype=torch.float64).to(device)
+
+
+def hutchinson_trace(
+    apply: Apply, size: int, *, probes: int = 64, seed: int = 0, device: torch.device | str = "cpu"
+) -> tuple[float, float]:
+    """An unbiased estimate of the trace of a symmetric matrix [size, size], and its standard error.
+
+    The mean of z'Az over vectors z of random signs. Hutchinson, "A stochastic estimator of the trace of the
+    influence matrix for Laplacian smoothing splines" (1990).
+    """
+    signs = random_block(probes, size, seed, device).sign()
+    products = (signs * apply(signs)).sum(1)
+    return float(products.mean()), float(products.std()) / math.sqrt(probes)
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """What a Krylov space says of a symmetric matrix.
+
+    values: [k] ascending, approximate eigenvalues. vectors: [k, p], their vectors. bounds: [k]: no further
+    than that from each value there is an eigenvalue. iterations: products with one vector.
+    """
+
+    values: torch.Tensor
+    vectors: torch.Tensor
+    bounds: torch.Tensor
+    iterations: int
+
+
+def lanczos(apply: Apply, start: torch.Tensor, iterations: int) -> Ritz:
+    """Ritz values of a symmetric matrix by Lanczos, every vector orthogonalised against all before it, twice.
+
+    Args:
+        apply: [1, p] to [1, p].
+        start: [p], the first vector; all that it is orthogonal to stays unseen.
+        iterations: at most; fewer where the Krylov space ends before.
+
+    The bounds are norms of residuals, |A v - value v|. Raises InfluenceError where a product is not finite.
+    Parlett, "The Symmetric Eigenvalue Problem" (1998), chapter 13.
+    """
+    basis = start.new_zeros(min(iterations, len(start)), len(start), dtype=torch.float64)
+    alphas: list[float] = []
+    betas: list[float] = []
+    vector = start.double() / torch.linalg.vector_norm(start.double())
+    largest = 0.0
+    for step in range(len(basis)):
+        basis[step] = vector
+        product = apply(vector.unsqueeze(0)).squeeze(0).double()
+        alphas.append(float(vector @ product))
+        if not math.isfinite(alphas[-1]):
+            raise not_finite()
+        known = basis[: step + 1]
+        for _ in range(2):
+            product = product - known.t() @ (known @ product)
+        betas.append(float(torch.linalg.vector_norm(product)))
+        largest = max(largest, abs(alphas[-1]), betas[-1])
+        if betas[-1] <= 1e-14 * largest:
+            betas[-1] = 0.0
+            break
+        vector = product / betas[-1]
+    done = len(alphas)
+    off = torch.tensor(betas[: done - 1], dtype=torch.float64)
+    values, within = torch.linalg.eigh(
+        torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+    )
+    within = within.to(basis.device)
+    bounds = betas[-1] * within[-1].abs()
+    return Ritz(values.to(basis.device), within.t() @ basis[:done], bounds, done)
+
+
+def extremes(apply: Apply, start: torch.Tensor, iterations: int = 40) -> Ritz:
+    """The lowest and the highest Ritz value of `lanczos`, with their bounds: `values`, `vectors` and `bounds`
+    hold two each.
+    """
+    found = lanczos(apply, start, iterations)
+    ends = torch.tensor([0, -1], device=found.values.device)
+    return Ritz(found.values[ends], found.vectors[ends], found.bounds[ends], found.iterations)

@@ -1,0 +1,317 @@
+"""The angle between a sample's gradient and the mean gradient.
+
+The angle between a sample's gradient and the mean gradient of its class.
+
+How far the mean gradient moves when a sample is left out.
+
+The signal-to-noise ratio of the gradient, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.second_moments import sum_of_squares
+from psgrad.engine.gradients.terms import CANCELLATION
+from psgrad.engine.measures.builtin.dataset import estimates
+from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting, finite_rows, nan_elsewhere
+from psgrad.engine.measures.sums import shared_sums
+
+
+@dataclass
+class CosineToMean(Measure):
+    """Whether a sample's gradient points like the mean of all samples. The mean includes the sample
+    itself.
+    """
+
+    name: ClassVar[str] = "cosine_to_mean"
+    title: ClassVar[str] = "Cosine to the mean gradient"
+    formula: ClassVar[str] = "<g_i, gbar> / (|g_i| |gbar|), gbar = (1/n) sum_j g_j"
+    unit: ClassVar[str] = "cosine, -1 to 1"
+    source: ClassVar[str] = (
+        "Fort, Nowak, Jastrzebski, Narayanan: Stiffness (2019), section 2, of one sample with the mean of all"
+    )
+    cost: ClassVar[str] = (
+        "a sum and one inner product for each sample, a tenth of the pass each; a second pass, from memory if"
+        " the gradients fit"
+    )
+    meanings: ClassVar[dict[str, str]] = {
+        "cosine_to_mean": (
+            "cosine between the sample's gradient and the mean gradient; empty if either is zero (-1 to 1)"
+        )
+    }
+    needs_factors = True
+    looks_twice = True
+
+    def prepare(self, setting: Setting) -> None:
+        self._sums = shared_sums(setting, self)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._sums.add(gradients)
+        return {}
+
+    def keep(self) -> None:
+        self._sums.keep()
+
+    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+        norms = gradients.square_norms().sqrt() * self._sums.square_mean() ** 0.5
+        cosines = (self._sums.dot(gradients) / norms).clamp(-1, 1)  # nothing by nothing is NaN
+        return {"cosine_to_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
+
+    def state(self) -> Arrays:
+        return self._sums.state(self)
+
+    def restore(self, state: Arrays) -> None:
+        self._sums.restore(self, state)
+
+
+@dataclass
+class CosineToClassMean(Measure):
+    """Whether a sample's gradient points like those of its label. The mean includes the sample: alone in its
+    class it has cosine 1.
+    """
+
+    name: ClassVar[str] = "cosine_to_class_mean"
+    title: ClassVar[str] = "Cosine to the class's mean gradient"
+    formula: ClassVar[str] = (
+        "<g_i, gbar_c> / (|g_i| |gbar_c|), gbar_c the mean of g_j over the samples j with label c = y_i"
+    )
+    unit: ClassVar[str] = "cosine, -1 to 1"
+    source: ClassVar[str] = (
+        "Fort, Nowak, Jastrzebski, Narayanan: Stiffness (2019), section 2.2, of one sample with the mean of"
+        " its class"
+    )
+    cost: ClassVar[str] = (
+        "as cosine_to_mean, whose sums it shares; 16 bytes of memory for each class and parameter"
+    )
+    meanings: ClassVar[dict[str, str]] = {
+        "cosine_to_class_mean": (
+            "cosine between the gradient and its label's mean gradient; empty if either is zero (-1 to 1)"
+        )
+    }
+    needs_factors = True
+    looks_twice = True
+
+    def prepare(self, setting: Setting) -> None:
+        self._sums = shared_sums(setting, self, by_class=True)
+
+    def summary(self, output: Any, target: Any) -> Arrays:
+        return self._sums.summary(target)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._sums.add(gradients)
+        return {}
+
+    def keep(self) -> None:
+        self._sums.keep()
+
+    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+        of_class = self._sums.class_norms().to(gradients.losses.device)[self._sums.classes_of(gradients)]
+        norms = gradients.square_norms().sqrt() * of_class
+        cosines = (self._sums.class_dot(gradients) / norms).clamp(-1, 1)
+        return {"cosine_to_class_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        counts, norms = self._sums.counts[:-1], self._sums.class_norms()[:-1]
+        return Gathered(
+            tables={
+                "classes": {
+                    "class": torch.arange(len(counts)),
+                    "samples": counts,
+                    "mean_gradient_norm": norms,
+                }
+            }
+        )
+
+    def state(self) -> Arrays:
+        return self._sums.state(self)
+
+    def restore(self, state: Arrays) -> None:
+        self._sums.restore(self, state)
+
+
+@dataclass
+class LooMeanChange(Measure):
+    """The distance between the mean gradient of all samples and that of all but this one, exact for
+    every n.
+    """
+
+    name: ClassVar[str] = "loo_mean_change"
+    title: ClassVar[str] = "Leave-one-out change of the mean gradient"
+    formula: ClassVar[str] = "|gbar - gbar without i| = |g_i - gbar| / (n - 1)"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
+    source: ClassVar[str] = (
+        "the jackknife of a mean: Efron, Tibshirani: An Introduction to the Bootstrap (1993), section 11.5"
+    )
+    cost: ClassVar[str] = "as cosine_to_mean, whose sum and inner products it shares"
+    meanings: ClassVar[dict[str, str]] = {
+        "loo_mean_change": (
+            "how far the mean gradient moves without this sample; empty if it is the only one ({loss} per"
+            " unit of parameter)"
+        )
+    }
+    needs_factors = True
+    looks_twice = True
+
+    def prepare(self, setting: Setting) -> None:
+        self._sums = shared_sums(setting, self)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._sums.add(gradients)
+        return {}
+
+    def keep(self) -> None:
+        self._sums.keep()
+
+    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+        others = self._sums.count - 1
+        finite = finite_rows(gradients)
+        if others < 1:
+            return {"loo_mean_change": torch.full_like(gradients.square_norms(), torch.nan)}
+        parts = gradients.square_norms() + self._sums.square_mean()
+        distances = parts - 2 * self._sums.dot(gradients)
+        close = torch.nonzero(finite & (distances < CANCELLATION * parts)).squeeze(
+            1
+        )  # float32 has lost digits there
+        if len(close):
+            distances[close] = self._sums.square_distances(gradients, close)
+        return {"loo_mean_change": nan_elsewhere(distances.clamp(min=0).sqrt() / others, finite)}
+
+    def state(self) -> Arrays:
+        return self._sums.state(self)
+
+    def restore(self, state: Arrays) -> None:
+        self._sums.restore(self, state)
+
+
+_QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
+# A variance under this many roundings of the mean square can't be told from none.
+_ROUNDINGS = 64
+
+
+@dataclass
+class SignalToNoise(Measure):
+    """How much of a sample's gradient in a parameter is common to all samples. The table `parameters` has a
+    row for each parameter tensor.
+
+    `signal` is |G|^2 and `noise` tr(Sigma) of the tensor, each without bias; `signal_to_noise` is their
+    ratio, one over the noise scale in this tensor alone. The estimate of a small signal may be below zero:
+    read it as zero.
+
+    With `elements` the same ratio is computed for each number in the tensor, mean squared divided by
+    variance. Its quantiles over the tensor are in the table, or all of them in
+    measures/signal_to_noise.safetensors, in the shape of the parameters. An element whose variance cannot be
+    separated from rounding (one that no sample moves) has none.
+
+    Options:
+        elements: none, quantiles, or array (quantiles too).
+    """
+
+    elements: Literal["none", "quantiles", "array"] = "none"
+
+    name: ClassVar[str] = "signal_to_noise"
+    title: ClassVar[str] = "Signal-to-noise ratio of the gradient"
+    formula: ClassVar[str] = (
+        "|G|^2 / tr(Sigma), with |G|^2 = (n |gbar|^2 - m) / (n - 1), tr(Sigma) = n (m - |gbar|^2) / (n - 1),"
+        " m = mean of |g_i|^2, in one parameter; of an element (gbar_j^2 - s_j^2 / n) / s_j^2, s_j^2 its"
+        " sample variance"
+    )
+    unit: ClassVar[str] = "1 / samples"
+    source: ClassVar[str] = (
+        "McCandlish, Kaplan, Amodei: An Empirical Model of Large-Batch Training (2018), appendix A.1, of one"
+        " parameter"
+    )
+    cost: ClassVar[str] = (
+        "a sum, a tenth of the pass, shared with cosine_to_mean; with elements a sum of squares, a fifth of"
+        " the pass"
+    )
+    meanings: ClassVar[dict[str, str]] = {}
+    needs_factors = True
+
+    def prepare(self, setting: Setting) -> None:
+        self._sums = shared_sums(setting, self)
+        self._squares: torch.Tensor | None = None  # [p] float64
+        self._chunk: torch.Tensor | None = None
+        self._rounding = {
+            name: float(torch.finfo(value.dtype).eps) for name, value in setting.examples.params.items()
+        }
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._sums.add(gradients)
+        if self.elements != "none":
+            finite = finite_rows(gradients)
+            rows = slice(None) if bool(finite.all()) else torch.nonzero(finite).squeeze(1)
+            self._chunk = torch.cat(
+                [sum_of_squares(each.at(rows)).flatten() for each in gradients.gradients.values()]
+            )
+        return {}
+
+    def keep(self) -> None:
+        self._sums.keep()
+        if self._chunk is not None:
+            self._squares = self._chunk if self._squares is None else self._squares.add_(self._chunk)
+            self._chunk = None
+
+    def state(self) -> Arrays:
+        own = {} if self._squares is None else {"element_squares": self._squares.cpu()}
+        return {**self._sums.state(self), **own}
+
+    def restore(self, state: Arrays) -> None:
+        self._sums.restore(self, state)
+        if "element_squares" in state:
+            self._squares = state["element_squares"].clone().to(self._sums.device)
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        n, flat = self._sums.count, self._sums.flat
+        table: dict[str, list[Any]] = {
+            name: [] for name in ("parameter", "numel", "signal", "noise", "signal_to_noise")
+        }
+        for name, columns, squares, mean in zip(
+            flat.shapes, flat.columns.values(), self._sums.squares, self._sums.square_means, strict=True
+        ):
+            signal, noise = estimates(n, float(squares) / n, float(mean)) if n > 1 else (torch.nan, torch.nan)
+            ratio = (
+                signal / noise
+                if noise > _ROUNDINGS * self._rounding[name] * float(squares) / max(n, 1)
+                else torch.nan
+            )
+            for key, value in zip(
+                table, (name, columns.stop - columns.start, signal, noise, ratio), strict=True
+            ):
+                table[key].append(value)
+        if self._squares is None or n < 2:
+            return Gathered(numbers={"samples": n}, tables={"parameters": table})
+        ratios = self._by_element(n)
+        for key, q in _QUANTILES.items():
+            table[f"element_{key}"] = [_quantile(each, q) for each in ratios.values()]
+        arrays = (
+            {name: ratios[name].reshape(shape) for name, shape in flat.shapes.items()}
+            if self.elements == "array"
+            else {}
+        )
+        return Gathered(numbers={"samples": n}, tables={"parameters": table}, arrays=arrays)
+
+    def _by_element(self, n: int) -> dict[str, torch.Tensor]:
+        """name -> [numel] float64, on the CPU."""
+        assert self._squares is not None
+        found = {}
+        for name, columns in self._sums.flat.columns.items():
+            squares, mean = self._squares[columns], self._sums.mean[columns]
+            variance = (squares - n * mean.square()) / (n - 1)
+            told = variance > _ROUNDINGS * self._rounding[name] * squares / n
+            found[name] = ((mean.square() - variance / n) / variance).where(told, torch.nan).cpu()
+        return found
+
+
+def _quantile(values: torch.Tensor, q: float) -> float:
+    """The value under which a share q of those that are numbers lies; torch.quantile takes 16 million at
+    most.
+    """
+    known = values[~values.isnan()].sort().values
+    return float(known[max(0, math.ceil(q * len(known)) - 1)]) if len(known) else math.nan

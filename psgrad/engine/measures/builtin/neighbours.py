@@ -1,0 +1,288 @@
+"""How far each sample's gradient is from those nearest to it, and whose they are.
+
+Random projections of the samples' gradients: few numbers a sample, of which inner products and distances
+estimate the gradients'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from psgrad.engine.execution.memory import free_host_memory
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.influence.index.rows import Projector
+from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
+from psgrad.engine.measures.projected import COLUMN, Projected, spread
+from psgrad.errors import MeasureError
+
+# Rows whose neighbours are looked at together.
+_ROWS = 4096
+
+
+@dataclass
+class NeighbourDistance(Measure):
+    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle,
+    and the nearest sample.
+
+    If there are more than `reference` samples, the neighbours are searched in a random subset of that size,
+    drawn with the run's seed. Time and memory then grow with the samples, not with their square, and
+    distances are longer than among all, for all samples alike. A sample is never its own neighbour. A zero
+    gradient has no angle with others. `distance_error` is the relative error of a distance between
+    projections, at one standard deviation.
+
+    Options:
+        neighbours: how many; all, if there are fewer. reference: the largest number of samples among which
+        neighbours are searched. save: whether all neighbours are written to
+        measures/neighbour_distance.safetensors, as rows of the dataset, nearest first:
+            `neighbours` by Euclidean distance and `neighbours_by_angle`, [samples, neighbours], -1 if there
+            are none.
+    """
+
+    neighbours: int = 10
+    reference: int = 5_000
+    save: bool = False
+
+    name: ClassVar[str] = "neighbour_distance"
+    title: ClassVar[str] = "Distance to the nearest gradients"
+    formula: ClassVar[str] = "mean over the k nearest j of |P g_i - P g_j|_2, or of 1 - cos(P g_i, P g_j)"
+    unit: ClassVar[str] = "{loss} per unit of parameter; by angle 0 to 2"
+    source: ClassVar[str] = (
+        "Angiulli, Pizzuti: Fast Outlier Detection in High Dimensional Spaces (2002), definition 1, divided"
+        " by k"
+    )
+    cost: ClassVar[str] = (
+        "2 x samples x min(samples, reference) x dimension products, after the pass; and memory for"
+        " `reference` rows"
+    )
+    meanings: ClassVar[Mapping[str, str]] = {
+        "neighbour_distance": (
+            "mean Euclidean distance to the nearest projected gradients ({loss} per unit of parameter)"
+        ),
+        "neighbour_angle_distance": (
+            "mean of 1 - cosine to the projected gradients with the smallest angle (0 to 2)"
+        ),
+        "neighbour_label_share": (
+            "share of the neighbours by angle that have another label (0 to 1); if labels are classes"
+        ),
+        "nearest_neighbour": (
+            "row of the sample whose projected gradient is nearest by Euclidean distance (-1: none)"
+        ),
+        "nearest_by_angle": "row of the sample whose projected gradient has the smallest angle (-1: none)",
+    }
+    needs: ClassVar[tuple[str, ...]] = (COLUMN,)
+
+    def __post_init__(self) -> None:
+        if self.neighbours < 1:
+            raise ValueError(f"got {self.neighbours} neighbours, expected at least 1")
+        if self.reference < 2:
+            raise ValueError(f"got {self.reference} as reference, expected at least 2 samples to look among")
+
+    def prepare(self, setting: Setting) -> None:
+        self._setting = setting
+        try:
+            import sklearn  # noqa: F401
+        except ImportError as error:
+            raise MeasureError(
+                f"{self.name} needs scikit-learn, which is not installed",
+                next_step="pip install scikit-learn, or leave the measure out",
+            ) from error
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        setting = self._setting
+        found = Projected.of(rows, setting.examples.flat.size)
+        directed = found.rows.any(1)
+        places = found.places[directed]
+        if len(found.places) > self.reference:
+            setting.say(
+                f"{self.name}: neighbours are looked for among {self.reference:,} of {len(found.places):,}"
+                " samples, drawn at random"
+            )
+        options = self.neighbours, self.reference, setting.seed
+        distant = _Neighbours(found.rows, False, *options)
+        turned = _Neighbours(
+            found.rows if len(places) == len(found.places) else found.rows[directed], True, *options
+        )
+        near, alike = distant.near, turned.near
+        by_distance = spread(torch.where(near >= 0, found.places[near], -1), found.places, len(setting))
+        by_angle = spread(torch.where(alike >= 0, places[alike], -1), places, len(setting))
+        columns = {
+            "neighbour_distance": spread(distant.means, found.places, len(setting)),
+            "neighbour_angle_distance": spread(turned.means, places, len(setting)),
+            "nearest_neighbour": by_distance[:, 0],
+            "nearest_by_angle": by_angle[:, 0],
+        }
+        labels = setting.targets
+        if labels is not None and labels.dim() == 1:
+            known = by_angle >= 0
+            other = known & (labels[by_angle] != labels.unsqueeze(1))
+            columns["neighbour_label_share"] = (
+                other.sum(1) / known.sum(1).double()
+            )  # nothing by nothing is NaN
+        numbers: dict[str, Any] = {
+            "neighbours": int((near[:1] >= 0).sum()),
+            "samples": len(found.places),
+            "among": min(len(found.places), self.reference),
+            "median_distance": _median(distant.means),
+            "median_angle_distance": _median(turned.means),
+            "distance_error": found.noise / 2**0.5,
+        }
+        arrays = {"neighbours": by_distance, "neighbours_by_angle": by_angle} if self.save else {}
+        return Gathered(columns, numbers, arrays=arrays)
+
+
+class _Neighbours:
+    """The nearest of some rows [m, k], by Euclidean distance or by angle, for all of them.
+
+    They are looked for among `most` rows, drawn by the seed, where there are more. Nothing of m x k numbers
+    is made.
+
+    Attributes:
+        means: [m] float64, mean distance to the nearest. near: [m, count] int64, which rows they are, nearest
+        first, -1 for none.
+    """
+
+    def __init__(self, rows: torch.Tensor, by_angle: bool, count: int, most: int, seed: int) -> None:
+        from sklearn.neighbors import NearestNeighbors
+
+        self.rows, self.by_angle = rows, by_angle
+        m = len(rows)
+        self.means = torch.full((m,), torch.nan, dtype=torch.float64)
+        self.near = torch.full((m, count), -1, dtype=torch.int64)
+        if m < 2:
+            return
+        chosen = (
+            np.arange(m) if m <= most else np.sort(np.random.default_rng(seed).choice(m, most, replace=False))
+        )
+        search = NearestNeighbors(algorithm="brute").fit(self._at(torch.from_numpy(chosen)).numpy())
+        own = search.kneighbors(
+            n_neighbors=min(count, len(chosen) - 1), return_distance=False
+        )  # no row is its own neighbour
+        for start in range(0, len(chosen), _ROWS):
+            self._note(
+                torch.from_numpy(chosen[start : start + _ROWS]),
+                torch.from_numpy(chosen[own[start : start + _ROWS]]),
+            )
+        others = np.setdiff1d(np.arange(m), chosen)
+        for start in range(0, len(others), _ROWS):
+            some = torch.from_numpy(others[start : start + _ROWS])
+            found = search.kneighbors(
+                self._at(some).numpy(), n_neighbors=min(count, len(chosen)), return_distance=False
+            )
+            self._note(some, torch.from_numpy(chosen[found]))
+
+    def _at(self, places: torch.Tensor) -> torch.Tensor:
+        """Some rows; by angle of length one, as of unit vectors the nearest are those of the smallest
+        angle.
+        """
+        rows = self.rows[places]
+        if not self.by_angle:
+            return rows
+        rows = rows / rows.abs().amax(1, keepdim=True)  # first by the largest entry: squares may vanish
+        return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+
+    def _note(self, places: torch.Tensor, found: torch.Tensor) -> None:
+        """Write down the neighbours [s, count] of some rows [s].
+
+        Distances are taken again, from differences: those by inner products lose the digits of rows that
+        nearly agree.
+        """
+        rows = self._at(places).double()
+        each = [
+            torch.linalg.vector_norm(self._at(found[:, k]).double() - rows, dim=1)
+            for k in range(found.shape[1])
+        ]
+        distances, order = torch.stack(each, 1).sort(dim=1, stable=True)
+        self.near[places, : found.shape[1]] = found.gather(1, order)
+        self.means[places] = (distances.square() / 2 if self.by_angle else distances).mean(1)
+
+
+def _median(values: torch.Tensor) -> float | None:
+    finite = values[torch.isfinite(values)]
+    return float(finite.median()) if len(finite) else None
+
+
+# Of the memory that is free before a run, what rows that are kept to its end may take.
+_SHARE = 0.5
+# A pass holds its rows in pieces, and then once more as a whole.
+_COPIES = 2
+
+
+@dataclass
+class ProjectedGradients(Measure):
+    """A row of few numbers for each sample, for other measures and for the detectors of outliers.
+
+    Options:
+        dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has
+        no more numbers than
+            that, nothing is projected.
+        kind: 'sparse' (a few instructions for each number), 'rademacher' or 'gaussian' (`dimension` products
+        for each number), or
+            'none', all numbers of all parameters. There is no two-sided projection: its error differs from
+            layer to layer, and does not follow from the number of columns.
+        save: whether the rows are written to measures/projected_gradients.safetensors, [samples, dimension].
+    """
+
+    dimension: int = 256
+    kind: Literal["sparse", "rademacher", "gaussian", "none"] = "sparse"
+    save: bool = False
+
+    name: ClassVar[str] = COLUMN
+    title: ClassVar[str] = "Projected gradients"
+    formula: ClassVar[str] = "P g_i, with E[<P g_i, P g_j>] = <g_i, g_j>"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
+    source: ClassVar[str] = (
+        "Achlioptas: Database-friendly random projections (2003), theorem 1.1; sparse: Kane, Nelson: Sparser"
+        " Johnson-Lindenstrauss transforms (2014), section 3"
+    )
+    cost: ClassVar[str] = (
+        "one pass over the numbers of each gradient ('sparse'), or `dimension` products for each number; "
+        "4 bytes x samples x dimension of memory"
+    )
+    needs_factors = True
+
+    def __post_init__(self) -> None:
+        if self.dimension < 1:
+            raise ValueError(f"got {self.dimension} as dimension, expected at least 1 column")
+
+    def prepare(self, setting: Setting) -> None:
+        params = setting.examples.params
+        self._projector = Projector(self.kind, self.dimension, setting.seed, 0, params)
+        self._parameters = setting.examples.flat.size
+        number = max((parameter.dtype for parameter in params.values()), key=lambda dtype: dtype.itemsize)
+        each = self._projector.width * max(number.itemsize, 4)
+        needed, free = _COPIES * each * len(setting), free_host_memory()
+        if needed > _SHARE * free:
+            fitting = int(self._projector.width * _SHARE * free / needed)
+            raise MeasureError(
+                f"{self.name}: {len(setting):,} rows of {self._projector.width:,} numbers take"
+                f" {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB of memory are free",
+                expected=f"at most half of the free memory: up to {fitting:,} columns",
+                next_step=(
+                    f"set dimension: {max(1, fitting)} or less of {self.name}"
+                    if fitting
+                    else "look at fewer samples (--limit), or use a machine with more memory"
+                ),
+            )
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        return {COLUMN: self._projector(gradients)}
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        found = Projected.of(rows, self._parameters)
+        norms = rows["grad_norm"][found.places]
+        counted = norms > 0
+        squares = torch.linalg.vector_norm(found.rows, dim=1, dtype=torch.float64)[counted].square()
+        off = squares / norms[counted].square() - 1
+        numbers = {
+            "dimension": found.rows.shape[1],
+            "kind": "none" if found.exact else self.kind,
+            "parameters": self._parameters,
+            "square_norm_error": float(off.square().mean().sqrt()) if len(off) else None,
+            "expected_square_norm_error": 2**0.5 * found.noise,
+        }
+        return Gathered(numbers=numbers, arrays={COLUMN: rows[COLUMN]} if self.save else {})

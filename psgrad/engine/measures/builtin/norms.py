@@ -1,0 +1,175 @@
+"""The norm of each sample's gradient, layer by layer.
+
+The norm of each sample's gradient beside that of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting, finite_rows, nan_elsewhere
+from psgrad.engine.measures.norms import NormDistribution
+
+OF_THE_MODEL = "(model)"
+"""What parameters of the model itself are said to belong to."""
+
+
+@dataclass
+class LayerNorms(Measure):
+    """A column for each layer, or for each parameter; an array [n, layers] float32 if the model has more of
+    them.
+
+    Options:
+        per: module (the parameters of one layer together) or parameter.
+        columns_up_to: the largest number of layers that get a column each.
+    """
+
+    per: Literal["module", "parameter"] = "module"
+    columns_up_to: int = 32
+
+    name: ClassVar[str] = "layer_norms"
+    title: ClassVar[str] = "Norms by layer"
+    formula: ClassVar[str] = "|g_i,m|_2, g_i,m the part of g_i in the parameters of layer m"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
+    source: ClassVar[str] = "the definition; the squares over all layers add up to grad_norm squared"
+    cost: ClassVar[str] = "nothing beyond the pass: the norms are computed anyway"
+    meanings: ClassVar[dict[str, str]] = {
+        "layer_norm.<layer>": (
+            "norm of the sample's gradient in the parameters of this layer ({loss} per unit of parameter)"
+        )
+    }
+
+    def __post_init__(self) -> None:
+        if self.columns_up_to < 0:
+            raise ValueError("columns_up_to is a number of layers, 0 or more")
+
+    def prepare(self, setting: Setting) -> None:
+        self._layers = layers_of(setting, self.per)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        finite = finite_rows(gradients)
+        norms = {
+            layer: nan_elsewhere(squares.sqrt(), finite)
+            for layer, squares in gradients.square_norms(per=self.per).items()
+        }
+        if len(norms) <= self.columns_up_to:
+            return {f"layer_norm.{layer or OF_THE_MODEL}": column for layer, column in norms.items()}
+        return {"layer_norms": torch.stack(list(norms.values()), 1).float()}
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        arrays = {"layer_norms": rows["layer_norms"]} if "layer_norms" in rows else {}
+        return Gathered(numbers={"layers": self._layers}, arrays=arrays)
+
+
+def layers_of(setting: Setting, per: str) -> list[str]:
+    """The names of the layers, or of the parameters, in the order of `square_norms`."""
+    names = list(setting.examples.params)
+    return (
+        names
+        if per == "parameter"
+        else list(dict.fromkeys(name.rpartition(".")[0] or OF_THE_MODEL for name in names))
+    )
+
+
+_QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
+
+
+@dataclass
+class RelativeNorm(Measure):
+    """How far a step of size 1 along this sample's gradient would move the parameters, as a share of their
+    norm.
+
+    measures.json has the names of the layers, in the order of `relative_norm_layer`, from 0. A layer whose
+    parameters are all zero has no relative norm. The table `parameters` has the samples' distribution for
+    each parameter.
+    """
+
+    name: ClassVar[str] = "relative_norm"
+    title: ClassVar[str] = "Norm relative to the parameters"
+    formula: ClassVar[str] = "|g_i|_2 / |theta|_2, and for each layer m: |g_i,m|_2 / |theta_m|_2"
+    unit: ClassVar[str] = "{loss} per unit of parameter, per unit of parameter norm"
+    source: ClassVar[str] = (
+        "You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks (2017), section 4, its inverse"
+    )
+    cost: ClassVar[str] = "nothing beyond the pass: the norms are computed anyway"
+    meanings: ClassVar[dict[str, str]] = {
+        "relative_norm": (
+            "norm of the gradient over the norm of all parameters ({loss} per squared unit of parameter)"
+        ),
+        "relative_norm_largest": (
+            "the largest of the layers' relative norms ({loss} per squared unit of parameter)"
+        ),
+        "relative_norm_layer": "the layer that has it (its place in the list of layers, from 0)",
+    }
+
+    def prepare(self, setting: Setting) -> None:
+        params = setting.examples.params
+        squares = {name: float(value.double().square().sum()) for name, value in params.items()}
+        self._parameters = {name: square**0.5 for name, square in squares.items()}
+        self._whole = sum(squares.values()) ** 0.5
+        self._layers = layers_of(setting, "module")
+        by_layer = dict.fromkeys((name.rpartition(".")[0] for name in params), 0.0)
+        for name, square in squares.items():
+            by_layer[name.rpartition(".")[0]] += square
+        self._layer_norms = torch.tensor(list(by_layer.values()), dtype=torch.float64).sqrt()
+        self._seen = {name: NormDistribution() for name, norm in self._parameters.items() if norm}
+        self._chunk: dict[str, torch.Tensor] = {}
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        finite = finite_rows(gradients)
+        by_parameter = gradients.square_norms(per="parameter")
+        self._chunk = {
+            name: by_parameter[name][finite].sqrt() / self._parameters[name] for name in self._seen
+        }
+        by_layer = torch.stack(
+            list(gradients.square_norms(per="module").values()), 1
+        ).sqrt() / self._layer_norms.to(finite.device)
+        known = (self._layer_norms > 0).to(finite.device)
+        largest, layer = by_layer.masked_fill(~known, -torch.inf).max(1)
+        finite_layer = finite & known.any()
+        return {
+            "relative_norm": nan_elsewhere(
+                gradients.square_norms().sqrt() / (self._whole or torch.nan), finite
+            ),
+            "relative_norm_largest": nan_elsewhere(largest, finite_layer),
+            "relative_norm_layer": nan_elsewhere(layer, finite_layer),
+        }
+
+    def keep(self) -> None:
+        for name, values in self._chunk.items():
+            self._seen[name].add(values.cpu())
+        self._chunk = {}
+
+    def state(self) -> Arrays:
+        return {
+            f"{place}.{part}": value
+            for place, each in enumerate(self._seen.values())
+            for part, value in each.state().items()
+        }
+
+    def restore(self, state: Arrays) -> None:
+        for place, each in enumerate(self._seen.values()):
+            each.restore({part: state[f"{place}.{part}"] for part in each.state()})
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        table: dict[str, list[Any]] = {
+            "parameter": [],
+            "parameter_norm": [],
+            "mean": [],
+            **{name: [] for name in _QUANTILES},
+        }
+        for name, norm in self._parameters.items():
+            seen = self._seen.get(name, NormDistribution())
+            table["parameter"].append(name)
+            table["parameter_norm"].append(norm)
+            table["mean"].append(seen.mean if seen.count else torch.nan)
+            for quantile, q in _QUANTILES.items():
+                table[quantile].append(seen.quantile(q))
+        return Gathered(
+            numbers={"layers": self._layers, "parameter_norm": self._whole}, tables={"parameters": table}
+        )

@@ -1,0 +1,201 @@
+"""What samples say at several checkpoints of a training run, asked once for all measures that follow them
+through training.
+
+What was asked of all samples at all checkpoints.
+
+How far checkpoints agree on the order of the samples, and how a sample's numbers move along them.
+
+What is kept of a sample's output at one checkpoint: how sure the model was of the label, and whether it was
+right.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad.engine.execution.objective import Summary
+from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.checkpoint_passes import require_labels as require_labels
+from psgrad.engine.measures.checkpoint_passes import require_moments as require_moments
+from psgrad.engine.measures.measure import Arrays
+
+_PREFIX = "moments"
+
+
+def column(name: str, first: int) -> str:
+    """The column of one pass: what its checkpoints, of which this is the first, said."""
+    return f"{_PREFIX}.{name}.{first}"
+
+
+@dataclass(frozen=True)
+class History:
+    """names: of the T checkpoints, in the order of training. said: name -> [n, T]: `loss` and `grad_norm`
+    always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see moment_summary).
+    """
+
+    names: Sequence[str]
+    said: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
+        """From the columns of all passes over the checkpoints."""
+        parts: dict[str, dict[int, torch.Tensor]] = {}
+        for key, values in rows.items():
+            prefix, _, rest = key.partition(".")
+            if prefix == _PREFIX:
+                name, _, first = rest.rpartition(".")
+                parts.setdefault(name, {})[int(first)] = values
+        return cls(
+            names,
+            {name: torch.cat([found[first] for first in sorted(found)], 1) for name, found in parts.items()},
+        )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """[n, T] float64."""
+        return self.said[name].double()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.said
+
+    @property
+    def finite(self) -> torch.Tensor:
+        """[n, T] bool: where loss and gradient norm are finite."""
+        return torch.isfinite(self.said["loss"]) & torch.isfinite(self.said["grad_norm"])
+
+    def whole(self, name: str) -> torch.Tensor:
+        """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, as a mean over
+        fewer would compare it with others at other moments of training.
+        """
+        values = self[name]
+        return values.where((self.finite & torch.isfinite(values)).all(1, keepdim=True), torch.nan)
+
+    def nonfinite(self) -> dict[str, int]:
+        """checkpoint -> how many samples are not finite there, of those where some are."""
+        counts = (~self.finite).sum(0).tolist()
+        return {name: count for name, count in zip(self.names, counts, strict=True) if count}
+
+
+__all__ = ["History", "require_labels", "require_moments"]
+
+
+# Under it, less than a quarter of the ranks' variance is shared.
+_HARDLY = 0.5
+
+
+def rank_correlation(values: torch.Tensor) -> list[list[float]]:
+    """[T][T]: Spearman's rank correlation between the columns of [n, T], over the rows without NaN; NaN where
+    it has none.
+
+    How far two checkpoints agree on which samples stand out.
+    """
+    from scipy.stats import rankdata
+
+    kept = values[torch.isfinite(values).all(1)].numpy()
+    if len(kept) < 2:
+        return np.full((values.shape[1],) * 2, np.nan).tolist()  # type: ignore[no-any-return]
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # a checkpoint at which all samples are alike has no ranking: NaN says so
+        found: list[list[float]] = np.corrcoef(np.stack([rankdata(each) for each in kept.T])).tolist()
+    return found
+
+
+def disagreement(correlation: list[list[float]], names: Sequence[str], what: str) -> str | None:
+    """A sentence where two checkpoints hardly agree on the order of the samples; None where all do."""
+    pairs = [
+        (correlation[i][j], names[i], names[j])
+        for i in range(len(names))
+        for j in range(i)
+        if not np.isnan(correlation[i][j])
+    ]
+    if not pairs or min(pairs)[0] >= _HARDLY:
+        return None
+    least, later, earlier = min(pairs)
+    return (
+        f"{what}: the checkpoints {earlier} and {later} rank the samples differently (Spearman's rank"
+        f" correlation {least:.2f}); a mean over both is dominated by whichever has the larger numbers"
+    )
+
+
+def slope(values: torch.Tensor) -> torch.Tensor:
+    """[n]: the least-squares slope of [n, T] over 0, ..., T - 1."""
+    steps = torch.arange(values.shape[1], dtype=values.dtype)
+    steps = steps - steps.mean()
+    return (values - values.mean(1, keepdim=True)) @ steps / steps.square().sum()
+
+
+def moment_summary(kind: str, ignore_index: int = -100) -> Summary:
+    """The summary for a kind of loss; what the loss does not have is left out.
+
+    confidence: the probability of the label, 0 to 1. right: 1 where the most likely class is the label, else
+    0. el2n: the distance
+    |softmax(z) - onehot(y)| of the probabilities. All three are means over the positions where a sample has
+    several, those that do not count left out; NaN where none counts, or the output is not finite. prediction:
+    the most likely class, the probability (binary) or the value, for outputs of one number or one vector of
+    classes.
+    """
+
+    def summary(output: Any, target: Any) -> Arrays:
+        if not isinstance(output, torch.Tensor):
+            return {}
+        output = accumulating(output.detach())
+        if (
+            kind == "class"
+            and output.dim()
+            and isinstance(target, torch.Tensor)
+            and output.shape[1:] == target.shape
+        ):
+            return _of_classes(output.movedim(0, -1), target, ignore_index)
+        if kind == "token" and isinstance(target, torch.Tensor) and output.shape[:-1] == target.shape:
+            return _of_classes(output, target, ignore_index)
+        if kind == "binary" and output.numel() == 1 and isinstance(target, torch.Tensor):
+            return _of_one_probability(output.reshape(()), target.reshape(()))
+        return {"prediction": output.reshape(())} if kind == "value" and output.numel() == 1 else {}
+
+    return summary
+
+
+def _of_classes(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> Arrays:
+    """output: [*positions, c] logits or log-probabilities. target: [*positions], whole numbers."""
+    if target.is_floating_point():
+        return {}
+    probabilities = torch.softmax(output, -1)
+    counted = target != ignore_index
+    label = torch.where(counted, target, 0).long()
+    kind = probabilities.dtype
+    of_label = probabilities.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+    finite = torch.isfinite(probabilities).all(-1)
+    right = torch.where(finite, (probabilities.argmax(-1) == label).to(kind), math.nan)
+    # Not F.one_hot, which looks at the values: a pass with it could not be recorded or foreseen.
+    onehot = torch.arange(output.shape[-1], device=output.device) == label.unsqueeze(-1)
+    distance = torch.linalg.vector_norm(probabilities - onehot.to(kind), dim=-1)
+    found = {
+        name: _mean(x, counted)
+        for name, x in (("confidence", of_label), ("right", right), ("el2n", distance))
+    }
+    if not target.dim():
+        found["prediction"] = torch.where(finite, probabilities.argmax(-1).to(kind), math.nan)
+    return found
+
+
+def _mean(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """(): of values [*positions], over those that count; NaN where none does."""
+    return torch.where(counted, values, 0).sum() / counted.sum()
+
+
+def _of_one_probability(output: torch.Tensor, target: torch.Tensor) -> Arrays:
+    probability, target = torch.sigmoid(output), target.to(output.dtype)
+    right = torch.where(torch.isfinite(output), ((output > 0) == (target > 0.5)).to(output.dtype), math.nan)
+    return {
+        "confidence": probability * target + (1 - probability) * (1 - target),
+        "right": right,
+        "prediction": probability,
+    }

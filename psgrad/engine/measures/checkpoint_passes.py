@@ -1,0 +1,287 @@
+"""Several checkpoints in one pass: their weights stacked, and the per-sample norms mapped over them.
+
+Which checkpoints pass together: as many as fit in memory, where that is priced lower than one after another.
+
+The models of several checkpoints, all of them in memory where they fit there.
+
+Why a measure over checkpoints can't be had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from psgrad.engine.execution.chunk_plan import Prediction, predict
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.memory import chunk_budget
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.gradients import per_sample_square_norms
+from psgrad.engine.gradients.precision_guard import noting
+from psgrad.engine.measures.measure import Arrays, Measure, Moment, Setting
+from psgrad.engine.transforms import stack_module_state, vmap
+from psgrad.engine.transforms.functional import swapped, tied_slots
+from psgrad.errors import MeasureError
+
+Vectors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """Models of one architecture, which differ in their weights alone.
+
+    Attributes:
+        objective: of any one of them, in whose model weights are swapped; its summary is what is kept of an
+        output. params: name -> [T, *shape], those that gradients are taken in. fixed: name -> [T, *shape],
+        frozen parameters and buffers.
+    """
+
+    objective: Objective
+    params: Vectors
+    fixed: Vectors
+
+    @classmethod
+    def of(cls, objective: Objective, models: Sequence[nn.Module]) -> Ensemble:
+        """From models on one device, `objective` being that of a model like them."""
+        stacked = [
+            {name: value.detach() for name, value in part.items()} for part in stack_module_state(models)
+        ]
+        return cls(objective, *_parted({**stacked[0], **stacked[1]}, objective))
+
+    @classmethod
+    def like(cls, objective: Objective, count: int) -> Ensemble:
+        """The shape of an ensemble of `count` models, for a forecast: each has the weights of the one at
+        hand, which are not copied.
+        """
+        own = {**dict(objective.model.named_parameters()), **dict(objective.model.named_buffers())}
+        return cls(
+            objective,
+            *_parted(
+                {name: value.detach().expand(count, *value.shape) for name, value in own.items()}, objective
+            ),
+        )
+
+    def __call__(
+        self,
+        loss: Any,
+        params: Any,
+        inputs: tuple[torch.Tensor, ...],
+        target: torch.Tensor | None,
+        **options: Any,
+    ) -> Arrays:
+        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [T, k]: a way for
+        Stream.run.
+
+        Where rounding may have spoilt a norm, the models pass one by one instead: which samples are to be
+        taken again depends on data, and no two models need agree on it.
+        """
+        found, doubt = self.all_at_once(self.params, self.fixed, inputs, target)
+        if not bool(doubt.any()):
+            return found
+        one_by_one = [
+            self._one(
+                {name: value[t] for name, value in self.params.items()}, self._fixed_of(t), inputs, target
+            )
+            for t in range(len(doubt))
+        ]
+        return {name: torch.stack([each[name] for each in one_by_one]) for name in one_by_one[0]}
+
+    @torch.no_grad()
+    def all_at_once(
+        self, params: Vectors, fixed: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> tuple[Arrays, torch.Tensor]:
+        """(name -> [T, k], [T] bool: whose numbers are in doubt)."""
+
+        def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
+            with noting() as doubts:
+                found = self._one(params, fixed, inputs, target)
+            return found, (
+                torch.stack(doubts).any()
+                if doubts
+                else torch.zeros((), dtype=torch.bool, device=found["loss"].device)
+            )
+
+        mapped: tuple[Arrays, torch.Tensor] = vmap(one, in_dims=(0, 0 if fixed else None, None, None))(
+            params, fixed, inputs, target
+        )
+        return mapped
+
+    def _one(
+        self, params: Vectors, fixed: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> Arrays:
+        """name -> [k], of one model."""
+        in_dims = (0, None if target is None else 0)
+        with swapped(tied_slots(self.objective.model, fixed), fixed):
+            norms = per_sample_square_norms(
+                self.objective.loss, params, inputs, target, in_dims=in_dims, has_aux=True
+            )
+        return {"loss": norms.losses.double(), "grad_norm": norms.square_norms().sqrt(), **norms.aux}
+
+    def _fixed_of(self, t: int) -> Vectors:
+        return {name: value[t] for name, value in self.fixed.items()}
+
+
+def _parted(stacked: Vectors, objective: Objective) -> tuple[Vectors, Vectors]:
+    """(those that gradients are taken in, the others)."""
+    params = {name: stacked[name] for name in objective.params}
+    return params, {name: value for name, value in stacked.items() if name not in params}
+
+
+# Prices are not closer than that: measured, ways priced alike differ by a tenth either way.
+_PAYS = 0.9
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """sizes: of the groups of checkpoints that pass together, in order. why: in a sentence, for
+    measures.json.
+    """
+
+    sizes: list[int]
+    why: str
+
+    @classmethod
+    def one_by_one(cls, count: int, why: str) -> Grouping:
+        return cls([1] * count, f"one checkpoint after another: {why}")
+
+
+def grouped(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Grouping:
+    """How `count` checkpoints pass over these examples, by forecasts of time and memory, which run nothing.
+
+    objective: of a model like those of the checkpoints, with their summary. A pass of T models at once runs T
+    times the arithmetic in as many kernels as one model does: it wins where kernels are short (small chunks,
+    small models, a GPU that waits for Python), and loses where they are long, as stacked convolutions run
+    slower than shared ones (measured in benchmarks/checkpoints.py).
+    """
+    if examples.options.get("randomness", "error") != "error":
+        return Grouping.one_by_one(count, "the model draws at random, and would draw otherwise in company")
+    budget = chunk_budget(examples.device, examples.options.get("memory"))
+    weights = _bytes(objective)
+    try:
+        one = _forecast(examples, objective.params, chunk_size, partial(_alone, objective))
+        together = forecast_together(examples, objective, count, chunk_size)
+        room = (budget - together.input_bytes) // (together.peak_bytes // count + weights)
+        size = min(count, int(room))
+        if 1 < size < count:
+            size = math.ceil(count / math.ceil(count / size))  # groups of about one size
+            together = forecast_together(examples, objective, size, chunk_size)
+    except (
+        Exception
+        # what a pass does depends on data; or the model fails, and does so again where its row is told
+    ) as error:
+        return Grouping.one_by_one(count, f"a joint pass can't be foreseen ({type(error).__name__})")
+    if size < 2:
+        return Grouping.one_by_one(
+            count, f"two of them with {chunk_size} samples do not fit {budget / 2**20:.0f} MiB"
+        )
+    priced = (
+        f"priced at {1e3 * together.seconds / size:.3g} ms a checkpoint together, {1e3 * one.seconds:.3g} ms"
+        f" alone, a chunk of {chunk_size}"
+    )
+    if together.seconds > _PAYS * size * one.seconds:
+        return Grouping.one_by_one(count, priced)
+    sizes = [min(size, count - start) for start in range(0, count, size)]
+    return Grouping(sizes, f"{size} checkpoints at a time, their weights stacked: {priced}")
+
+
+def _alone(objective: Objective, params: Any, inputs: Any, target: Any) -> Any:
+    return per_sample_square_norms(
+        objective.loss, params, inputs, target, in_dims=(0, None if target is None else 0), has_aux=True
+    )
+
+
+def forecast_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Prediction:
+    """What a chunk takes when `count` models like this one see it at once, beside their weights."""
+    ensemble = Ensemble.like(objective, count)
+
+    def function(both: dict[str, torch.Tensor], inputs: Any, target: Any) -> Any:
+        params = {name: both[name] for name in ensemble.params}
+        return ensemble.all_at_once(params, {name: both[name] for name in ensemble.fixed}, inputs, target)
+
+    return _forecast(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
+
+
+def _forecast(
+    examples: Examples, params: dict[str, torch.Tensor], chunk_size: int, function: Callable[..., Any]
+) -> Prediction:
+    inputs, target = examples.stream.load(0, 1)
+    return predict(function, params, inputs, target, chunk_size)
+
+
+def _bytes(objective: Objective) -> int:
+    tensors = (*objective.model.parameters(), *objective.model.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Resident:
+    """The moments' objectives; loaded once where all of them fit the budget of a chunk, else each time they
+    are asked for.
+
+    Attributes:
+        stay: whether they stay in memory.
+    """
+
+    def __init__(self, moments: Sequence[Moment], examples: Examples) -> None:
+        self._moments = moments
+        model = examples.objective.model
+        size = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+        self.stay = size * len(moments) <= chunk_budget(examples.device, examples.options.get("memory"))
+        self._loaded: dict[int, Objective] = {}
+
+    def at(self, t: int) -> Objective:
+        """The model and loss at checkpoint t, counted from 0."""
+        if t not in self._loaded:
+            if not self.stay:
+                self._loaded.clear()
+            self._loaded[t] = self._moments[t].objective()
+        return self._loaded[t]
+
+
+def require_moments(measure: Measure, setting: Setting, least: int, why: str) -> None:
+    """Raises MeasureError where there are fewer than `least` checkpoints; `why` says what is wrong with
+    fewer.
+    """
+    count = len(setting.moments)
+    if count < least:
+        raise MeasureError(
+            f"the measure {measure.name} looks at several checkpoints, and analyze.checkpoints lists"
+            f" {count or 'none'}",
+            expected=f"at least {least}: {why}",
+            cause=(
+                "model.checkpoint is the one model that everything else is measured at; it is not counted"
+                if count < 2
+                else None
+            ),
+            next_step=(
+                f"list a training run's files, in order, in analyze.checkpoints; or take {measure.name} out"
+                " of analyze.measures"
+            ),
+        )
+
+
+def require_labels(measure: Measure, setting: Setting) -> None:
+    """Raises MeasureError where a prediction can't be right or wrong: the loss has no labels."""
+    if setting.kind in ("class", "token", "binary"):
+        targets = setting.targets
+        if targets is None:  # they come with the rows: the first one shows what they are
+            targets = setting.examples.stream.read(0, 1).target
+        if setting.kind == "binary" or targets is None or not targets.is_floating_point():
+            return
+    words = {"value": "a value to come near to", "custom": "a form of its own"}
+    raise MeasureError(
+        f"the measure {measure.name} asks whether a prediction is right, and this loss has"
+        f" {words.get(setting.kind, 'soft labels')}",
+        expected=(
+            "a loss over labels: cross_entropy, nll or token_cross_entropy with whole numbers, or"
+            " bce_with_logits"
+        ),
+        next_step=(
+            f"take {measure.name} out of analyze.measures; trajectory follows the loss itself, whatever it is"
+        ),
+    )

@@ -1,0 +1,276 @@
+"""The second pass over the samples: answered from gradients that the first one left in memory, as far as
+there was room for them.
+
+Both ways look at the same chunks, so that the numbers are the same to the last bit, wherever a run was
+interrupted.
+
+A pass of a measure's own: something computed of each chunk of samples by a function that knows which rows
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.memory import free_memory, is_out_of_memory
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Columns, Stream, on_the_cpu
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.projections.base import key_of, normals, signs, streams, words_at
+from psgrad.engine.measures.measure import Arrays, Measure
+from psgrad.errors import MeasureError, TransformError
+
+# Of the free memory, what gradients may take that wait for the second pass.
+_SHARE = 4
+
+
+class SecondLook(Measure):
+    """Goes with the measures of the first pass, keeps its gradients, and makes the second.
+
+    Args:
+        measures: those that look twice.
+        stream: of the samples' gradients. Where it was given so much memory for a chunk, no more is kept.
+    """
+
+    needs_factors = True
+
+    def __init__(self, measures: Sequence[Measure], stream: Stream) -> None:
+        self.measures, self.stream = measures, stream
+        self._kept: dict[int, PerSampleGradients] = {}  # by the chunk's first row
+        self._left: int | None = None  # bytes
+        self._chunk: PerSampleGradients | None = None
+        self._runs: list[tuple[int, int]] = []  # chunks of one size: (size, how many), in order
+        self._reached = 0
+        stream.at_need.append(self._give_back)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._chunk = gradients
+        return {}
+
+    def keep(self) -> None:
+        if self._chunk is None:
+            return
+        size, start = len(self._chunk), self._reached
+        last, times = self._runs[-1] if self._runs else (0, 0)
+        self._runs[-1 if last == size else len(self._runs) :] = [(size, times + 1 if last == size else 1)]
+        self._reached += size
+        if self._left is None:
+            self._left = (
+                self.stream.memory
+                if self.stream.memory is not None
+                else free_memory(self.stream.device) // _SHARE
+            )
+        self._left -= _bytes(self._chunk)
+        if self._left >= 0:
+            self._kept[start] = self._chunk
+        else:
+            self._left = 0  # the first ones stay
+        self._chunk = None
+
+    def state(self) -> Arrays:
+        return {"chunks": torch.tensor(self._runs, dtype=torch.int64).reshape(-1, 2)}
+
+    def restore(self, state: Arrays) -> None:
+        self._runs = [(int(size), int(times)) for size, times in state["chunks"]]
+        self._reached = sum(size * times for size, times in self._runs)
+
+    def run(self, start: int) -> Iterator[Columns]:
+        """The columns of the second pass, of the rows from `start` on. The stream's chunk size is another one
+        afterwards.
+        """
+        asked = [_Again(measure) for measure in self.measures]
+        for size, first, last in self._pieces(start):
+            gradients = self._kept.pop(first, None)
+            values = None if gradients is None else self._answered(gradients, asked)
+            if values is not None:
+                yield Columns(first, last, values)
+                continue
+            self.stream.fix_chunk_size(size)
+            yield from self.stream.run(last, asked, start=first, often=True)
+
+    def _pieces(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """(chunk size, first row, last row + 1): chunks that are kept one by one, those in between as far as
+        they have one size.
+        """
+        reached = 0
+        for size, times in self._runs:
+            waiting: int | None = None
+            for first in range(reached, reached + size * times, size):
+                if first + size <= start:
+                    continue
+                if first in self._kept and first >= start:
+                    if waiting is not None:
+                        yield size, waiting, first
+                        waiting = None
+                    yield size, first, first + size
+                elif waiting is None:
+                    waiting = max(first, start)
+            reached += size * times
+            if waiting is not None:
+                yield size, waiting, reached
+
+    def _answered(self, gradients: PerSampleGradients, asked: Sequence[_Again]) -> Arrays | None:
+        """The columns of a chunk that was kept; None where memory ran out."""
+        values: Arrays = {}
+        try:
+            for measure in asked:
+                values |= measure.columns(gradients)
+            values = on_the_cpu(values)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            for measure in asked:
+                measure.keep()
+            return values
+        self._give_back()  # outside the handler, whose traceback holds tensors
+        return None
+
+    def _give_back(self) -> None:
+        self._kept.clear()
+        self._chunk, self._left = None, 0
+
+
+class _Again:
+    """A measure in its second pass, as a stream asks it."""
+
+    def __init__(self, measure: Measure) -> None:
+        self.columns, self.keep, self.needs_factors = (
+            measure.columns_again,
+            measure.keep,
+            measure.needs_factors,
+        )
+
+
+def _bytes(gradients: PerSampleGradients) -> int:
+    """What these gradients keep in memory: whole storages, each once, as several factors may be views
+    of one.
+    """
+    factors = [
+        factor
+        for gradient in gradients.gradients.values()
+        for placed in gradient.terms
+        for factor in placed.term.factors
+    ]
+    storages = [factor.untyped_storage() for factor in factors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+Inputs = tuple[torch.Tensor, ...]
+Ask = Callable[[Inputs, torch.Tensor | None, torch.Tensor], Arrays]
+"""(inputs, each [k, ...], target [k, ...] or None, rows [k] int64) to name -> [k, ...]."""
+
+
+def plain_objective(examples: Examples) -> Objective:
+    """The model and the loss of these examples, without what measures keep of outputs."""
+    return examples.with_scalar(examples.objective.criterion).objective
+
+
+def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Iterator[Columns]:
+    """What `ask` says of the rows start, ..., n - 1, `chunk_size` at a time, fewer where memory runs out.
+    Raises what Stream.run does.
+    """
+    objective = plain_objective(examples)
+    options = {
+        **examples.options,
+        "chunk_size": chunk_size,
+        "memory": None,
+        "capture": "off",
+        "compile": "none",
+    }
+    loss = _WithoutRows(objective)
+    stream = Stream(
+        loss,
+        examples.params,
+        lambda first, stop: _numbered(examples.read(first, stop), first, stop),
+        **options,
+    )
+
+    def way(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
+        return ask(inputs[:-1], target, inputs[-1])
+
+    return stream.run(len(examples), [_AsTheyAre()], way, start)
+
+
+def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:
+    """The same columns; MeasureError where the model can't be transformed as the measure needs it."""
+    try:
+        yield from columns
+    except TransformError as error:
+        raise MeasureError(
+            f"the measure {measure.name} needs {needs}, which can't be had of this model: {error.arrived}",
+            expected=error.expected,
+            cause=error.cause,
+            next_step=f"take {measure.name} out of analyze.measures"
+            + (f"; or: {error.next_step}" if error.next_step else ""),
+        ) from error
+
+
+def random_signs(
+    seed: int, name: str, rows: torch.Tensor, size: int, first: int = 0, count: int = 1
+) -> torch.Tensor:
+    """[k, count, size] of -1 and 1, float32: the vectors number first, first + 1, ... of each row, whatever
+    the other rows are.
+    """
+    return _random(signs, 64, seed, name, rows, size, first, count)
+
+
+def random_normals(
+    seed: int, name: str, rows: torch.Tensor, size: int, first: int = 0, count: int = 1
+) -> torch.Tensor:
+    """[k, count, size] standard normal numbers, float32, of 16 bits each; as `random_signs`."""
+    return _random(normals, 4, seed, name, rows, size, first, count)
+
+
+def _random(
+    made: Callable[[torch.Tensor], torch.Tensor],
+    per_word: int,
+    seed: int,
+    name: str,
+    rows: torch.Tensor,
+    size: int,
+    first: int,
+    count: int,
+) -> torch.Tensor:
+    words = -(-size // per_word)
+    numbers = torch.arange(first * words, (first + count) * words, device=rows.device)
+    some = words_at(streams(key_of(seed, name), rows).unsqueeze(1), numbers)
+    return made(some.view(-1, words)).view(len(rows), count, words * per_word)[..., :size]
+
+
+class _WithoutRows:
+    """The loss of one sample whose last input is its row's number."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def __call__(self, params: Any, inputs: Inputs, target: Any) -> Any:
+        return self.objective.loss(params, inputs[:-1], target)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    inputs: Inputs
+    target: torch.Tensor | None
+
+
+def _numbered(batch: Batch, start: int, stop: int) -> _Numbered:
+    return _Numbered((*batch.inputs, torch.arange(start, stop)), batch.target)
+
+
+class _AsTheyAre:
+    """A measure whose columns were computed on the way."""
+
+    needs_factors = True
+
+    def columns(self, found: Arrays) -> Arrays:
+        return found
+
+    def keep(self) -> None:
+        """Nothing is gathered."""

@@ -1,0 +1,278 @@
+"""Epsilon by privacy loss distributions (PLD): the tightest figure there is, and the final one.
+
+dp-accounting computes it, so that the figure that is signed is what anyone's call of it gives; what is chosen
+here is the grid of losses, and how many unlike steps there are on it: each unlike one costs dp-accounting a
+quarter of a second on its own grid. Its Fourier transforms round, and where that shows it is allowed for: the
+epsilon of a slightly smaller delta is taken.
+
+Epsilon after each of many steps, for a picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from psgrad.engine.privacy.accounting.epsilon import (
+    ORDERS,
+    Epsilon,
+    assert_delta,
+    epsilon_of,
+    pld_epsilon,
+    step_moments,
+    total_moments,
+    why_not_rdp,
+)
+from psgrad.engine.privacy.accounting.events import Events, StepEvent, merged, rounded_down
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.errors import ConfigError
+
+# Between two losses of the grid; dp-accounting's default.
+INTERVAL = 1e-4
+# So many unlike steps are composed at this interval. More take a coarser one, which costs little where losses
+# are wide.
+_FEW = 8
+# Intervals in the root-mean-square loss of a step. With 8 of them epsilon comes out about 0.1 percent too
+# large, with 16 a quarter of that.
+_FINE, _COARSE = 8.0, 16.0
+_COARSEST = 1e-2
+# Points that a distribution may have, roughly.
+_POINTS = 200_000
+# The standard deviations of noise between which a step's losses are looked at, one more than dp-accounting
+# does.
+_TAILS = 11.0
+# Composing more takes dp-accounting minutes.
+_MOST_STEPS = 10_000_000
+# What rounding may take off delta for each step that is composed: ten times what was measured on Gaussians,
+# whose composition is known.
+_ROUNDING = 2e-16
+# Where that is less than this share of delta, nothing is taken off, so that the figure is to the digit that
+# of dp-accounting.
+_UNSEEN = 1e-7
+
+
+def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
+    """Epsilon of steps by privacy loss distributions: within 0.2 percent of the truth in most runs, and never
+    below. Of more than 40 unlike noise multipliers each is rounded down (see `rounded_down`), and epsilon is
+    some percent too large.
+
+    Half a second for equal steps, up to ten for hundreds of unlike ones.
+
+    Raises ConfigError for a delta that is not between 0 and 1, for steps that don't compose (see `merged`),
+    and where dp-accounting is not installed.
+    """
+    return _epsilon(events, delta, coarse=False)
+
+
+def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
+    """The same on a coarser grid, a little larger, in a fraction of the time: for searches and pictures."""
+    return _epsilon(events, delta, coarse=True)
+
+
+def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool) -> Epsilon:
+    assert_delta(delta)
+    counts = merged(events)
+    for event in counts:
+        if reason := why_not_pld(event):
+            return Epsilon(None, reason)
+    if not counts:
+        return Epsilon(0.0)
+    if any(event.noise_multiplier == 0 for event in counts):
+        return Epsilon(math.inf)
+    steps = sum(counts.values())
+    if steps > _MOST_STEPS:
+        return Epsilon(
+            None,
+            f"{steps:,} steps are more than the {_MOST_STEPS:,} that loss distributions are composed for",
+        )
+    rounding = _ROUNDING * steps
+    if delta < 10 * rounding:
+        return Epsilon(
+            None,
+            f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e}"
+            " only",
+        )
+    note = None
+    if coarse or len(counts) > _FEW:
+        counts, note = rounded_down(gathered(counts))
+    coarse = coarse or len(counts) > _FEW
+    interval = interval_for(counts, coarse)
+    value = pld_epsilon(counts, delta - rounding if rounding > _UNSEEN * delta else delta, interval)
+    return Epsilon(value, interval=interval, note=note)
+
+
+def why_not_pld(event: StepEvent) -> str | None:
+    """Why loss distributions don't cover a step; None where they do."""
+    if event.mechanism == "discrete_gaussian":
+        return (
+            "the losses of noise on the integers have no known distribution in many dimensions; its moments"
+            " (RDP) are known"
+        )
+    return None
+
+
+# Which events
+# ------------------------------------------------------------------------------------------------------------
+
+
+def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
+    """The same steps, with all those that see every record as one: Gaussians over the whole dataset compose
+    to one with less noise, of multiplier (sum of z^-2)^(-1/2).
+    """
+    plain = {
+        event: steps
+        for event, steps in counts.items()
+        if event.sample_rate == 1 and event.sampling.scheme != "truncated_poisson"
+    }
+    rest = {event: steps for event, steps in counts.items() if event not in plain}
+    if plain:
+        largest = max(event.noise_multiplier for event in plain)
+        precision = math.fsum(
+            steps * (largest / event.noise_multiplier) ** 2 for event, steps in plain.items()
+        )
+        rest[replace(next(iter(plain)), noise_multiplier=largest / math.sqrt(precision))] = 1
+    return rest
+
+
+# On which grid
+# ------------------------------------------------------------------------------------------------------------
+
+
+def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:
+    """The grid's interval: dp-accounting's default where that does, finer where losses are small beside it,
+    coarser where there would be too many points, or by choice where it makes little difference.
+    """
+    steps = sum(counts.values())
+    # The root-mean-square loss of one step is about q / z.
+    spread = math.sqrt(
+        math.fsum(
+            number * (event.sample_rate / event.noise_multiplier) ** 2 for event, number in counts.items()
+        )
+        / steps
+    )
+    interval = min(INTERVAL, spread / _FINE)
+    if coarse:
+        interval = max(interval, min(spread / _COARSE, _COARSEST))
+    # The widest losses of one step are those of the least noise, and how far all together reach is about
+    # epsilon, for which the moments of plain sampling are near enough.
+    least = min(event.pld_multiplier for event in counts)
+    width = 2 * (_TAILS * least + 1) / least**2
+    plain = [(_plainly_sampled(event), number) for event, number in counts.items()]
+    reach = epsilon_of(total_moments(plain), 1e-9).value or 0.0
+    return _tidy(max(interval, width / _POINTS, reach / _POINTS if math.isfinite(reach) else 0.0))
+
+
+def _plainly_sampled(event: StepEvent) -> StepEvent:
+    """The step by Poisson sampling where a record comes or goes, whose moments are known."""
+    return StepEvent(
+        event.noise_multiplier, Sampling("poisson", sample_rate=event.sample_rate), "add_or_remove_one"
+    )
+
+
+def _tidy(interval: float) -> float:
+    """The largest of 1, 2 and 5 times a power of ten that is at most the interval, as the number that is
+    written so.
+    """
+    power = math.floor(math.log10(interval) + 1e-9)
+    digit = max(digit for digit in (1, 2, 5) if digit * 10.0**power <= interval * (1 + 1e-9))
+    return float(f"{digit}e{power}")
+
+
+def epsilon_curve(events: Events, delta: float, points: int | Sequence[int] = 50) -> list[tuple[int, float]]:
+    """(steps, epsilon after so many of them), by moments, or where these don't cover the steps by loss
+    distributions on a coarse grid.
+
+    events: in the order in which they are taken. points: after how many steps, or how many evenly spaced
+    numbers of steps, the last one among them; numbers beyond the last step are left out.
+
+    Raises ConfigError as `epsilon_rdp` does, and where neither accountant covers the steps.
+    """
+    assert_delta(delta)
+    if isinstance(points, int) and points < 1:
+        raise ConfigError(f"{points} points of a curve were asked for", expected="at least 1")
+    runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
+    kinds = merged(runs)
+    total = sum(kinds.values())
+    chosen = np.linspace(1, total, min(points, total)).round() if isinstance(points, int) else points
+    places = sorted({int(place) for place in chosen if 1 <= place <= total})
+    if curve_accountant(events) == "RDP":
+        return _by_moments(runs, delta, places)
+    curve = []
+    for place in _thinned(places, points):
+        epsilon = coarse_epsilon_pld(_first(runs, place), delta)
+        curve.append((place, _known(epsilon)))
+    return curve
+
+
+# Each point by loss distributions takes a hundredth of a second for equal steps, and up to some seconds for
+# many unlike ones.
+_FEW_POINTS = 8
+_ALIKE = 3
+
+
+def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
+    """(steps, epsilon after so many of them) by loss distributions on a coarse grid, at a few places: the
+    first step, the last one, and some between, densest at first, where epsilon grows the least like the
+    square root of the steps.
+
+    Empty where loss distributions don't cover the steps, or where the steps are of more than _ALIKE kinds, as
+    each point takes long then.
+    """
+    runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
+    kinds = merged(runs)
+    if not kinds or len(kinds) > _ALIKE or any(why_not_pld(event) for event in kinds):
+        return []
+    total = sum(kinds.values())
+    squares = [total * (place / _FEW_POINTS) ** 2 for place in range(1, _FEW_POINTS + 1)]
+    places = sorted(
+        {max(1, round(place)) for place in [*(squares[0] ** (part / 3) for part in range(3)), *squares]}
+    )
+    found = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
+    return [(place, epsilon) for place, epsilon in found if epsilon is not None]
+
+
+def _thinned(places: list[int], points: int | Sequence[int]) -> list[int]:
+    """Fewer places, where it was left open which: the first, the last and some between."""
+    if not isinstance(points, int) or len(places) <= _FEW_POINTS:
+        return places
+    return [places[round(at)] for at in np.linspace(0, len(places) - 1, _FEW_POINTS)]
+
+
+def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:
+    """Which accountant `epsilon_curve` asks about these steps."""
+    return "PLD" if any(why_not_rdp(event) for event in merged(events)) else "RDP"
+
+
+def _by_moments(
+    runs: Sequence[tuple[StepEvent, int]], delta: float, places: Sequence[int]
+) -> list[tuple[int, float]]:
+    curve, spent, taken, ahead = [], np.zeros(len(ORDERS)), 0, iter(runs)
+    event, left = next(ahead, (None, 0))
+    for place in places:
+        while taken < place:
+            if not left:
+                event, left = next(ahead)
+            assert event is not None
+            now = min(left, place - taken)
+            spent, taken, left = spent + now * step_moments(event), taken + now, left - now
+        curve.append((place, _known(epsilon_of(spent, delta))))
+    return curve
+
+
+def _first(runs: Sequence[tuple[StepEvent, int]], steps: int) -> list[tuple[StepEvent, int]]:
+    """The first so many steps."""
+    some = []
+    for event, number in runs:
+        some.append((event, min(number, steps)))
+        steps -= some[-1][1]
+    return some
+
+
+def _known(epsilon: Epsilon) -> float:
+    if epsilon.value is None:
+        raise ConfigError(f"there is no epsilon for these steps: {epsilon.why_not}")
+    return epsilon.value

@@ -1,0 +1,382 @@
+"""The clipped sum of one chunk of records, in which no record's part is longer than its bound, as the numbers
+are, rounding included.
+
+For a record with the norms a (by parameter) and the factor w of a group with bound C:
+
+1. w * |a| <= (1 - MARGIN) * C, by `Clipping.factors`, in float64 (to 2^-50).
+2. What the record adds to a parameter's sum is no longer than w * (a + e), by `bounded_sum`: the norm is
+   measured of the numbers that are added up. Here e = (k + c) * 2^-53 * S, S being the absolute sum of the
+   record's gradient and k at most ROWS + the pieces of the batch.
+3. w * S <= MOST_ABSOLUTE * C is looked up for each record. Where it does not hold, as the record's positions
+   cancel, or the numbers leave float32's range, the record is computed alone: a pass of its own, whose
+   gradient is materialised in float64, and norm and part are those of this one tensor. In such a record the
+   last digits of the factors decide the whole gradient, and they depend on what else is in a chunk; alone it
+   has no company.
+4. Sums are float64 from the first product to `ClippedSum.sums`, over chunks too. Two sums of N and N - 1
+   records differ by the one record's part and the rounding of both, at most 2 * k * 2^-53 * N * R * C, with R
+   the mean of w * S / C (1 where nothing cancels).
+
+Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R) * (k + c) * 2^-53 * C, which
+is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records. The factors (what the
+pass forward and back computes) are taken as they are: that they may be rounded a little differently in other
+company is not covered; on a grid it is, where each record is computed alone.
+
+A record whose gradient is no finite number adds nothing, and nothing that it holds reaches the sum of the
+others.
+
+Products of float32 numbers as products of float32 numbers, whatever the machine is told to take for them.
+
+PyTorch lets a GPU round the factors of convolutions to TF32 (10 bits) by default, and those of matrix
+products where it is told to; some CPUs then take bfloat16. A norm and the sum that it clips for are different
+products of the same factors: so rounded, a record adds up to a thousandth more than its bound, which no
+margin of `Clipping` allows for. Autocast that is on around a clipped sum does the same, and more so; it is
+meant for the loss, and kept to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.memory import keep_freed_memory
+from psgrad.engine.gradients import (
+    PerSampleGradients,
+    SquareNorms,
+    per_sample_gradients,
+    per_sample_weighted_sum,
+)
+from psgrad.engine.gradients.bounded_sums import in_type
+from psgrad.engine.gradients.deferred import DeferredGradient
+from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.terms import square_norm
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
+from psgrad.engine.privacy.discrete import round_to_grid, tightened
+
+
+def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The loss under the autocast that is on where this is called, if any, for callers that turn it off
+    around the loss.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return loss
+    dtype = torch.get_autocast_dtype(device.type)
+
+    def cast(*args: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            return loss(*args)
+
+    return cast
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """No autocast on this device, and no TF32 and no bfloat16 in place of float32. What was set before is set
+    again afterwards.
+    """
+    backends: Any = torch.backends
+    ops = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+        backends.mkldnn.rnn,
+    )
+    before = [op.fp32_precision for op in ops]
+    older = _older_switches()
+    with _frozen_switches_too():
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = False
+        for op in ops:
+            op.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        with _frozen_switches_too():
+            if older is not None:
+                torch.set_float32_matmul_precision(older[0])
+                backends.cudnn.allow_tf32 = older[1]
+            for op, value in zip(ops, before, strict=True):
+                op.fp32_precision = value
+
+
+def _frozen_switches_too() -> AbstractContextManager[Any]:
+    """After `torch.backends.disable_global_flags()`, as PyTorch's own tests call it, switches are set by
+    context managers alone, which are made with this one.
+    """
+    switches: AbstractContextManager[Any] = getattr(
+        torch.backends, "__allow_nonbracketed_mutation", nullcontext
+    )()
+    return switches
+
+
+def _older_switches() -> tuple[str, bool] | None:
+    """What the switches say that PyTorch had before `fp32_precision`; None where both kinds were used: the
+    older can't be asked then.
+    """
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
+Sums = dict[str, torch.Tensor]
+
+# How many times its bound the absolute sum of a clipped record may be, before it is computed alone: rounding
+# of the factors to float32 then turns its gradient by less than 2^-13.
+MOST_ABSOLUTE = 2.0**10
+# Absolute sums above it are of numbers that may leave float32's range.
+_LARGEST = 2.0**100
+
+
+@dataclass(frozen=True)
+class RecordColumns:
+    """What is known of each record of a batch, on the CPU. NOT PRIVATE.
+
+    Attributes:
+        norms: [n] float64, the norm of the gradient in all parameters. losses: [n].
+        factors: [n, groups] float64, what the gradient was multiplied by; 0 for a record that was left out.
+        below: [n] bool, whether the norm was at most the bound, in every group.
+    """
+
+    norms: torch.Tensor
+    losses: torch.Tensor
+    factors: torch.Tensor
+    below: torch.Tensor
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """`below` of the records that have a gradient: what an adaptive bound counts. One whose gradient is
+        zero adds nothing to the sum, and may add nothing to the count either, as zero_out is accounted for a
+        record in whose place there is nothing.
+        """
+        return self.below[self.norms != 0]
+
+    @classmethod
+    def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
+        """Those of several parts of a batch, in order. groups: how many there are, which nobody knows where
+        there is no part.
+        """
+        if not parts:
+            none = torch.zeros(0, dtype=torch.float64)
+            return cls(none, none, none.reshape(0, groups), none.bool())
+        return cls(
+            *(
+                torch.cat([getattr(part, name) for part in parts])
+                for name in ("norms", "losses", "factors", "below")
+            )
+        )
+
+    def with_record(self, place: int, other: RecordColumns) -> RecordColumns:
+        """The same with another's only record at one place."""
+        where = torch.tensor([place])
+        return RecordColumns(
+            *(
+                getattr(self, name).index_copy(0, where, getattr(other, name))
+                for name in ("norms", "losses", "factors", "below")
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum of the clipped gradients of some records, without noise.
+
+    Attributes:
+        sums: name -> [*shape] float64 on the parameters' device; int64, in steps of the grid, where the
+        clipping has one. Always finite.
+            They become a parameter's type with noise on them, not before: rounding to float32 would move a
+            sum of N records by N * 2^-24 of the bound.
+        records: what is known of each record.
+    """
+
+    sums: Sums
+    records: RecordColumns
+
+
+class Total:
+    """Clipped sums, added up in float64, or as integers."""
+
+    def __init__(self, clipping: Clipping, params: Mapping[str, torch.Tensor]) -> None:
+        self._clipping, self._params = clipping, params
+        self._sums: Sums = {}
+        self._records: list[RecordColumns] = []
+
+    def add(self, part: ClippedSum) -> None:
+        if not self._records:
+            self._sums = part.sums
+        else:
+            if len(self._records) == 1:
+                self._sums = {name: value.clone() for name, value in self._sums.items()}
+            for name, value in self._sums.items():
+                value.add_(part.sums[name])
+        self._records.append(part.records)
+
+    def found(self) -> ClippedSum:
+        """The sum, zero where nothing was added."""
+        kind = torch.float64 if self._clipping.grid is None else torch.int64
+        sums = self._sums or {
+            name: torch.zeros(value.shape, dtype=kind, device=value.device)
+            for name, value in self._params.items()
+        }
+        return ClippedSum(
+            {name: sums[name] for name in self._params},
+            RecordColumns.joined(self._records, len(self._clipping.groups)),
+        )
+
+
+class Clipper:
+    """A way to compute a chunk, for a stream or by itself: its clipped sum.
+
+    memory: as for `per_sample_weighted_sum`.
+    """
+
+    def __init__(self, clipping: Clipping, memory: float | None = None) -> None:
+        self.clipping, self.memory = clipping, memory
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        loss: Callable[..., Any],
+        params: Mapping[str, torch.Tensor],
+        *batch: Any,
+        in_dims: Any = 0,
+        has_aux: bool = False,
+        randomness: str = "error",
+    ) -> ClippedSum:
+        """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
+        keep_freed_memory()
+        device = next(iter(params.values())).device
+        loss = with_autocast_inside(loss, device)
+        with full_float32(device):
+            return self._clipped(
+                loss, params, batch, {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
+            )
+
+    def _clipped(
+        self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
+    ) -> ClippedSum:
+        """In one pass, but for the records that are computed alone: all of them on a grid."""
+        job = Pass(loss, params, batch, **options)
+
+        def alone(clipping: Clipping, place: int) -> ClippedSum:
+            row = torch.tensor([place], device=next(iter(params.values())).device)
+            return _alone(clipping, per_sample_gradients(loss, params, *job.batch_of(row), **options))
+
+        if self.clipping.grid is not None:
+            total, inside = Total(self.clipping, params), _inside_the_grid(self.clipping, params)
+            for place in range(job.level.size):
+                total.add(alone(inside, place))
+            return total.found()
+        sums, records, cancelling = self._at_once(loss, params, batch, options)
+        for place in cancelling:
+            one = alone(self.clipping, place)
+            sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
+            records = records.with_record(place, one.records)
+        return ClippedSum(sums, records)
+
+    def _at_once(
+        self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Sums, RecordColumns, list[int]]:
+        """(the clipped sum of the records that may be summed together, all records' columns, the places of
+        the others).
+        """
+        chosen: list[_Chosen] = []
+        others: list[int] = []
+
+        def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
+            chosen.append(_Chosen.of(self.clipping, norms.by_parameter))
+            cancelling = chosen[0].cancelling(norms.absolute)
+            others.extend(torch.nonzero(cancelling).flatten().tolist())
+            return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
+
+        found = per_sample_weighted_sum(
+            loss, params, *batch, weights=weights, memory=self.memory, bounded=True, **options
+        )
+        return found.sums, chosen[0].columns(found.norms.losses), others
+
+
+def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
+    """The clipped gradient of one record, materialised in float64, and rounded to the grid if there is one;
+    zero if it is not finite.
+
+    Integers promise that a record moves the sum by its own gradient and nothing else, which is why those that
+    are rounded are computed by themselves, too: kernels round the gradients of a batch by its size.
+    """
+    values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
+    chosen = _Chosen.of(clipping, {name: square_norm(value) for name, value in values.items()})
+    factors = clipping.by_parameter(chosen.factors)
+    sums = {
+        name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()
+    }
+    if clipping.grid is not None:
+        sums = {name: round_to_grid(value, clipping.grid) for name, value in sums.items()}
+    return ClippedSum(sums, chosen.columns(gradients.losses))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The norms [groups, n] of some records, and what their gradients are multiplied by, [groups, n]."""
+
+    clipping: Clipping
+    norms: torch.Tensor
+    factors: torch.Tensor
+
+    @classmethod
+    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor]) -> _Chosen:
+        """On a grid sums are exact, and there is nothing but a record's own rounding to leave room for."""
+        norms = clipping.group_norms(square_norms)
+        return cls(
+            clipping,
+            norms,
+            clipping.factors(norms, rounded=False, margin=MARGIN if clipping.grid is None else None),
+        )
+
+    def cancelling(self, absolute: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[n] bool: the records whose clipped absolute sums, given by parameter, are too large beside their
+        bounds.
+        """
+        places = self.clipping.by_parameter(torch.arange(len(self.clipping.groups)))
+        sums = torch.zeros_like(self.norms).index_add_(
+            0,
+            torch.stack([places[name] for name in absolute]).to(self.norms.device),
+            torch.stack(list(absolute.values())),
+        )
+        small = (sums * self.factors <= MOST_ABSOLUTE * self._bounds) & (sums <= _LARGEST)
+        return ~small.all(0) & torch.isfinite(self.norms).all(0)
+
+    @property
+    def _bounds(self) -> torch.Tensor:
+        """[groups, 1]"""
+        return self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)
+
+    def columns(self, losses: torch.Tensor) -> RecordColumns:
+        below = (self.norms <= self._bounds).all(0)
+        return RecordColumns(
+            torch.linalg.vector_norm(self.norms, dim=0).cpu(),
+            losses.detach().double().cpu(),
+            self.factors.t().cpu(),
+            below.cpu(),
+        )
+
+
+def _inside_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
+    """The clipping whose records, once rounded to the grid, keep to the bounds of this one."""
+    assert clipping.grid is not None
+    groups = []
+    for group in clipping.groups:
+        dimensions = sum(params[name].numel() for name in group.parameters)
+        groups.append(replace(group, bound=tightened(group.bound, dimensions, clipping.grid)))
+    return replace(clipping, groups=tuple(groups))
+
+
+def _in_float64(gradient: DeferredGradient) -> torch.Tensor:
+    """[1, *shape], multiplied and summed in float64."""
+    if not gradient.terms:
+        return torch.zeros(1, *gradient.shape, dtype=torch.float64, device=gradient.device)
+    return in_type(gradient, slice(None), torch.float64).materialise()

@@ -1,0 +1,184 @@
+"""How a batched value lies in memory, and how the tensor of one sample would.
+
+A batched kernel may lay its result out so that one sample's part is spread over memory: the channels of
+several samples side by side, or the sample axis innermost. What a program may do with the tensor of one
+sample follows from its strides: which `view` there is, whether `reshape` copies, what `as_strided` finds. So
+a tracer shows the strides that PyTorch gives one sample's result, and the value is copied to memory of these
+strides before a view of it is taken. Nothing is copied where no view is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from psgrad.engine.transforms.interpreter import SEVERAL, TENSOR, TRACER, kinds, map_tracers
+from psgrad.engine.transforms.operators import Op, aten
+
+Strides = tuple[int, ...]
+
+# Operators whose results are not contiguous, though their arguments are.
+_BY_COLUMNS: frozenset[Op] = frozenset({aten.triangular_solve.default, aten.linalg_lstsq.default})
+# Operators of which the meta device tells other strides than the kernel's: there the batched kernel's order
+# of axes is taken.
+_OTHERWISE_ON_META: frozenset[Op] = frozenset(
+    {
+        aten.conv1d.default,
+        aten.conv_transpose1d.default,
+        aten.convolution.default,
+        aten._fft_c2r.default,
+        aten._fft_r2c.default,
+        aten._linalg_svd.default,
+        aten.batch_norm.default,
+        aten.instance_norm.default,
+        aten.linalg_eig.default,
+        aten.log_sigmoid_forward.default,
+        aten.native_batch_norm.default,
+        aten.native_dropout_backward.default,
+    }
+)
+_MOST_SIGNATURES = 1 << 14
+_asked: dict[Any, tuple[tuple[torch.Size, Strides], ...]] = {}
+
+
+@functools.lru_cache(maxsize=_MOST_SIGNATURES)
+def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
+    """The strides that PyTorch gives a new tensor made after one of these: the same order of axes, without
+    gaps.
+    """
+    with _disable_current_modes():
+        return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+
+
+def is_ordinary(value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a new batched value and the tensors it was made of are contiguous, as they are then for one
+    sample too.
+    """
+    if not value.is_contiguous() or (kwargs and "memory_format" in kwargs) or op in _BY_COLUMNS:
+        return False
+    for a in args:
+        kind = kinds[type(a)]
+        if (kind in (TENSOR, TRACER) and not a.is_contiguous()) or (
+            kind == SEVERAL and not all(map(_is_contiguous, a))
+        ):
+            return False
+    return True
+
+
+def _is_contiguous(item: Any) -> bool:
+    return not isinstance(item, torch.Tensor) or item.is_contiguous()
+
+
+def strides_of_one_sample(
+    value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
+) -> Strides:
+    """The strides of `op(*args, **kwargs)` (its tensor number `place`) in PyTorch, for the shapes and strides
+    of one sample.
+
+    value: what a batching rule has made of it, [n, *shape].
+    """
+    shape = value.shape[1:]
+    return _strides(shape, op, args, kwargs, place) or dense_strides(shape, value.stride()[1:])
+
+
+def _strides(
+    shape: torch.Size, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
+) -> Strides | None:
+    """The dense strides that PyTorch gives tensor number `place` of `op(*args, **kwargs)`; None where it does
+    not say.
+    """
+    results = _results(op, args, kwargs) if op not in _OTHERWISE_ON_META else ()
+    if place >= len(results):
+        return None
+    expected, strides = results[place]
+    return strides if expected == shape and dense_strides(shape, strides) == strides else None
+
+
+def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[torch.Size, Strides], ...]:
+    """(shape, strides) of each tensor that the operator returns, by PyTorch's meta device; none where it does
+    not say.
+    """
+    signature = (
+        id(op),
+        _signature(args),
+        _signature(tuple(kwargs.items())),
+    )  # operators live as long as the process
+    try:
+        if (found := _asked.get(signature)) is not None:
+            return found
+    except TypeError:  # an argument that can't be hashed
+        return ()
+    try:
+        with _disable_current_modes():
+            found = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
+    except Exception:  # no meta kernel, or one that needs values
+        found = ()
+    if len(_asked) >= _MOST_SIGNATURES:
+        _asked.clear()
+    _asked[signature] = found
+    return found
+
+
+def _signature(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype
+    return tuple([_signature(item) for item in tree]) if isinstance(tree, (list, tuple)) else tree
+
+
+def _on_meta(tree: Any) -> Any:
+    def emptied(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    return tree_map(emptied, tree)
+
+
+def _described(result: Any) -> Iterator[tuple[torch.Size, Strides]]:
+    if isinstance(result, torch.Tensor):
+        yield result.shape, result.stride()
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            yield from _described(item)
+
+
+def lies_otherwise(value: torch.Tensor, strides: Strides) -> bool:
+    """Whether a batched value [n, *shape] lies otherwise than n tensors of these strides, or has one place
+    for several samples.
+    """
+    own = value.stride()
+    return not _alike(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
+
+
+def _alike(shape: torch.Size, some: Strides, others: Strides) -> bool:
+    return some == others or all(
+        a == b or length == 1 for length, a, b in zip(shape, some, others, strict=True)
+    )
+
+
+def laid_out(value: torch.Tensor, strides: Strides) -> torch.Tensor:
+    """`value` in dense memory, its axes in the order that these strides say."""
+    order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
+    if order == sorted(order):
+        return value.contiguous()
+    return value.permute(order).contiguous().permute([order.index(axis) for axis in range(value.dim())])
+
+
+def laid_out_by_kernel(result: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a program of other operators returns in the place of a kernel, laid out as the kernel would."""
+    places = itertools.count()
+
+    def placed(x: torch.Tensor) -> torch.Tensor:
+        place = next(places)
+        if is_ordinary(x, op, args, kwargs):
+            return x
+        strides = _strides(x.shape, op, args, kwargs, place)
+        return x if strides is None or _alike(x.shape, x.stride(), strides) else laid_out(x, strides)
+
+    return map_tracers(placed, result)

@@ -1,0 +1,66 @@
+"""How operators are written where PyTorch's autograd, looking on from outside, differentiates what a
+transform has computed.
+
+It has no derivative of some kernels, which it knows as derivatives of others; and results that its own
+derivatives keep for themselves (the factors of a linear system, the mean that a norm took off) it takes for
+constant, though our rules go on computing with them. Fused attention stays as it is, as in PyTorch itself:
+who asks for the derivative of its derivative is told that there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from psgrad.engine.transforms.interpreter import divides_by_sizes, written_for_autograd
+from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.rules.registry import decompose
+
+for _op in (
+    aten.silu_backward.default,
+    aten.mish_backward.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm_backward.default,
+):
+    written_for_autograd[_op] = decomposition_table[_op]
+    divides_by_sizes.add(_op)
+_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(
+    _attention_backward, args, kwargs
+)
+# What a table of weights that seems to need no gradient is looked up with.
+written_for_autograd[aten._embedding_bag_forward_only.default] = aten._embedding_bag.default
+
+
+def _copy(x: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(source, torch.Tensor):
+        return torch.full_like(x, source)
+    return source.to(x).expand(x.shape).clone()
+
+
+def _layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[torch.Tensor, ...]:
+    axes = list(range(x.dim() - len(shape), x.dim()))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(axes, keepdim=True)
+    rstd = (wide.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+    out = (wide - mean) * rstd
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype), mean, rstd
+
+
+def _solve(
+    a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False
+) -> tuple[torch.Tensor, ...]:
+    x, info = aten.linalg_solve_ex.default(a, b, left=left, check_errors=check_errors)
+    lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
+    return x, lu, pivots, info
+
+
+written_for_autograd[aten.copy.default] = _copy
+written_for_autograd[aten.native_layer_norm.default] = _layer_norm
+written_for_autograd[aten._linalg_solve_ex.default] = _solve

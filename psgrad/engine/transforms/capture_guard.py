@@ -1,0 +1,223 @@
+"""The eyes on a function that is being recorded: they object to whatever a record would not repeat."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from psgrad.engine.transforms import diagnostics, random_draws
+from psgrad.engine.transforms.interpreter import Tracer, innermost, map_tracers
+from psgrad.engine.transforms.operators import Op, aten
+
+
+class NotCapturable(Exception):
+    """Why a program can't be replayed. It doesn't leave `capture`, which runs the function as it is."""
+
+
+class _Objector:
+    """Objects to what a record would not repeat. It remembers, too: the function may handle exceptions of its
+    own.
+    """
+
+    objection: str | None = None
+
+    def object(self, why: str) -> NoReturn:
+        self.objection = self.objection or why
+        raise NotCapturable(self.objection)
+
+    def insist(self) -> None:
+        if self.objection is not None:
+            self.object(self.objection)
+
+
+def looks(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a record relies on in a tensor, beside its values."""
+    return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg()
+
+
+def writes(op: Any) -> bool:
+    return isinstance(op, Op) and op._schema.is_mutable
+
+
+def draws(op: Any) -> bool:
+    return isinstance(op, Op) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+class Watch(_Objector, TorchDispatchMode):
+    """Sees the kernels of a function that is being recorded, and objects to what a record would not repeat.
+
+    inside: from a tensor of outside to what stands for it in the record.
+    """
+
+    def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.random_states = random_states
+        self.outside: dict[int, torch.Tensor] = {}  # what was met, by id
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.course: list[Any] = []  # the kernels and what is known of their arguments
+        self._inside = inside
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for the interpreter: see levels.py
+
+    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Tracer) for kind in types):
+            return NotImplemented  # a level's; it comes back as kernels
+        kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in op.tags or (
+            torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args)
+        ):
+            self.object(f"its course depends on data, by {op}{diagnostics.where()}")
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.object(f"{op} draws from a generator of its own{diagnostics.where()}")
+        if draws(op):
+            self.random_states.drawn()
+        if (
+            op is not aten.lift_fresh.default
+        ):  # what torch.tensor(..) made has a value, yet is not from outside
+            args, kwargs = map_tracers(self.inside, args), map_tracers(self.inside, kwargs)
+        result = op(*args, **kwargs)
+        self.made += [weakref.ref(x) for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+        self.course.append((op, repr(map_tracers(looks, (args, kwargs)))))
+        return result
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, FakeTensor):
+            return x
+        self.outside.setdefault(id(x), x)
+        return self._inside(x)
+
+    def expect_nothing_kept(self) -> None:
+        """A tensor that outlives the recording would be missing, or stale, at a replay."""
+        if any(made() is not None for made in self.made):
+            gc.collect()
+        if any(made() is not None for made in self.made):
+            self.object("it keeps tensors from one call to the next")
+
+
+class NoReads(_Objector, TorchFunctionMode):
+    """Objects to methods that read a tensor's memory without an operator."""
+
+    _READ = frozenset(
+        {
+            "tolist",
+            "numpy",
+            "__array__",
+            "__dlpack__",
+            "data_ptr",
+            "storage",
+            "untyped_storage",
+            "__deepcopy__",
+            "__reduce_ex__",
+        }
+    )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in self._READ:
+            self.object(f"its course depends on data, by Tensor.{name}{diagnostics.where()}")
+        return function(*args, **(kwargs or {}))
+
+
+class RandomStates(_Objector):
+    """Watches over PyTorch's random_draws, which a program may set (a checkpoint sets them back): a record
+    would not.
+
+    Nothing is drawn for tensors without values. So for each operator that draws, one number is drawn from
+    each generator instead, and whoever sets a generator gives himself away. In the end they are as before.
+    """
+
+    def __enter__(self) -> RandomStates:
+        self.before = self.known = random_draws.states()
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        unchanged = self._unchanged()
+        random_draws.restore(self.before)
+        if kind is None and not unchanged:
+            self.object("it sets PyTorch's random state")
+
+    def drawn(self) -> None:
+        with _disable_current_modes():
+            if not self._unchanged():
+                self.object("it sets PyTorch's random state")
+            for generator in random_draws.generators():
+                if generator.device.type == "cuda":
+                    generator.set_offset(generator.get_offset() + 4)
+                else:
+                    torch.rand((), generator=generator)
+            self.known = random_draws.states()
+
+    def _unchanged(self) -> bool:
+        return all(
+            torch.equal(now, known)
+            for (_, now), (_, known) in zip(random_draws.states(), self.known, strict=True)
+        )
+
+
+def _indexes_by_numbers(op: Op, args: Any) -> bool:
+    return op is aten.index.Tensor and all(
+        i is None or i.dtype not in (torch.bool, torch.uint8) for i in args[1]
+    )
+
+
+@contextlib.contextmanager
+def modules_unchanged() -> Iterator[None]:
+    """Take from modules the tensors without values that they kept while they were recorded (a cache, the last
+    attention map).
+    """
+    stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def note(module: torch.nn.Module, args: Any) -> None:
+        for store in (module._buffers, module.__dict__):  # in this order: the second holds the first
+            stores.setdefault(id(store), (store, dict(store)))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for store, before in stores.values():
+            for key in [key for key, value in store.items() if _recorded(value)]:
+                if key in before and not _recorded(before[key]):
+                    store[key] = before[key]
+                else:
+                    del store[key]
+
+
+def _recorded(value: Any) -> bool:
+    return any(
+        isinstance(leaf, FakeTensor) or (isinstance(leaf, Tracer) and _recorded(innermost(leaf)))
+        for leaf in tree_flatten(value)[0]
+    )
+
+
+@contextlib.contextmanager
+def python_random_states() -> Iterator[None]:
+    """Refuse a program that decides by Python's or NumPy's generators: a record would decide the same each
+    time.
+    """
+    numpy = sys.modules.get("numpy")
+    before, numpy_before = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+        if random.getstate() != before or (
+            numpy is not None and repr(numpy.random.get_state()) != repr(numpy_before)
+        ):
+            raise NotCapturable("it draws from Python's or NumPy's generator")
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(numpy_before)

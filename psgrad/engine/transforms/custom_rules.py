@@ -1,0 +1,367 @@
+"""custom_vjp, custom_jvp and custom_vmap: a function with a rule of the user's own, as in JAX.
+
+The rules are ordinary programs: they may be differentiated and mapped in turn, so the functions work in any
+nesting. A function, and its rule, may close over values that are mapped, and not over values that are being
+differentiated: the rule has no derivative for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.calls import (
+    Cotangents,
+    Flat,
+    Mapped,
+    Ruled,
+    hand_down,
+    kind_of,
+    lowered,
+    resting,
+    wrong_cotangent,
+)
+from psgrad.engine.transforms.checkpoint import Recomputed
+from psgrad.engine.transforms.read_only import read_only
+from psgrad.errors import TransformError
+
+
+class _Custom:
+    """A function that looks like the one it was made of, and its name in error messages."""
+
+    def __init__(self, function: Callable[..., Any], kind: str, setter: str) -> None:
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(function, name):
+                setattr(self, name, getattr(function, name))
+        self.function = function
+        self.title = f"{kind} {getattr(function, '__name__', function)!s}"
+        self.setter = setter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position, as the rule takes them."""
+        if not kwargs:
+            return args
+        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise TransformError(
+                f"{self.title} takes {sorted(bound.kwargs)} by keyword only{diagnostics.where()}",
+                expected="arguments that have a position, as its rule is given them by position",
+            )
+        return bound.args
+
+    def missing(self) -> TransformError:
+        return TransformError(
+            f"{self.title} has no rule{diagnostics.where()}",
+            next_step=f"give it one: {self.function.__name__}.{self.setter}(...)",
+        )
+
+    def flat_tensors(self, tree: Any, what: str = "returned") -> tuple[Flat, Any]:
+        flat, spec = tree_flatten(tree)
+        for item in flat:
+            if not isinstance(item, torch.Tensor):
+                raise TransformError(
+                    f"{self.title} {what} a {kind_of(item)}{diagnostics.where()}",
+                    expected="tensors, in any pytree",
+                    next_step="return tensors only; numbers that are fixed can be made outside",
+                )
+        return flat, spec
+
+
+class _Differentiated(_Custom):
+    """What custom_vjp and custom_jvp share: arguments that the rule is given apart, as they have no
+    derivative.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], kind: str, setter: str, nondiff_argnums: Sequence[int]
+    ) -> None:
+        super().__init__(function, kind, setter)
+        self.nondiff_argnums = tuple(nondiff_argnums)
+
+    def split(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+        """The arguments without a derivative, and the others."""
+        for position in self.nondiff_argnums:
+            if not -len(args) <= position < len(args):
+                raise TransformError(
+                    f"{self.title}: nondiff_argnums={self.nondiff_argnums}, but only {len(args)} positional"
+                    " arguments"
+                )
+        apart = sorted(position % len(args) for position in self.nondiff_argnums)
+        return [args[i] for i in apart], tuple(x for i, x in enumerate(args) if i not in apart)
+
+    def joined(self, apart: list[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+        whole, total = list(others), len(apart) + len(others)
+        for position, x in zip(sorted(p % total for p in self.nondiff_argnums), apart, strict=True):
+            whole.insert(position, x)
+        return tuple(whole)
+
+
+class custom_vjp(_Differentiated):
+    """A function whose reverse mode is a rule of the user's.
+
+        @custom_vjp
+        def f(x, y): ...
+
+        f.defvjp(fwd, bwd)
+
+    `fwd(x, y)` returns the pair (f(x, y), residuals), any pytree of residuals; `bwd(residuals, cotangents)`
+    takes cotangents shaped like the result to a tuple with one cotangent an argument, each a tree like the
+    argument, where None stands for zero. Results that nobody used arrive with a cotangent of zeros. Forward
+    mode is the transpose of `bwd`, which must be linear in the cotangents.
+
+    nondiff_argnums: arguments without a derivative, of any type; `bwd` is given them in front, `bwd(x,
+    residuals, cotangents)`.
+    """
+
+    def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+        super().__init__(function, "custom_vjp", "defvjp(fwd, bwd)", nondiff_argnums)
+        self.fwd: Callable[..., Any] | None = None
+        self.bwd: Callable[..., Any] | None = None
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        self.fwd, self.bwd = fwd, bwd
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fwd is None or self.bwd is None:
+            raise self.missing()
+        fwd, bwd = self.fwd, self.bwd
+        apart, others = self.split(self.positional(args, kwargs))
+        flat, spec = tree_flatten(others)
+        trees = [
+            ([getattr(leaf, "shape", None) for leaf in leaves], tree)
+            for leaves, tree in map(tree_flatten, others)
+        ]
+        out_spec: Any = None
+
+        def function(values: Flat) -> Flat:
+            nonlocal out_spec
+            results, out_spec = self.flat_tensors(
+                self.function(*self.joined(apart, tree_unflatten(values, spec)))
+            )
+            return results
+
+        def prepare(values: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+            nonlocal out_spec
+            pair = fwd(*self.joined(apart, tree_unflatten(values, spec)))
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                raise TransformError(
+                    f"the forward rule of {self.title} returned a {kind_of(pair)}{diagnostics.where()}",
+                    expected="a pair: the function's result, and the residuals for the backward rule",
+                )
+            results, out_spec = self.flat_tensors(pair[0])
+            return results, (pair[1], results, out_spec), frozenset()
+
+        def backward(context: Any, cotangents: Cotangents) -> Cotangents:
+            residuals, results, spec_of_results = context
+            given = [
+                torch.zeros_like(x) if g is None else g for g, x in zip(cotangents, results, strict=True)
+            ]
+            return self._flat_cotangents(
+                bwd(*apart, residuals, tree_unflatten(given, spec_of_results)), trees
+            )
+
+        return tree_unflatten(hand_down(Ruled(self.title, function, prepare, backward), flat), out_spec)
+
+    def _flat_cotangents(self, found: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
+        """The rule's cotangents, one a leaf of the arguments."""
+        if not isinstance(found, (tuple, list)) or len(found) != len(trees):
+            what = f"{len(found)} cotangents" if isinstance(found, (tuple, list)) else f"a {kind_of(found)}"
+            raise TransformError(
+                f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
+                expected="a tuple with one cotangent an argument, None for zero",
+            )
+        cotangents: Cotangents = []
+        for position, (tree, (shapes, spec)) in enumerate(zip(found, trees, strict=True)):
+            if tree is None:
+                cotangents += [None] * len(shapes)
+                continue
+            flat, found_spec = tree_flatten(tree, is_leaf=lambda x: x is None)
+            if found_spec != spec:
+                raise TransformError(
+                    f"the backward rule of {self.title} returned {found_spec} for argument {position}, which"
+                    f" is {spec}",
+                    expected="a cotangent of the argument's structure, None for zero",
+                )
+            for g, shape in zip(flat, shapes, strict=True):
+                if shape is not None and g is not None and getattr(g, "shape", None) != shape:
+                    raise wrong_cotangent(self.title, g, position, shape)
+            cotangents += flat
+        return cotangents
+
+
+class custom_jvp(_Differentiated):
+    """A function whose forward mode is a rule of the user's; reverse mode is its transpose.
+
+        @custom_jvp
+        def f(x, y): ...
+
+        f.defjvp(jvp)
+
+    `jvp((x, y), (tangent of x, tangent of y))` returns the pair (f(x, y), tangent of the result), which must
+    be linear in the tangents. What has no tangent arrives with zeros (with None, where it is no
+    floating-point tensor).
+
+    nondiff_argnums: arguments without a derivative, of any type; `jvp` is given them in front.
+    """
+
+    def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+        super().__init__(function, "custom_jvp", "defjvp(jvp)", nondiff_argnums)
+        self.jvp: Callable[..., Any] | None = None
+
+    def defjvp(self, jvp: Callable[..., Any]) -> None:
+        self.jvp = jvp
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.jvp is None:
+            raise self.missing()
+        jvp = self.jvp
+        apart, others = self.split(self.positional(args, kwargs))
+        flat, spec = tree_flatten(others)
+        out_spec: Any = None
+
+        def function(values: Flat) -> Flat:
+            nonlocal out_spec
+            results, out_spec = self.flat_tensors(
+                self.function(*self.joined(apart, tree_unflatten(values, spec)))
+            )
+            return results
+
+        def forward(values: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
+            nonlocal out_spec
+            along = [_zeros(x) if t is None else t for t, x in zip(tangents, values, strict=True)]
+            pair = jvp(*apart, tree_unflatten(values, spec), tree_unflatten(along, spec))
+            if not (isinstance(pair, tuple) and len(pair) == 2):
+                raise TransformError(
+                    f"the rule of {self.title} returned a {kind_of(pair)}{diagnostics.where()}",
+                    expected="a pair: the function's result, and its tangent",
+                )
+            results, out_spec = self.flat_tensors(pair[0])
+            pushed, pushed_spec = tree_flatten(pair[1])
+            if pushed_spec != out_spec or any(
+                not isinstance(t, torch.Tensor) or t.shape != x.shape
+                for t, x in zip(pushed, results, strict=True)
+            ):
+                raise TransformError(
+                    f"the rule of {self.title} returned a tangent {pushed_spec} of shapes"
+                    f" {[getattr(t, 'shape', None) for t in pushed]} for a result {out_spec} of shapes"
+                    f" {[x.shape for x in results]}",
+                    expected="a tangent shaped like the result",
+                )
+            return results, pushed
+
+        return tree_unflatten(hand_down(Ruled(self.title, function, forward=forward), flat), out_spec)
+
+
+def _zeros(x: Any) -> Any:
+    return (
+        torch.zeros_like(x)
+        if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+        else None
+    )
+
+
+class custom_vmap(_Custom):
+    """A function that says itself how it is computed for many samples at once.
+
+        @custom_vmap
+        def f(x, y): ...
+
+        @f.def_vmap
+        def rule(axis_size, in_batched, x, y): ...
+
+    The rule gets arguments whose leaves have the sample axis in front where `in_batched`, a list of trees of
+    bools like the arguments, says so. It returns the pair (result, tree of bools like the result: which of
+    its leaves have the sample axis in front).
+
+    Derivatives are those of `f`, whose operators are mapped one by one: the rule is another way to the same
+    values, and need not be differentiable.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, "custom_vmap", "def_vmap(rule)")
+        self.rule: Callable[..., Any] | None = None
+
+    def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        self.rule = rule
+        return rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.rule is None:
+            raise self.missing()
+        flat, spec = tree_flatten(self.positional(args, kwargs))
+        call = _MappedByRule(self, spec)
+        outs = hand_down(call, flat)
+        return tree_unflatten(outs, call.out_spec)
+
+
+class _MappedByRule(Recomputed):
+    """A call of a custom_vmap function."""
+
+    batches = True
+
+    def __init__(self, custom: _Custom, spec: Any) -> None:
+        super().__init__(custom.title, self._function)
+        self.custom, self.spec = custom, spec
+        self.out_spec: Any = None
+
+    def _function(self, values: Flat) -> Flat:
+        results, self.out_spec = self.custom.flat_tensors(
+            self.custom.function(*tree_unflatten(values, self.spec))
+        )
+        return results
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        args = [level.content(x) for x in args]
+        mapped = Mapped(level, [level.owns(x) for x in args])
+        if not any(mapped.args):
+            return lowered(hand_down(self, args, below=level), level.index, self.name)
+
+        def by_rule(values: Flat) -> Flat:
+            with resting(level), read_only(values):
+                return self._by_rule(level.size, mapped.args, values)
+
+        call = Recomputed(self.name, self._through(mapped, self._function), by_rule)
+        outs = hand_down(call, [level.batch.raw(x) for x in args], below=level)
+        return [level.lift(x) for x in lowered(outs, level.index, self.name)]
+
+    def _by_rule(self, size: int, in_batched: list[bool], values: Flat) -> Flat:
+        assert isinstance(self.custom, custom_vmap)
+        assert self.custom.rule is not None
+        pair = self.custom.rule(
+            size, list(tree_unflatten(in_batched, self.spec)), *tree_unflatten(values, self.spec)
+        )
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TransformError(
+                f"the rule of {self.name} returned a {kind_of(pair)}{diagnostics.where()}",
+                expected="a pair: the result, and which of its leaves have the sample axis in front",
+            )
+        results, self.out_spec = self.custom.flat_tensors(pair[0])
+        out_batched, flags_spec = tree_flatten(pair[1])
+        if flags_spec != self.out_spec:
+            raise TransformError(
+                f"the rule of {self.name} returned {self.out_spec}, and {flags_spec} to say which are batched"
+            )
+        for x, batched in zip(results, out_batched, strict=True):
+            if batched and (not x.dim() or x.shape[0] != size):
+                raise TransformError(
+                    f"the rule of {self.name} returned a batched result of shape {tuple(x.shape)}",
+                    expected=f"the sample axis, of size {size}, in front",
+                )
+        return [
+            x if batched else x.unsqueeze(0).expand(size, *x.shape)
+            for x, batched in zip(results, out_batched, strict=True)
+        ]

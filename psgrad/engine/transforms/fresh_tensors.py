@@ -1,0 +1,188 @@
+"""Tensors that a batched function makes for itself: without a sample axis, until a value that has one is
+written into them.
+
+`out = torch.zeros(3); out[0] = x` is one tensor for each sample as soon as `x` differs between samples. Until
+then it is the same for all, and is neither copied nor computed with per sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psgrad.engine.transforms.interpreter import (
+    Tracer,
+    interpret,
+    map_tracers,
+    rewritten,
+    strides_of,
+    tensors_in,
+)
+from psgrad.engine.transforms.operators import (
+    Op,
+    facts,
+    functional_variant,
+    is_random,
+    refuse_mutation,
+    reshape_tracer,
+    reshapes_in_place,
+)
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, taken_apart
+
+if TYPE_CHECKING:
+    from psgrad.engine.transforms.batching import BatchLevel, BatchTracer
+
+
+class FreshTracer(Tracer):
+    """Stands for a tensor made inside the function: `plain`, the same for all samples, or `batched` from the
+    first such write on.
+
+    A view remembers what it was taken from (`view_of`: that, the operator, its other arguments, and which of
+    its results): its memory is the base's, so when the base gets a sample axis the view is taken again.
+    """
+
+    level: BatchLevel
+    plain: torch.Tensor
+    batched: BatchTracer | None
+    view_of: tuple[FreshTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
+    has_views: bool = False
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor, level: BatchLevel) -> FreshTracer:
+        tracer = torch.Tensor._make_wrapper_subclass(
+            cls,
+            plain.shape,
+            strides=strides_of(plain),
+            storage_offset=0,
+            dtype=plain.dtype,
+            device=plain.device,
+        )
+        tracer.plain, tracer.level = plain, level
+        tracer.batched = tracer.view_of = None
+        level.has_fresh = True
+        return tracer  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        return self.content()
+
+    def content(self) -> torch.Tensor:
+        """What operators are to be given in its place."""
+        if self.batched is None and self.view_of is not None:
+            base, op, rest, kwargs, output = self.view_of
+            source = base.content()
+            if source is not base.plain:
+                again = op(source, *rest, **kwargs)
+                self.batched = again if output is None else again[output]
+        return self.plain if self.batched is None else self.batched
+
+    def spread(self) -> BatchTracer:
+        """Give it, and what it is a view of, a sample axis: from here on each sample has its own."""
+        if self.content() is self.plain:
+            if self.view_of is None:
+                self.batched = self.level.lift(_repeated(self.plain, self.level.size))
+            else:
+                self.view_of[0].spread()
+                self.content()
+        assert self.batched is not None
+        return self.batched
+
+    def below(self) -> torch.Tensor:
+        return self.content()
+
+    def rewritten(self, new: Any) -> Any:
+        found = rewritten(self.content(), self.level.content(new))
+        return found if self.level.owns(found) else FreshTracer(found, self.level)
+
+
+def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
+    """[size, *shape], laid out in memory as `plain` for each sample, so that what was a view of it still is
+    one.
+    """
+    extent = (
+        1 + sum((length - 1) * stride for length, stride in zip(plain.shape, plain.stride(), strict=True))
+        if plain.numel()
+        else 0
+    )
+    return plain.new_empty_strided((size, *plain.shape), (extent, *plain.stride())).copy_(plain)
+
+
+def is_fresh(value: Any, level: BatchLevel) -> bool:
+    return isinstance(value, FreshTracer) and value.level is level
+
+
+def is_shared(value: Any) -> bool:
+    """Whether a value is the same for all samples: one from outside, or made of nothing else and of what the
+    function made itself.
+    """
+    return not isinstance(value, Tracer) or (
+        type(value) is FreshTracer and not isinstance(value.content(), Tracer)
+    )
+
+
+def process_fresh(level: BatchLevel, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator with fresh tensors among its arguments: as one on what they stand for."""
+    operator = facts(op)
+    contents, keywords = map_tracers(level.content, args), map_tracers(level.content, kwargs)
+    mapped = any(level.owns(x) for x in tensors_in(contents, keywords))
+    if operator.mutated:
+        target = args[operator.mutated[0]]
+        if reshapes_in_place(op):
+            return _reshape(level, op, target, args, kwargs)
+        if is_random(op, args, kwargs):
+            mapped = mapped or level.randomness != "same"
+        if mapped:
+            spread = tuple(
+                x.spread() if i in operator.mutated and is_fresh(x, level) else contents[i]
+                for i, x in enumerate(args)
+            )
+            result = level.process(op, spread, keywords)
+        else:
+            shape = target.shape
+            result = interpret(op, contents, keywords, below=level)
+            if is_fresh(target, level) and target.plain.shape != shape:
+                refuse_mutation(
+                    op, "a tensor's shape", "a traced tensor keeps the shape that it was made with"
+                )
+        if operator.returns_target:
+            return target
+        return result if mapped else map_tracers(lambda x: FreshTracer(x, level), result)
+    if is_random(op, args, kwargs):
+        return level.process(op, contents, keywords)
+    if mapped:
+        return (
+            decompose(op, args, kwargs)
+            if batching_rule(op) is None
+            else level.process(op, contents, keywords)
+        )
+    if taken_apart(op):
+        return decompose(op, args, kwargs)
+    result = map_tracers(lambda x: FreshTracer(x, level), interpret(op, contents, keywords, below=level))
+    if operator.is_view and is_fresh(args[0], level):
+        for output, view in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
+            view.view_of = (args[0], op, args[1:], kwargs, output)
+        args[0].has_views = True
+    return result
+
+
+def _reshape(
+    level: BatchLevel, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The target becomes a view of what it was."""
+    if target.has_views:
+        refuse_mutation(
+            op, "a tensor that views were taken of", "the views would be taken again of another shape"
+        )
+    before = FreshTracer(target.plain, level)
+    before.batched, before.view_of = target.batched, target.view_of
+    after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
+    reshape_tracer(op, args, kwargs)
+    if is_fresh(after, level):
+        target.plain, target.batched, target.view_of = after.plain, after.batched, after.view_of
+    else:
+        target.batched = after
+    return target

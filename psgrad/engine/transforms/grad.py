@@ -1,0 +1,319 @@
+"""grad, grad_and_value and vjp, with the arguments, results and semantics of their namesakes in
+torch.func.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.derivatives import DerivativeLevel
+from psgrad.engine.transforms.interpreter import Tracer, rules_only, state
+from psgrad.engine.transforms.reverse import GradLevel, GradTracer
+from psgrad.engine.transforms.tape import Kept, Node, pull_back
+from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
+from psgrad.errors import TransformArgumentError, TransformError
+
+Argnums = int | tuple[int, ...]
+
+
+def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient of a function that returns one number.
+
+    Args:
+        func: returns a tensor of shape () (with `has_aux`, a pair of it and anything).
+        argnums: the positional argument(s) to differentiate; each a pytree of floating-point tensors.
+        has_aux: whether `func` returns something besides its value; it comes back beside the gradient.
+
+    Returns a function of the same arguments that gives the gradient, shaped like the argument (a tuple of
+    such for a tuple of argnums), with `has_aux` the pair (gradient, aux). Arguments that the value does not
+    depend on have zero gradient.
+
+    Recording is switched off by `torch.no_grad()` inside `func` and not by one outside of it, as in
+    torch.func.
+    """
+
+    both = grad_and_value(func, argnums, has_aux)
+
+    @functools.wraps(func)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        result, value = both(*args, **kwargs)
+        return (result, value[1]) if has_aux else result
+
+    return gradient
+
+
+def grad_and_value(
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """As `grad`, but returns (gradient, value), with `has_aux` (gradient, (value, aux))."""
+
+    @functools.wraps(func)
+    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
+        positions = positions_of(argnums, len(args))
+        record = cotangents_and_value(func, positions, args, kwargs, has_aux)
+        for argument, new in record.written:
+            argument.copy_(new)
+        gradients = [_gradient(g, x) for g, x in zip(record.cotangents, record.primals, strict=True)]
+        trees = _unflatten(gradients, record.structures)
+        result = trees[0] if isinstance(argnums, int) else tuple(trees)
+        return (result, (record.value, record.aux)) if has_aux else (result, record.value)
+
+    return gradient_and_value
+
+
+class Gradients(NamedTuple):
+    """What one pass forward and back over a function gives."""
+
+    cotangents: list[torch.Tensor | None]  # one a leaf of the differentiated arguments; None is zero
+    primals: list[torch.Tensor]
+    structures: list[Structure]  # one a differentiated argument
+    value: Any
+    aux: Any
+    written: list[
+        tuple[torch.Tensor, torch.Tensor]
+    ]  # arguments into which the function wrote (statistics), and what
+
+
+def cotangents_and_value(
+    func: Callable[..., Any],
+    positions: tuple[int, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_aux: bool,
+    consume: Callable[[int, torch.Tensor | None], None] | None = None,
+) -> Gradients:
+    """The gradient of `func` in the arguments at `positions`, before zeros are filled in; `consume` as for
+    `pull_back`.
+    """
+    level = GradLevel()
+    with level.body(grad_mode=True):
+        constants: list[tuple[torch.Tensor, GradTracer]] = []
+        traced, leaves, structures = _trace_arguments(level, args, positions, constants)
+        starts = [_Place.of(leaf) for leaf in leaves]
+        primals = [leaf.value for leaf in leaves]
+        by_name = map_leaves(functools.partial(_constant, level, constants), kwargs)
+        out, aux = split_aux(func(*traced, **by_name), has_aux)
+        _check_value(out)
+        value = lower(level, out)
+        end = _Place.of(out) if level.owns(out) else None
+        aux = map_leaves(lambda x: lower(level, x), aux) if has_aux else None
+        # the record may need what stood there before: not written until it has been gone back
+        written = [
+            (x, lower(level, tracer)) for x, tracer in constants if tracer.writes and tracer.shape == x.shape
+        ]
+        # what only the function's last lines needed must not live on through the pass back
+        del traced, by_name, constants, leaves, out
+    with rules_only():  # a number of ours, into which nobody writes
+        seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
+    cotangents = pull_back(
+        seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume
+    )
+    return Gradients(cotangents, primals, structures, value, aux, written)
+
+
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """The value of `func(*primals)` and the function that pulls cotangents of that value back to the primals.
+
+    Returns (value, vjp_fn), with `has_aux` (value, vjp_fn, aux). `vjp_fn(cotangents)` takes a pytree shaped
+    like the value and returns a tuple, one entry a primal; it may be called any number of times, under any
+    other transform. `create_graph` says whether what is outside may differentiate the result, where that is
+    not as the grad mode says.
+    """
+    kept = Kept()
+    level = GradLevel(kept)
+    with level.body(grad_mode=True):
+        traced, leaves, structures = _trace_arguments(level, primals, tuple(range(len(primals))), [])
+        starts = [_Place.of(leaf) for leaf in leaves]
+        primals_flat = [leaf.value for leaf in leaves]
+        out, aux = split_aux(func(*traced), has_aux)
+        flat, out_spec = tree_flatten(out)
+        for item in flat:
+            if not isinstance(item, torch.Tensor):
+                raise TransformError(
+                    f"vjp(f, *primals): f returned a {type(item).__name__}",
+                    expected="tensors, in any pytree",
+                    next_step="return tensors only",
+                )
+        values = [lower(level, item) for item in flat]
+        ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
+        aux = map_leaves(lambda x: lower(level, x), aux)
+        kept.see(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
+
+    def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        given, spec = tree_flatten(cotangents)
+        if spec != out_spec:
+            raise TransformArgumentError(
+                "Expected pytree structure of cotangents to be the same as pytree structure of outputs:"
+                f" {spec} != {out_spec}"
+            )
+        for cotangent, value in zip(given, values, strict=True):
+            _check_cotangent(cotangent, value)
+        kept.check()
+        for outer in state.stack:
+            if isinstance(outer, GradLevel) and outer.kept is not None:
+                outer.kept.depend_on(kept)
+        with torch.set_grad_enabled(torch.is_grad_enabled() if create_graph is None else create_graph):
+            found = pull_back(
+                list(zip(ends, given, strict=True)),
+                [start.node for start in starts],
+                keep=True,
+                attached=level.attached,
+            )
+        gradients = [_gradient(g, x) for g, x in zip(found, primals_flat, strict=True)]
+        return tuple(_unflatten(gradients, structures))
+
+    value = tree_unflatten(values, out_spec)
+    return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
+
+
+diagnostics.boundary(cotangents_and_value)
+diagnostics.boundary(vjp)
+
+
+class _Place(NamedTuple):
+    """Where a value stands in the record: the node that made it and the number of the result."""
+
+    node: Node | None
+    output: int
+
+    @classmethod
+    def of(cls, tracer: GradTracer) -> _Place:
+        return cls(tracer.node, tracer.output)
+
+
+def _unflatten(leaves: list[Any], structures: list[Structure]) -> list[Any]:
+    """Leaves, in order, as one tree a structure."""
+    trees, used = [], 0
+    for structure in structures:
+        trees.append(unflatten(leaves[used : used + structure.leaves], structure))
+        used += structure.leaves
+    return trees
+
+
+def positions_of(argnums: Argnums, count: int) -> tuple[int, ...]:
+    if not isinstance(argnums, (int, tuple)) or isinstance(argnums, bool):
+        raise TransformArgumentError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    if not wanted:
+        raise TransformArgumentError("argnums must be non-empty")
+    for position in wanted:
+        if not isinstance(position, int):
+            raise TransformArgumentError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
+        if not -count <= position < count:
+            raise TransformArgumentError(f"Got argnum={position}, but only {count} positional inputs")
+    wrapped = tuple(position % count for position in wanted)
+    if len(set(wrapped)) != len(wrapped):
+        raise TransformArgumentError(f"argnums elements must be unique, got {argnums}")
+    return wrapped
+
+
+def _trace_arguments(
+    level: GradLevel,
+    args: tuple[Any, ...],
+    positions: tuple[int, ...],
+    constants: list[tuple[torch.Tensor, GradTracer]],
+) -> tuple[list[Any], list[GradTracer], list[Structure]]:
+    """The arguments as tracers: leaves at `positions`, in their order, constants elsewhere, which are noted
+    in `constants`, too.
+    """
+    leaves: dict[int, list[GradTracer]] = {}
+    structures: dict[int, Structure] = {}
+    traced: list[Any] = []
+    for position, argument in enumerate(args):
+        if position not in positions:
+            traced.append(map_leaves(functools.partial(_constant, level, constants), argument))
+            continue
+        flat, structures[position] = flatten(argument)
+        for item in flat:
+            if not isinstance(item, torch.Tensor):
+                raise TransformArgumentError(
+                    f"Thing passed to transform API must be Tensor, got {type(item)} in argument {position}"
+                )
+            if not (item.dtype.is_floating_point or item.dtype.is_complex):
+                raise TransformArgumentError(
+                    f"argument {position} holds a tensor of dtype {item.dtype}: only Tensors of floating"
+                    " point dtype can require gradients",
+                    next_step="leave integer arguments out of argnums",
+                )
+        leaves[position] = [level.leaf(item) for item in flat]
+        traced.append(unflatten(leaves[position], structures[position]))
+    return (
+        traced,
+        [leaf for position in positions for leaf in leaves[position]],
+        [structures[position] for position in positions],
+    )
+
+
+def _constant(level: GradLevel, constants: list[tuple[torch.Tensor, GradTracer]], value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    tracer = level.constant(value)
+    constants.append((value, tracer))
+    return tracer
+
+
+def lower(level: DerivativeLevel, value: Any) -> Any:
+    if level.owns(value):
+        level.refresh(value)
+        return value.value
+    return value
+
+
+def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return out, None
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TransformError(
+            f"has_aux=True, but the function returned {type(out).__name__}",
+            expected="output of function to be a tuple of (value, aux)",
+        )
+    return out
+
+
+def _check_value(out: Any) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise TransformError(
+            f"the function to differentiate returned {type(out).__name__}",
+            expected="a Tensor (a single number)",
+            next_step="return a tensor of shape (); return other results as aux, with has_aux=True",
+        )
+    if out.dim() != 0:
+        raise TransformError(
+            f"the function to differentiate returned a tensor of shape {tuple(out.shape)}",
+            expected="a scalar tensor, of shape ()",
+            cause="the loss was not reduced to one number (reduction='none'), or kept an axis of length 1",
+            next_step="reduce with .sum() or .mean(), or call .squeeze(); for a vector's derivatives use vjp",
+        )
+    if not out.dtype.is_floating_point:
+        raise TransformError(
+            f"the function to differentiate returned a tensor of dtype {out.dtype}",
+            expected="a real floating-point number",
+        )
+
+
+def _check_cotangent(cotangent: Any, value: torch.Tensor) -> None:
+    if not isinstance(cotangent, torch.Tensor):
+        raise TransformArgumentError(
+            f"a {type(cotangent).__name__} as the cotangent of an output of shape {tuple(value.shape)}",
+            expected="a tensor",
+            next_step="give torch.zeros_like or torch.ones_like of the output",
+        )
+    if cotangent.shape != value.shape or cotangent.is_complex() != value.is_complex():
+        raise TransformArgumentError(
+            f"a cotangent of shape {tuple(cotangent.shape)} and dtype {cotangent.dtype} "
+            f"for an output of shape {tuple(value.shape)} and dtype {value.dtype}",
+            expected="cotangents shaped like the outputs, complex where they are",
+        )
+
+
+def _gradient(cotangent: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The gradient in `x`. As PyTorch's, it is contiguous where `x` is: programs take views of it."""
+    if cotangent is None:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return cotangent.contiguously() if isinstance(cotangent, Tracer) and x.is_contiguous() else cotangent

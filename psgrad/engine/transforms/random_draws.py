@@ -1,0 +1,316 @@
+"""Draws by label: samples of a mapped function that draw from random bits of their own, whatever samples they
+are computed beside.
+
+A sample's label is a whole number that comes with the batch as one of its arguments. `draw_by_label` attaches
+it to the level that maps it: from then on a random operator there is a function of (source, label, how many
+operators of this run drew before it), and no generator has a say in it. So draws depend neither on a sample's
+place in the batch, nor on the other samples, nor on how often the function runs. rules/draws.py has the
+operators.
+
+The global random number generators of PyTorch, NumPy and Python, and their states: to draw the same again.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.interpreter import Tracer, state
+from psgrad.engine.transforms.operators import Op, aten, facts
+from psgrad.engine.transforms.rules.registry import decompose, decomposition_of
+from psgrad.errors import TransformError
+
+if TYPE_CHECKING:
+    from psgrad.engine.transforms.batching import BatchLevel
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Bits(Protocol):
+    """Random bytes by label and number: always the same for the same ones, independent for others."""
+
+    def __call__(self, labels: npt.NDArray[np.uint64], number: int, size: int) -> Bytes:
+        """[n, size] bytes for the labels [n]."""
+
+
+# Bits that a number in [0, 1) of a type has, as torch.rand draws it.
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+
+
+def draw_by_label(bits: Bits, label: torch.Tensor) -> None:
+    """From here on, the samples that `label` (int64 [], mapped) tells apart draw by it. Without a mapped axis
+    nothing changes.
+    """
+    levels: list[Any] = []
+    while isinstance(label, Tracer):
+        if label.carries_samples:
+            levels.append(label.level)
+        label = label.below()
+    if levels:
+        levels[0].drawer = Drawer(bits, label, levels)
+
+
+def drawing_by_label() -> bool:
+    """Whether a level of the function that runs draws by label."""
+    return any(getattr(level, "drawer", None) is not None for level in state.stack)
+
+
+class Drawer:
+    """Standard draws of one level, by its samples' labels, in the order in which one run asks for them.
+
+    Args:
+        labels: int64 [*samples], one axis for each of `levels`, the outermost first.
+        levels: those that map the labels, the innermost first.
+
+    Attributes:
+        number: how many draws this run has made. Whoever runs a part of the function again sets it back.
+
+    Standard draws are computed on the CPU, whatever the device, and are the same on each: tensors of the
+    level, of a shape that its samples see.
+    """
+
+    def __init__(self, bits: Bits, labels: torch.Tensor, levels: Sequence[BatchLevel]) -> None:
+        self.number = 0
+        self._bits, self._labels, self._levels = bits, labels, levels
+        self._known: npt.NDArray[np.uint64] | None = None
+
+    def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a random operator gives on these arguments, of which none has a level above this one."""
+        given = _by_name(op, args, kwargs)
+        if given.get("generator") is not None:
+            raise TransformError(
+                f"{op.name()} draws from a generator of its own{diagnostics.where()}",
+                expected="draws without `generator`: each record's are then its own",
+                cause=(
+                    "what such a generator draws depends on how many records are computed together, and on"
+                    " how often"
+                ),
+                next_step=(
+                    "leave out `generator`; what is to be the same in each call is drawn once, where the"
+                    " model is built"
+                ),
+            )
+        program = programs.get(op)
+        if program is None:
+            if decomposition_of(op) is None:
+                raise TransformError(
+                    f"the random operator {op.name()} can't draw for each record by"
+                    f" itself{diagnostics.where()}",
+                    expected=(
+                        "random numbers of other distributions, such as torch.rand, randn, bernoulli,"
+                        " multinomial and dropout"
+                    ),
+                    next_step="write it with these, or draw it outside the model",
+                )
+            return decompose(op, args, kwargs)
+        drawn = program(self, given)
+        mutated = facts(op).mutated
+        return aten.copy_.default(args[mutated[0]], drawn) if mutated else drawn
+
+    # -- standard draws
+    # --------------------------------------------------------------------------------------------------------
+
+    def below(self, p: float, shape: Sequence[int], device: Any) -> torch.Tensor:
+        """bool: true with probability p, to within 2^-32."""
+        limit = min(max(p, 0.0), 1.0) * 2**32 - 0.5
+        return self._lifted(
+            self._physical(shape, torch.bool, 4, lambda raw: raw.view(np.uint32) <= limit).to(device)
+        )
+
+    def rand(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """Uniform on [0, 1), multiples of 2^-24 in float32 and of 2^-53 in float64, as torch.rand has
+        them.
+        """
+        digits = _DIGITS[_real(dtype)]
+        wide, scale = digits > 32, np.float32(2.0**-digits)
+        if wide:
+            uniform = self._physical(
+                _parts(shape, dtype), torch.float64, 8, lambda raw: (raw.view(np.uint64) >> 11) * 2.0**-53
+            )
+        else:
+            uniform = self._physical(
+                _parts(shape, dtype),
+                torch.float32,
+                4,
+                lambda raw: (raw.view(np.uint32) >> (32 - digits)).astype(np.float32) * scale,
+            )
+        return self._lifted(_joined(uniform, dtype).to(device))
+
+    def inside(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """float64, uniform on (0, 1), neither end included: of 52 bits for numbers that are wanted in
+        float64, else of 32.
+        """
+        return self._lifted(self._inside(shape, dtype).to(device))
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """Standard normal, by Box and Muller's method; the parts of a complex number have a variance of 1 /
+        2.
+        """
+        parts = _parts(shape, dtype)
+        count = math.prod(parts)
+        uniform = self._inside((2, (count + 1) // 2), _real(dtype))
+        radius, angle = (-2 * uniform[..., 0, :].log()).sqrt(), 2 * math.pi * uniform[..., 1, :]
+        normal = torch.cat([radius * angle.cos(), radius * angle.sin()], -1)[..., :count].reshape(
+            *self._labels.shape, *parts
+        )
+        return self._lifted(
+            _joined(normal * math.sqrt(0.5) if dtype.is_complex else normal, dtype).to(device)
+        )
+
+    def integers(
+        self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype, device: Any
+    ) -> torch.Tensor:
+        """Uniform on low, ..., high - 1, of 64 bits each: no value is likelier than another by more than
+        (high - low) / 2^64 of it.
+        """
+        count = np.uint64(min(high - low, 2**64 - 1))
+
+        def whole(raw: Bytes) -> npt.NDArray[np.int64]:
+            return (raw.view(np.uint64) % count).view(np.int64) + np.int64(low)
+
+        return self._lifted(self._physical(shape, torch.int64, 8, whole).to(device, dtype))
+
+    def permutation(self, n: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """0, ..., n - 1 in random order."""
+        return self._lifted(self._inside((n,), torch.float64).argsort(-1).to(device, dtype))
+
+    def _inside(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if dtype == torch.float64:
+            return self._physical(
+                shape, torch.float64, 8, lambda raw: ((raw.view(np.uint64) >> 12) + 0.5) * 2.0**-52
+            )
+        return self._physical(shape, torch.float64, 4, lambda raw: (raw.view(np.uint32) + 0.5) * 2.0**-32)
+
+    def _physical(
+        self, shape: Sequence[int], dtype: torch.dtype, size: int, make: Callable[[Bytes], Any]
+    ) -> torch.Tensor:
+        """[*samples, *shape] on the CPU: what `make` makes, elementwise, of `size` random bytes for each
+        number; of this dtype.
+        """
+        number, self.number = self.number, self.number + 1
+        whole = (*self._labels.shape, *shape)
+        if isinstance(self._labels, FakeTensor):  # a pass that is followed without values
+            return self._labels.new_empty(whole, dtype=dtype, device="cpu")
+        if self._known is None:
+            self._known = self._labels.reshape(-1).cpu().numpy().view(np.uint64)
+        return torch.from_numpy(make(self._bits(self._known, number, size * math.prod(shape)))).reshape(whole)
+
+    def _lifted(self, physical: torch.Tensor) -> torch.Tensor:
+        for level in reversed(self._levels):
+            physical = level.lift(physical)
+        return physical
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    real = dtype.to_real() if dtype.is_complex else dtype
+    if real not in _DIGITS:
+        raise TransformError(
+            f"random numbers of dtype {dtype}{diagnostics.where()}", expected="a floating-point dtype"
+        )
+    return real
+
+
+def _parts(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    return (*shape, 2) if dtype.is_complex else tuple(shape)
+
+
+def _joined(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.view_as_complex(parts.to(_real(dtype))) if dtype.is_complex else parts.to(dtype)
+
+
+def _by_name(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by their names, those that were left out by their defaults; None for a dtype,
+    whose default is a code.
+    """
+    schema = op._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+    return {
+        argument.name: given.get(argument.name, None if argument.name == "dtype" else argument.default_value)
+        for argument in schema
+    }
+
+
+Program = Callable[[Drawer, dict[str, Any]], Any]
+"""A random operator made of standard draws: a function of the drawer and of the operator's arguments by name.
+"""
+
+programs: dict[Op, Program] = {}
+
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+def generators() -> list[torch.Generator]:
+    """Those that operators draw from, unless told otherwise: the CPU's, and each GPU's once GPUs are
+    in use.
+    """
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def states() -> States:
+    return [(generator, generator.get_state()) for generator in generators()]
+
+
+def restore(saved: States) -> None:
+    for generator, before in saved:
+        generator.set_state(before)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """PyTorch's, NumPy's and Python's generators are in the end as they were."""
+    numpy = sys.modules.get("numpy")
+    of_torch, of_python = states(), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        restore(of_torch)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+def seed_all(numbers: Any) -> None:
+    """Seed PyTorch's, NumPy's and Python's generators, by three whole numbers from 0 to 2^64 - 1."""
+    of_torch, of_numpy, of_python = (int(number) for number in numbers)
+    for generator in generators():
+        generator.manual_seed(of_torch)
+    random.seed(of_python)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed([of_numpy & 0xFFFFFFFF, of_numpy >> 32])
+
+
+def torch_has_drawn() -> bool:
+    """Whether one of PyTorch's generators has drawn since it was last seeded, whoever did that."""
+    for generator, now in states():
+        seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        if not torch.equal(now, seeded.get_state()):
+            return True
+    return False
+
+
+def on_the_cpu() -> tuple[Any, ...]:
+    """The states of the generators that a dataset may share with a model, on the CPU: Python's, NumPy's and
+    PyTorch's; to be compared.
+    """
+    numpy = sys.modules.get("numpy")
+    of_numpy = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+    return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()
+
+
+def everywhere() -> tuple[Any, ...]:
+    """The same, and those on GPUs."""
+    return (*on_the_cpu(), *(state.numpy().tobytes() for _, state in states()))

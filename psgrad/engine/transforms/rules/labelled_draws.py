@@ -1,0 +1,190 @@
+"""How random operators draw where each sample draws by a label of its own: see transforms/random_draws.py.
+
+An operator that draws and is not here is decomposed into others, or refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.operators import Op, aten
+from psgrad.engine.transforms.random_draws import Drawer, Program, programs
+from psgrad.engine.transforms.rules.attention import by_matrix_products
+from psgrad.engine.transforms.rules.registry import shared_draw
+
+Given = dict[str, Any]
+
+
+def _as_asked(given: Given) -> tuple[Any, torch.dtype, Any]:
+    """(shape, dtype, device) of what is drawn: by the arguments, or by those of a tensor that it is to be
+    like.
+    """
+    like = given.get("self")
+    if like is None:
+        return given["size"], given["dtype"] or torch.get_default_dtype(), given["device"] or "cpu"
+    return like.shape, given.get("dtype") or like.dtype, given.get("device") or like.device
+
+
+def _declare(program: Program, *ops: Op) -> None:
+    programs.update(dict.fromkeys(ops, program))
+
+
+# -- numbers whose distribution is the same for all
+# -----------------------------------------------------------------------------------
+
+
+def _normal(draw: Drawer, given: Given) -> torch.Tensor:
+    return draw.normal(*_as_asked(given)) * given.get("std", 1.0) + given.get("mean", 0.0)
+
+
+def _uniform(draw: Drawer, given: Given) -> torch.Tensor:
+    return draw.rand(*_as_asked(given)) * (given["to"] - given["from"]) + given["from"]
+
+
+def _from_inside(function: Any) -> Program:
+    """Of a function of (uniform on (0, 1), the operator's arguments), computed in float64."""
+
+    def program(draw: Drawer, given: Given) -> torch.Tensor:
+        dtype = _as_asked(given)[1]
+        return function(draw.inside(*_as_asked(given)), given).to(dtype)  # type: ignore[no-any-return]
+
+    return program
+
+
+def _log_normal(draw: Drawer, given: Given) -> torch.Tensor:
+    return _normal(draw, given).exp()
+
+
+def _bernoulli(draw: Drawer, given: Given) -> torch.Tensor:
+    shape, dtype, device = _as_asked(given)
+    return draw.below(given["p"], shape, device).to(dtype)
+
+
+def _integers(draw: Drawer, given: Given) -> torch.Tensor:
+    like = given.get("self")
+    if like is None:
+        shape, dtype, device = given["size"], given["dtype"] or torch.int64, given["device"] or "cpu"
+    else:
+        shape, dtype, device = _as_asked(given)
+    low, high = given.get("low", given.get("from")), given.get("high", given.get("to"))
+    if high is None:  # up to the largest number of the type, or that it tells from the next one
+        high = 2 ** _BITS[dtype] if dtype in _BITS else torch.iinfo(dtype).max + 1
+    return draw.integers(low or 0, high, shape, dtype, device)
+
+
+# Up to which power of two a type has all whole numbers.
+_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.bool: 1}
+
+_declare(
+    lambda draw, given: draw.rand(*_as_asked(given)),
+    aten.rand.default,
+    aten.rand.generator,
+    aten.rand_like.default,
+    aten.rand_like.generator,
+)
+_declare(
+    _normal,
+    aten.randn.default,
+    aten.randn.generator,
+    aten.randn_like.default,
+    aten.randn_like.generator,
+    aten.normal_.default,
+    aten.normal_functional.default,
+    aten.normal.float_float,
+)
+_declare(_uniform, aten.uniform_.default, aten.uniform.default)
+_declare(
+    _from_inside(lambda u, given: -u.log() / given["lambd"]),
+    aten.exponential_.default,
+    aten.exponential.default,
+)
+_declare(
+    _from_inside(lambda u, given: torch.tan(torch.pi * (u - 0.5)) * given["sigma"] + given["median"]),
+    aten.cauchy_.default,
+    aten.cauchy.default,
+)
+_declare(
+    _from_inside(
+        lambda u, given: (u.log() / torch.log1p(torch.full_like(u, -given["p"]))).ceil().clamp(min=1)
+    ),
+    aten.geometric_.default,
+    aten.geometric.default,
+)
+_declare(_log_normal, aten.log_normal_.default, aten.log_normal.default)
+_declare(_bernoulli, aten.bernoulli_.float, aten.bernoulli.p)
+for _packet in (aten.random_, aten.random):
+    _declare(_integers, _packet.default, _packet.to, getattr(_packet, "from"))
+for _overload in ("default", "generator", "low", "low_generator"):
+    _declare(_integers, getattr(aten.randint, _overload))
+for _overload in ("default", "generator", "low_dtype", "low_generator_dtype"):
+    _declare(_integers, getattr(aten.randint_like, _overload))
+_declare(
+    lambda draw, given: draw.permutation(given["n"], given["dtype"] or torch.int64, given["device"] or "cpu"),
+    aten.randperm.default,
+    aten.randperm.generator,
+)
+
+# -- numbers with parameters of their own: standard draws that each sample moves, stretches or holds against
+# its probabilities --------
+
+
+def _by_standard_draws(op: Op) -> Program:
+    """As where all samples share a draw: what they share is then each one's own."""
+
+    def program(draw: Drawer, given: Given) -> torch.Tensor:
+        alike = shared_draw(op)
+        assert alike is not None
+        return alike(lambda op, *args, **kwargs: draw.run(op, args, kwargs), op, *given.values())  # type: ignore[no-any-return]
+
+    return program
+
+
+for _op in (
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.bernoulli.default,
+    aten.multinomial.default,
+):
+    programs[_op] = _by_standard_draws(_op)
+
+
+def _bernoulli_of(draw: Drawer, given: Given) -> torch.Tensor:
+    target, p = given["self"], given["p"]
+    return draw.inside(target.shape, torch.float64, target.device) < p
+
+
+programs[aten.bernoulli_.Tensor] = _bernoulli_of
+
+# -- layers
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _dropout(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+    x, p = given["input"], given["p"]
+    if given["train"] is False:
+        return x, torch.ones_like(x, dtype=torch.bool)
+    kept = draw.below(1 - p, x.shape, x.device)
+    return x * (kept.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)), kept
+
+
+def _slopes(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+    x = given["self"]
+    drawn = draw.rand(x.shape, x.dtype, x.device) * (given["upper"] - given["lower"]) + given["lower"]
+    slopes = torch.where(x <= 0, drawn, 1)
+    return x * slopes, slopes
+
+
+def _attention(draw: Drawer, given: Given) -> torch.Tensor:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return by_matrix_products(
+        *[given[name] for name in names], scale=given["scale"], enable_gqa=given["enable_gqa"]
+    )
+
+
+programs[aten.native_dropout.default] = _dropout
+programs[aten.rrelu_with_noise_functional.default] = _slopes
+_declare(lambda draw, given: _slopes(draw, given)[0], aten.rrelu.default, aten.rrelu_.default)
+programs[aten.scaled_dot_product_attention.default] = _attention

@@ -1,0 +1,270 @@
+"""The record of a reverse-mode level, and the pass back over it.
+
+The record of an operator is a `Node`. It holds, for each input that needs a cotangent, one closure from the
+output's cotangent to the input's; a closure keeps alive just the values that its rule needs. Values are those
+one level down, so the pass back is itself an ordinary program that outer transforms see and handle: that is
+all there is to nesting.
+
+What a record needs that is kept for later (`vjp`): none of it may be written to until then.
+
+PyTorch counts the writes to a tensor and shares the count with its views, but not with those that are taken
+below its autograd, as all are inside a transform; and a write to a traced value may be none to memory at all.
+So a record knows each value that it needs by the places where it stands, and is told of writes while
+transforms run. Of writes outside of them PyTorch's counts tell, of all tensors that the record has seen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.derivatives import DerivativeTracer
+from psgrad.engine.transforms.interpreter import (
+    Tracer,
+    below_autograd,
+    innermost,
+    recorded_outside,
+    rules_only,
+    run,
+    state,
+)
+from psgrad.engine.transforms.operators import Op, aten, written_by
+from psgrad.engine.transforms.read_only import memory_of
+from psgrad.errors import TransformError
+
+_sequence = itertools.count()
+Closure = Callable[[Any], Any]
+
+
+class Node:
+    """One recorded operator (or, without inputs, one leaf)."""
+
+    __slots__ = ("edges", "joint", "outputs", "sequence")
+
+    def __init__(self, outputs: int | None = None) -> None:
+        self.sequence = next(_sequence)
+        self.outputs = outputs  # how many results; None for one that does not come in a tuple
+        self.edges: list[Edge] = []
+        self.joint: Callable[..., Any] | None = (
+            None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
+        )
+
+
+class Edge:
+    """From an operator to one of its inputs."""
+
+    __slots__ = ("closure", "output", "position", "shared", "source")
+
+    def __init__(
+        self, source: Node, output: int, position: Any, closure: Closure | None, shared: bool
+    ) -> None:
+        self.source = source  # the node that made the input
+        self.output = output  # which of its results the input is
+        self.position = position  # argument number, or (argument number, place in the list)
+        self.closure = closure
+        self.shared = shared  # no sample axis below: this input is the same for all samples
+
+
+def pull_back(
+    seeds: Sequence[tuple[Any, torch.Tensor | None]],
+    leaves: Sequence[Node | None],
+    *,
+    keep: bool,
+    attached: bool = False,
+    consume: Callable[[int, torch.Tensor | None], None] | None = None,
+) -> list[torch.Tensor | None]:
+    """Cotangents of `leaves`, given those of some results. None stands for zero.
+
+    seeds: places in the record (anything with `node` and `output`), each with its cotangent. keep: whether
+    the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
+    attached: whether PyTorch's autograd is to record the pass, where it records at all. consume: told the
+    number and the cotangent of each leaf as soon as nothing more will be added to it, in place of returning
+        them all at the end: then at no time do all of them exist.
+    """
+    pending: dict[Node, list[torch.Tensor | None]] = {}
+    heap: list[tuple[int, Node]] = []  # the latest first
+
+    def add(node: Node, output: int, cotangent: torch.Tensor | None) -> None:
+        if cotangent is None:
+            return
+        slots = pending.get(node)
+        if slots is None:
+            slots = pending[node] = [None] * (node.outputs or 1)
+            heapq.heappush(heap, (-node.sequence, node))
+        known = slots[output]
+        slots[output] = cotangent if known is None else run(aten.add.Tensor, known, cotangent)
+
+    def settle(node: Node) -> None:
+        if node in uses:
+            uses[node] -= 1
+            if not uses[node]:
+                slots = pending.pop(node, None)
+                assert consume is not None
+                consume(numbers[node], slots[0] if slots is not None else None)
+
+    finished: dict[Node, torch.Tensor | None] = {}
+    wanted = {node for node in leaves if node is not None}
+    numbers = {node: number for number, node in enumerate(leaves) if node is not None}
+    uses = _count_uses([place.node for place, _ in seeds], wanted) if consume is not None else {}
+    with (
+        (
+            recorded_outside()
+            if attached or state.attached or any(c is not None and c.requires_grad for _, c in seeds)
+            else below_autograd()
+        ),
+        rules_only(),
+        _going_back(),
+    ):
+        for place, cotangent in seeds:
+            if place.node is not None:
+                add(place.node, place.output, cotangent)
+        while heap:
+            node = heapq.heappop(heap)[1]
+            slots = pending.pop(node, None)
+            if slots is None:  # consumed already
+                continue
+            if node in wanted:
+                finished[node] = slots[0]
+            if not node.edges:
+                continue
+            arrived: Any = slots[0] if node.outputs is None else slots
+            if node.joint is not None:
+                state.cotangent_is_shared = False
+                results = node.joint(arrived, [edge.position for edge in node.edges])
+                for edge in node.edges:
+                    add(edge.source, edge.output, results.get(edge.position))
+                    settle(edge.source)
+                del results
+            else:
+                for edge in node.edges:
+                    state.cotangent_is_shared = edge.shared
+                    assert edge.closure is not None
+                    # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
+                    add(edge.source, edge.output, edge.closure(arrived))
+                    settle(edge.source)
+            if not keep:
+                node.edges, node.joint = [], None
+    if consume is not None:
+        for number, leaf in enumerate(leaves):
+            if leaf is not None and uses.get(leaf) != 0:  # never reached, or reached as the result itself
+                consume(number, finished.get(leaf))
+        return []
+    return [finished.get(node) if node is not None else None for node in leaves]
+
+
+def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:
+    """For each wanted leaf, how many recorded operators that the ends depend on have it as an input."""
+    uses: dict[Node, int] = {}
+    seen: set[Node] = set()
+    waiting = [end for end in ends if end is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.edges:
+            if edge.source in wanted:
+                uses[edge.source] = uses.get(edge.source, 0) + 1
+            else:
+                waiting.append(edge.source)
+    return uses
+
+
+@contextmanager
+def _going_back() -> Any:
+    """While the pass back runs, which says at each step whether the cotangent is that of a value that all
+    samples share.
+    """
+    before = state.cotangent_is_shared, state.going_back
+    state.going_back = True
+    try:
+        yield
+    finally:
+        state.cotangent_is_shared, state.going_back = before
+
+
+class Kept:
+    """The values that one record needs."""
+
+    def __init__(self) -> None:
+        self._needed: dict[int, list[weakref.ref[Any]]] = {}  # by place
+        self._seen: list[
+            tuple[weakref.ref[torch.Tensor], int]
+        ] = []  # plain tensors, and how often they had been written to
+        self._others: set[Kept] = set()  # records that this one has gone back over
+        self._changed: list[weakref.ref[Any]] = []
+        state.kept.add(weakref.ref(self, state.kept.discard))
+
+    def need(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        for value in values:
+            reference = weakref.ref(value)
+            for place in _places(value):
+                self._needed.setdefault(place, []).append(reference)
+        self.see(values)
+
+    def see(self, values: Iterable[Any]) -> None:
+        """Tensors through which something needed may be written to: what a view is taken of, what is
+        returned.
+        """
+        for tensor in map(innermost, values):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                self._seen.append((weakref.ref(tensor), tensor._version))
+
+    def depend_on(self, other: Kept) -> None:
+        self._others.add(other)
+
+    def watch(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Told of each operator while transforms run."""
+        if (
+            op is not aten.detach_.default
+        ):  # which torch.tensor(..) ends with, and which leaves the values alone
+            for target in written_by(op, args, kwargs):
+                self.written(target)
+
+    def written(self, value: Any) -> None:
+        """Told of each tensor that an operator writes to while transforms run."""
+        for place in _places(value, written=True):
+            # a place may be another's by now: what stood there then is gone
+            self._changed += [
+                reference for reference in self._needed.get(place, ()) if reference() is not None
+            ]
+
+    def check(self) -> None:
+        for reference, version in self._seen:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                self.written(tensor)
+        changed = next((value for reference in self._changed if (value := reference()) is not None), None)
+        if changed is not None:
+            raise TransformError(
+                f"a tensor of shape {tuple(changed.shape)} that vjp's function used was changed in place"
+                " before vjp_fn was called",
+                cause="an optimiser's step, or another operator that ends in an underscore",
+                next_step="call vjp_fn before the change, or give the function a clone",
+            )
+        for other in self._others:
+            other.check()
+
+
+def _places(value: Any, *, written: bool = False) -> Iterator[int]:
+    """Where a value stands: at each level the tracer that it is a view of, and below all of them the memory.
+
+    written: only as far down as a write to it goes; derivatives' tracers are given another value, and the old
+    one stays as it is.
+    """
+    while isinstance(value, Tracer):
+        while (view_of := getattr(value, "view_of", None)) is not None:
+            value = view_of[0]
+        yield id(value)
+        if written and isinstance(value, DerivativeTracer):
+            return
+        value = value.value
+    if isinstance(value, torch.Tensor):
+        yield memory_of(value)

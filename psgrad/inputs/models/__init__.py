@@ -1,0 +1,1 @@
+"""TODO psgrad.inputs.models"""

@@ -1,0 +1,265 @@
+"""The model of a config: built by its factory, filled from its checkpoint, and fit to be looked at one sample
+at a time.
+
+Which parameters of a model are trained: those that patterns of names choose, and no others.
+
+The training function that a config names, checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from psgrad.config import ModelConfig, nearest
+from psgrad.errors import ConfigError, ModelError
+from psgrad.inputs.code import call_factory, describe_failure, module_of, resolve
+from psgrad.inputs.models.checkpoint_headers import checkpoint_files
+from psgrad.inputs.models.checkpoints import load_into, read_state_dict
+from psgrad.inputs.sources.files import sha256_of
+
+_SHOWN = 8
+
+
+def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
+    """Has the parameters that match one of the patterns require a gradient, and no others; the names of the
+    chosen ones.
+
+    Patterns are shell globs over whole names, such as `head.*` or `*lora*`; case counts. A parameter with
+    several names (tied weights) is chosen by any of them, and frozen only if none matches. What the factory
+    had frozen is trained where a pattern names it.
+
+    `key` is the config's name for the patterns. Raises ConfigError for a pattern that no parameter matches,
+    and where there is none; ModelError where a chosen one can't have a gradient.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in named]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise _no_match(pattern, names, key)
+    chosen = {
+        name: parameter
+        for name, parameter in named
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    if not chosen:
+        raise ConfigError(
+            f"{key} chooses no parameter",
+            expected="at least one pattern, such as head.*",
+            next_step="leave it out to train all that the model's factory left trainable",
+        )
+    for name, parameter in chosen.items():
+        if not parameter.is_floating_point():
+            raise ModelError(
+                f"{key} chooses {name}, which is of type {parameter.dtype} and can't have a gradient",
+                next_step=(
+                    "choose parameters of floating-point numbers, such as adapters beside quantised weights"
+                ),
+            )
+    identities = {id(parameter) for parameter in chosen.values()}
+    for _, parameter in named:
+        parameter.requires_grad_(id(parameter) in identities)
+    return list(chosen)
+
+
+def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
+    """Near to a pattern are names, and whole modules written as it is written."""
+    modules = dict.fromkeys(
+        ".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1)
+    )
+    close = nearest(pattern, [*names, *modules])
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ConfigError(
+        f"{key}: no parameter matches {pattern!r}" + (f"; did you mean {close}?" if close else ""),
+        expected=f"patterns of the model's parameters: {shown}",
+        next_step="a pattern is matched with the whole name: head.* is all inside head",
+    )
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for use, and what a person should know about how it came to be.
+
+    `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
+    code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None
+    without a checkpoint.
+    """
+
+    model: nn.Module
+    notes: list[str]
+    modules_imported: list[str]
+    sha256: str | None
+
+
+def load_model(
+    config: ModelConfig,
+    base: Path,
+    trainable: Sequence[str] | None = None,
+    trainable_key: str = "privacy.trainable",
+) -> LoadedModel:
+    """Calls the factory, loads the checkpoint and sets the mode; paths are relative to `base`.
+
+    `trainable` are patterns of the parameters that are to require a gradient, and no others, `trainable_key`
+    is the config's name for them; None leaves the parameters as the factory made them. The model stays on the
+    CPU, in the dtype that its factory gave it. Raises ConfigError, ModelError or CheckpointError.
+    """
+    model = _built(config, base)
+    notes, sha256 = [], None
+    if config.checkpoint is None:
+        notes.append("no checkpoint: the weights are those that the factory gave")
+    else:
+        path = base / config.checkpoint
+        note = load_into(model, read_state_dict(path, config.state_dict_key), str(config.checkpoint))
+        notes += [note] if note else []
+        sha256 = checkpoint_hash(path)
+    if trainable is not None:
+        choose_trainable(model, trainable, trainable_key)
+    _require_usable_parameters(model, config.factory)
+    model.train(config.mode == "train")
+    _require_independent_samples(model)
+    return LoadedModel(model, notes, [module_of(config.factory)], sha256)
+
+
+def _built(config: ModelConfig, base: Path) -> nn.Module:
+    model: Any = call_factory(config.factory, base, config.kwargs, raises=ModelError)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the factory {config.factory} returned an object of type {type(model).__name__}",
+            expected="a torch.nn.Module",
+        )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ModelError(
+            f"the parameter {lazy[0]} has no shape yet ({len(lazy)} in all)",
+            cause="a lazy layer takes its shape from the first batch, and the model has seen none",
+            next_step="name the sizes in the factory, or run one batch through the model there",
+        )
+    return model
+
+
+def checkpoint_hash(path: Path) -> str:
+    """The SHA-256 of a checkpoint: of its file, or of its files' hashes."""
+    hashes = [sha256_of(file) for file in checkpoint_files(path)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _require_usable_parameters(model: nn.Module, factory: str) -> None:
+    parameters = dict(model.named_parameters())
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        what = (
+            "has no parameters" if not parameters else "has only frozen parameters (requires_grad is False)"
+        )
+        raise ModelError(f"the model of {factory} {what}", expected="at least one parameter to differentiate")
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ModelError(
+                f"the parameter {name} is on the meta device: it has a shape but no values",
+                next_step="build the model on the CPU in the factory",
+            )
+        if not parameter.is_floating_point():
+            raise ModelError(
+                f"the parameter {name} is of type {parameter.dtype}",
+                expected="real floating-point parameters",
+            )
+
+
+def _require_independent_samples(model: nn.Module) -> None:
+    """Refuses layers whose output for one sample depends on the others in its batch: it would have no
+    gradient of its own.
+    """
+    mixing = [
+        (name or "the model itself", layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    ]
+    if not mixing:
+        return
+    name, layer = mixing[0]
+    more = f" (and {len(mixing) - 1} more)" if len(mixing) > 1 else ""
+    if layer.training:
+        raise ModelError(
+            f"the layer {name} ({type(layer).__name__}){more} is in train mode, where every sample's output"
+            " depends on its whole batch",
+            next_step="set model.mode: eval, or replace the layer by nn.GroupNorm and train again",
+        )
+    raise ModelError(
+        f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics, so even in eval mode "
+        "every sample's output depends on its whole batch",
+        next_step="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
+    )
+
+
+Train = Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None, int], nn.Module]
+
+SIGNATURE = "train(model, inputs, target, seed) -> model"
+
+
+def resolve_training(spec: str, base: Path) -> Train:
+    """The training function that `module:callable` names.
+
+    It is called as `train(model, inputs, target, seed)`, once for each model that is trained:
+
+        model: fresh from the config's factory, with the weights of this seed. inputs: a tuple of tensors,
+        each [k, ...]: the training rows that are not left out, with labels flipped where that is the test.
+        target: [k, ...], None where the data has none. seed: whatever else it draws (the order of the rows)
+        it should draw by this.
+
+    and returns the trained model. Raises ConfigError for a function that can't be called so. What it returns
+    is checked, and what it raises is told as its own.
+    """
+    function = resolve(spec, base)
+    try:
+        inspect.signature(function).bind(None, (), None, 0)
+    except TypeError as error:
+        raise ConfigError(
+            f"influence.evaluate.train: {spec} can't be called as {SIGNATURE.split(' -> ')[0]}: {error}",
+            expected=f"a function {SIGNATURE}",
+        ) from None
+    except ValueError:  # some callables written in C have no signature
+        pass
+
+    def train(
+        model: nn.Module, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, seed: int
+    ) -> nn.Module:
+        wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        try:
+            trained = function(model, inputs, target, seed)
+        except (Exception, SystemExit) as error:
+            raise ModelError(
+                f"the training function {spec} raised {describe_failure(error)}",
+                next_step="run it by itself to see why",
+            ) from error
+        if not isinstance(trained, nn.Module):
+            raise ModelError(
+                f"the training function {spec} returned an object of type {type(trained).__name__}",
+                expected="the trained model, a torch.nn.Module",
+                next_step="end it with `return model`",
+            )
+        found = {name: tuple(value.shape) for name, value in trained.state_dict().items()}
+        if found != wanted:
+            odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
+            raise ModelError(
+                f"the training function {spec} returned a model with other weights than it was given: {odd}",
+                expected="the model that it is given, trained",
+            )
+        lost = next(
+            (name for name, value in trained.named_parameters() if not bool(value.isfinite().all())), None
+        )
+        if lost is not None:
+            raise ModelError(
+                f"the training function {spec} returned a model whose parameter {lost} is not finite",
+                cause="its training diverged",
+            )
+        return trained
+
+    return train

@@ -1,0 +1,187 @@
+"""What every dataset looks like once it is loaded: ids, targets where they are at hand, and rows read block
+by block.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+from torch import Tensor
+
+from psgrad.errors import DataError
+from psgrad.inputs.sources.files import not_numbers
+
+Array = npt.NDArray[Any]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows, stacked: every tensor is [n, ...] on the CPU. Whole numbers are int64, all others float32."""
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor | None
+
+    def at(self, places: Array) -> Block:
+        """The rows at these places of the block, in this order; a copy."""
+        index = torch.from_numpy(places)
+        return Block(
+            tuple(x[index] for x in self.inputs), None if self.target is None else self.target[index]
+        )
+
+
+class Samples(ABC):
+    """A dataset in its own order.
+
+    ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per
+    row and was cheap to read; else None. fingerprint: a SHA-256 that changes when the data does. units: [n],
+    text or int64, whom each row belongs to, where a column for that was named; else None. sources: the
+    modules of Python that make the rows, where code does. code: the objects that do. reading: to be held by
+    whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in
+    messages too.
+    """
+
+    sources: tuple[str, ...] = ()
+    code: tuple[object, ...] = ()
+
+    def __init__(
+        self, ids: Array, targets: Array | None, fingerprint: str, units: Array | None = None
+    ) -> None:
+        self.ids = ids
+        self.targets = targets
+        self.fingerprint = fingerprint
+        self.units = units
+        self.reading = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Block:
+        """The rows start, ..., stop - 1, which must exist. Raises DataError where one of them can't
+        be used.
+        """
+
+    def take(self, rows: Array) -> Block:
+        """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than
+        once.
+
+        Each row is read once, neighbours together. Raises IndexError for a row that is not there, DataError
+        as `read` does.
+        """
+        distinct, places = np.unique(self._existing(rows), return_inverse=True)
+        blocks = [self.read(start, stop) for start, stop in runs(distinct)]
+        inputs = tuple(torch.cat(parts) for parts in zip(*(block.inputs for block in blocks), strict=True))
+        targets = [block.target for block in blocks if block.target is not None]
+        return Block(inputs, torch.cat(targets) if targets else None).at(places)
+
+    def content(self, count: int | None = None) -> str:
+        """A SHA-256 of what the first `count` rows hold, None for all; of the whole file, where one holds
+        them.
+        """
+        return self.fingerprint
+
+    def _existing(self, rows: Array) -> Array:
+        found = np.asarray(rows, dtype=np.int64)
+        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= len(self):
+            raise IndexError(
+                f"rows must be a list of at least one number from 0 to {len(self) - 1}, got {rows!r}"
+            )
+        return found
+
+    def describe(self, row: int) -> str | None:
+        """A row's input as text for people; None where numbers or a picture say it best."""
+        return None
+
+    def input_names(self) -> list[str]:
+        """What the numbers of a row's inputs are called: a name a column of numbers, or a name an input."""
+        return []
+
+    def pieces(self, ids: Sequence[int]) -> list[str] | None:
+        """The text of each id; None where the dataset knows no text of ids."""
+        return None
+
+
+def to_tensor(value: Array | Tensor, name: str) -> Tensor:
+    """A copy in one of the three types that a block holds: bool, int64 and float32."""
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            raise not_numbers(name, value.dtype)
+        kind = (
+            torch.float32
+            if value.is_floating_point()
+            else torch.bool
+            if value.dtype == torch.bool
+            else torch.int64
+        )
+        return value.detach().to(device="cpu", dtype=kind, copy=True)
+    types = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}
+    if value.dtype.kind not in types:
+        raise not_numbers(name, value.dtype)
+    if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{name!r} holds {value.max()}, more than a 64-bit signed integer can")
+    with np.errstate(
+        over="ignore"
+    ):  # beyond float32's range is infinite, and its row is reported as nonfinite
+        return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
+
+
+def runs(rows: Array) -> list[tuple[int, int]]:
+    """The (start, stop) of neighbouring rows, for rows in rising order."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
+
+
+def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:
+    """Whom each row belongs to, as an array of text or int64. Raises DataError where one is missing or is
+    neither.
+    """
+    return _ids(pd.Series(ids), name)
+
+
+def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
+    """The ids as an array of text or int64. Raises DataError where one is missing or occurs twice."""
+    series = pd.Series(ids)
+    found = _ids(series, name)
+    twice = series[series.duplicated()].drop_duplicates()
+    if len(twice):
+        shown = "; ".join(
+            f"{value!r} in rows {', '.join(map(str, np.flatnonzero(series == value)[:3]))}"
+            for value in twice[:_SHOWN]
+        )
+        more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        raise DataError(
+            f"{len(twice)} ids in {name!r} occur more than once: {shown}{more}",
+            expected="an id of its own for every row",
+        )
+    return found
+
+
+def _ids(series: pd.Series[Any], name: str) -> Array:
+    if series.isna().any():
+        raise DataError(
+            f"the id in row {int(np.flatnonzero(series.isna())[0])} of {name!r} is missing",
+            expected="one id per row",
+        )
+    values = series.to_numpy()
+    if values.dtype.kind in "iu":
+        return values.astype(np.int64)
+    if all(isinstance(value, str) for value in values):
+        return values.astype(np.str_)
+    raise DataError(
+        f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers"
+    )
+
+
+def row_numbers(count: int) -> Array:
+    """The ids of a dataset that has none."""
+    return np.arange(count, dtype=np.int64)

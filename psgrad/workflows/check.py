@@ -1,0 +1,248 @@
+"""`psgrad check`: the gate's verdict on a finished run, without torch; and the same at the end of `psgrad
+analyze`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from psgrad.config import GateConfig
+from psgrad.config.reading import load_gate
+from psgrad.errors import ConfigError, OutputError
+from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
+from psgrad.quality.findings import (
+    NEEDED,
+    WELCOME,
+    IgnoreEntry,
+    counts_of,
+    in_order,
+    named_samples,
+    read_ignore_list,
+    records,
+    settle,
+)
+from psgrad.quality.gates import evaluate
+from psgrad.results import CheckResult, Location
+from psgrad.results.findings import Baseline, BaselineChange
+from psgrad.storage import RunFolder
+from psgrad.storage.files import csv_lines
+from psgrad.storage.finished import finished_manifest, read_columns, write_check
+
+BASELINE = Path("psgrad-baseline.json")
+
+
+@dataclass(frozen=True)
+class GateFiles:
+    """What a gate is evaluated with: its rules, and the files that it names, read."""
+
+    gate: GateConfig
+    baseline: Baseline | None = None
+    baseline_path: Path | None = None
+    ignored: tuple[IgnoreEntry, ...] = ()
+    ignore_path: Path | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def gate_files(gate: GateConfig, base: Path) -> GateFiles:
+    """Read what a gate names, relative to the folder of the config, so that a mistake there is told before
+    any work is done.
+
+    A baseline that is not there yet holds nothing: everything counts as new, and a warning says so. Raises
+    ConfigError and DataError.
+    """
+    baseline, warnings = None, []
+    baseline_path = None if gate.baseline is None else base / gate.baseline
+    if baseline_path is not None and baseline_path.exists():
+        baseline = read_baseline(baseline_path)
+    elif baseline_path is not None:
+        warnings.append(
+            f"there is no baseline {baseline_path} yet: all findings are new; psgrad baseline save makes one"
+            " of a finished run"
+        )
+    ignore_path = None if gate.ignore is None else base / gate.ignore
+    ignored = () if ignore_path is None else read_ignore_list(ignore_path)
+    return GateFiles(gate, baseline, baseline_path, ignored, ignore_path, tuple(warnings))
+
+
+def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None = None) -> CheckResult:
+    """Evaluate the gate of a finished run's config, changed by `settings` such as `gate.max_outliers=3`.
+
+    `baseline` is a file, relative to the current directory: what it holds does not count. Writes
+    findings.jsonl and check.json into the folder, or warns where it can't. Raises DataError for a folder that
+    holds no finished run, ConfigError for wrong settings.
+    """
+    manifest = finished_manifest(folder)
+    gate, base = _gate_of(manifest, settings)
+    if baseline is not None:
+        read_baseline(baseline)  # what was named by hand must be there
+        gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
+    found = _check(_samples(folder, manifest), manifest, str(folder), gate_files(gate, base))
+    try:
+        write_check(RunFolder(folder), found)
+    except OutputError as error:
+        found = _with_warning(found, f"the verdict is not kept in the run folder: {error.arrived}")
+    return found
+
+
+def check_samples(
+    samples: pd.DataFrame, manifest: Mapping[str, Any], folder: RunFolder, files: GateFiles
+) -> CheckResult:
+    """The verdict on a run that has just ended, written into its folder. Raises OutputError."""
+    found = _check(samples, manifest, str(folder.path), files)
+    write_check(folder, found)
+    return found
+
+
+def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) -> BaselineChange:
+    """Make a baseline of a finished run; one that is there already only shrinks, unless it is told to grow.
+
+    Raises DataError for a folder that holds no finished run, ConfigError for a run of a part of the dataset,
+    OutputError.
+    """
+    from psgrad.quality.references import saved_reference
+
+    manifest = finished_manifest(folder)
+    if partial := _partial(manifest):
+        raise ConfigError(
+            f"{folder} can't be a baseline: {partial}",
+            expected=(
+                "a run of the whole dataset: what a baseline does not hold is new, and what a run does not"
+                " find is dropped"
+            ),
+            next_step="run psgrad analyze without --limit",
+        )
+    gate, base = _gate_of(manifest, ())
+    before = read_baseline(output) if output.exists() else None
+    samples = _samples(folder, manifest)
+    named, _ = settle(named_samples(samples, manifest), gate_files(gate, base).ignored, _today())
+    about = {
+        "psgrad": manifest.get("versions", {}).get("psgrad"),
+        "data": manifest.get("data", {}).get("fingerprint"),
+        "checkpoint": manifest.get("model", {}).get("sha256"),
+        "weights": manifest.get("hashes", {}).get("weights"),
+        "samples": len(samples),
+    }
+    change = changed(before, named, about, saved_reference(samples, manifest), output, grow)
+    RunFolder(output.parent).write_json(output.name, written(change.baseline))
+    return change
+
+
+def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], run: str, files: GateFiles) -> CheckResult:
+    gate, warnings, partial = files.gate, list(files.warnings), _partial(manifest)
+    named = named_samples(samples, manifest)
+    if files.baseline is not None:
+        named = mark_known(named, files.baseline)
+        # Of a part of the dataset nothing is known of the rest.
+        if not partial and (stale := gone(named, files.baseline)):
+            warnings.append(
+                f"{stale:,} of {len(files.baseline.findings):,} entries of the baseline {files.baseline_path}"
+                f" are not found any more; psgrad baseline save {run} --output {files.baseline_path} drops"
+                " them"
+            )
+    named, told = settle(named, files.ignored, _today())
+    warnings += [each for each in told if not partial or "names nothing" not in each]
+    if partial:
+        warnings.append(f"PARTIAL: {partial}; the gate speaks of these alone")
+    counts, ordered = counts_of(named), in_order(named, samples)
+    outcomes = evaluate(gate, ordered, counts, manifest.get("outliers"), len(samples))
+    location, lines = _located(manifest, samples, ordered)
+    score = _score(manifest)
+    facts = {
+        "counts": counts,
+        "partial": partial,
+        "score": score,
+        "baseline": None if files.baseline_path is None else str(files.baseline_path),
+        "ignore": None if files.ignore_path is None else str(files.ignore_path),
+        "psgrad": manifest.get("versions", {}).get("psgrad"),
+    }
+    findings = tuple(records(ordered, samples, gate, score, location, lines))
+    return CheckResult(tuple(outcomes), findings, run, len(samples), tuple(warnings), facts)
+
+
+def _gate_of(manifest: Mapping[str, Any], settings: Sequence[str]) -> tuple[GateConfig, Path]:
+    """The gate of a run's config with these settings, and the folder that its files are relative to."""
+    return load_gate(manifest.get("config", {}).get("gate") or {}, settings), Path(
+        manifest.get("config_folder") or "."
+    )
+
+
+def _samples(folder: Path, manifest: Mapping[str, Any]) -> pd.DataFrame:
+    by = manifest.get("config", {}).get("analyze", {}).get("outliers", {}).get("group_by")
+    # What a baseline keeps scores by, beside what findings are made of.
+    return read_columns(
+        folder, NEEDED, (*WELCOME, _score(manifest), "log_norm", *(("target", "length", by) if by else ()))
+    )
+
+
+def _score(manifest: Mapping[str, Any]) -> str:
+    return str(manifest.get("config", {}).get("analyze", {}).get("outliers", {}).get("score") or "grad_norm")
+
+
+def _partial(manifest: Mapping[str, Any]) -> str | None:
+    """A sentence where a run looked at a part of its dataset."""
+    counts = manifest.get("counts", {})
+    looked, there = counts.get("samples", 0), counts.get("in_dataset", 0)
+    return (
+        f"the run looked at the first {looked:,} of {there:,} samples (--limit)" if looked < there else None
+    )
+
+
+def _located(
+    manifest: Mapping[str, Any], samples: pd.DataFrame, ordered: pd.DataFrame
+) -> tuple[Location, dict[int, int]]:
+    """The data file, relative to the current directory where it is below that, and the lines of the rows that
+    are named.
+
+    Lines are left out where the file is not there any more, or is not the one that was read.
+    """
+    data = manifest.get("config", {}).get("data", {})
+    if data.get("path") is None:
+        code = str(data.get("factory") or "data").rpartition(":")[0] or str(data.get("factory"))
+        path = Path(manifest.get("config_folder") or ".") / code if code.endswith(".py") else Path(code)
+        return Location(_shown(path)), {}
+    path = Path(manifest.get("config_folder") or ".") / data["path"]
+    lines: dict[int, int] = {}
+    if path.suffix.lower() == ".csv" and len(ordered):
+        rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
+        try:
+            if _sha256(path) == manifest.get("data", {}).get("fingerprint"):
+                lines = csv_lines(path, rows.tolist())
+        except OSError:
+            pass  # a run outlives its data: the path alone says enough
+    return Location(_shown(path)), lines
+
+
+def _sha256(path: Path) -> str:
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _shown(path: Path) -> str:
+    """As hosts of code want it: relative to the current directory, with slashes."""
+    import os
+
+    relative = os.path.relpath(path)
+    return (path if relative.startswith("..") else Path(relative)).as_posix()
+
+
+def _today() -> datetime.date:
+    return datetime.datetime.now(tz=datetime.UTC).date()
+
+
+def _with_warning(result: CheckResult, warning: str) -> CheckResult:
+    return CheckResult(
+        result.outcomes,
+        result.findings,
+        result.run,
+        result.samples,
+        (*result.warnings, warning),
+        result.facts,
+    )

@@ -1,0 +1,68 @@
+"""The checkpoints of `analyze.checkpoints`: each known to be there and to fit the model before any work, and
+loaded when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.measures.measure import Moment
+from psgrad.errors import CheckpointError, ConfigError
+from psgrad.inputs.models.factory import checkpoint_hash, load_model
+from psgrad.inputs.sources.files import require_file
+from psgrad.workflows.setup import Setup
+
+
+def moments_of(run: Setup) -> list[Moment]:
+    """The moments of a run, named as in the config; one at a time is in memory.
+
+    Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
+    that can't be read or does not fit the model.
+    """
+    paths, base = run.config.analyze.checkpoints or [], run.config.base
+    for path in paths:  # all of them, before the first is read
+        require_file(base / path, "checkpoint", CheckpointError)
+    met: dict[str, Path] = {}
+    for path in paths:
+        weights = _digest(_loaded(run, path))
+        if weights in met:
+            raise ConfigError(
+                f"the checkpoints {met[weights]} and {path} hold the same weights",
+                expected="each checkpoint once",
+                cause="one file under two names, or a training run that did not train in between",
+                next_step="leave one of them out of analyze.checkpoints; it would count double",
+            )
+        met[weights] = path
+    return [Moment(str(path), partial(_objective, run, path)) for path in paths]
+
+
+def checkpoints_sha256(run: Setup) -> dict[str, str]:
+    """The hash of each checkpoint's file, by its name in the config."""
+    return {
+        str(path): checkpoint_hash(run.config.base / path) for path in run.config.analyze.checkpoints or []
+    }
+
+
+def _objective(run: Setup, path: Path) -> Objective:
+    return Objective(
+        _loaded(run, path).to(run.device, run.dtype), run.criterion.function, autocast=run.objective.autocast
+    )
+
+
+def _loaded(run: Setup, path: Path) -> nn.Module:
+    return load_model(run.config.model.model_copy(update={"checkpoint": path}), run.config.base).model
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the weights; not of the file, into which torch.save writes its name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

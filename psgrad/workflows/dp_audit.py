@@ -1,0 +1,257 @@
+"""`psgrad dp-audit`: a private run's steps, taken with canaries and on neighbouring datasets, to see whether
+they keep their promise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, Played, Verdict, judge, play
+from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.errors import ConfigError
+from psgrad.reports.costs import audit_content
+from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress
+from psgrad.storage import PrivateRunFolder
+from psgrad.workflows.identity import Clock, describe_run, recorded
+from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
+from psgrad.workflows.private_setup import (
+    PrivateSetup,
+    base_multiplier,
+    planned_events,
+    require_privacy,
+    set_up_privately,
+    unit_in_words,
+)
+
+Say = Callable[[Progress], None]
+
+FILE = "audit.json"
+# More canaries say more, and fewer find a place in small clipping groups.
+_MANY, _ENOUGH = 5000, 1000
+# An audit of few draws says little: by default each canary is drawn so many times, on average, in at most so
+# many steps; and in two at least, so that their noise can be compared.
+_DRAWS, _FEWEST_STEPS, _MOST_STEPS, _MOST_STEPS_ALONE = 2.0, 2, 50, 500
+
+
+def dp_audit(
+    config: Config,
+    *,
+    canaries: int | None = None,
+    steps: int | None = None,
+    confidence: float = 0.95,
+    canaries_only: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
+) -> DPAuditResult:
+    """Audit the steps that a config describes: the whole of `psgrad dp-audit`.
+
+    Args:
+        canaries: how many take part, each with gradient coordinates of its own; None for as many as there is
+        room for, up to 5,000. steps: how many steps; None for enough that each canary is drawn about twice,
+        or without records for all that are planned, up to
+            500.
+        confidence: of the lower bound. canaries_only: leave the dataset's records out: faster, and the result
+        is then no secret. output: a folder of its own; None for the config's, with -audit behind its name. A
+        run in the config's folder stays as it is. overwrite: replace an earlier audit there.
+
+    Nothing is trained, published or paid for. Raises PsgradError for everything that can be wrong with the
+    config, the model, the data or the disk.
+    """
+    privacy = require_privacy(config)
+    require_sense(privacy, steps, confidence)
+    path = output if output is not None else config.output.with_name(f"{config.output.name}-audit")
+    PrivateRunFolder.require_free(path, overwrite)
+    clock = Clock()
+    with clock("load"):
+        setup = set_up_privately(config, lambda message: progress(Progress(0, 0, "audit", message)))
+        base = base_multiplier(privacy)
+    taken = steps if steps is not None else steps_for(privacy, canaries_only)
+    random = coins()
+    count = canaries if canaries is not None else canaries_for(setup)
+    require_room(setup, count)
+    planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
+    PrivateRunFolder.create(path, overwrite)
+    folder = PrivateRunFolder(path)
+    with recorded(folder, describe_run("dp-audit", setup.run, None), clock):
+        alone = {} if canaries_only else contributions(setup)
+        with clock("canaries"):
+            mechanism, numbers = mechanism_of(setup, base), itertools.count()
+            progress(Progress(0, taken, "audit", unit="step"))
+            played = play(
+                mechanism,
+                planted,
+                taken,
+                random,
+                source=None if canaries_only else lambda records: setup.source(records, next(numbers)),
+                records=0 if canaries_only else len(setup.records),
+                tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
+            )
+        with clock("bounds"):
+            events = first(planned_events(privacy, base), taken)
+            accounted, accountant = accounted_epsilon(events, privacy.delta)
+            verdict = judge(played, events, privacy.delta, confidence, accounted)
+        with clock("neighbours"):
+            pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base)
+            pairs += [] if canaries_only else audited_state(setup, alone)
+        if privacy.noise.seed is not None:
+            notes.append(
+                "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
+                " can be drawn again"
+            )
+        result = result_of(
+            setup,
+            played,
+            verdict,
+            pairs,
+            accounted,
+            accountant,
+            0 if canaries_only else len(setup.records),
+            notes,
+        )
+        return written(result, folder)
+
+
+def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:
+    """The result, and where it was written: with what may be published only if no record took part."""
+    if result.records:
+        folder.write_private_json(FILE, audit_content(result))
+        return dataclasses.replace(result, file=folder.path / "private" / f"NOT_PRIVATE_{FILE}")
+    folder.write_public_json(FILE, audit_content(result))
+    return dataclasses.replace(result, file=folder.path / "public" / FILE)
+
+
+def coins() -> np.random.Generator:
+    """What tosses the canaries' coins and finds their places, seeded from the operating system."""
+    return np.random.default_rng()
+
+
+def require_sense(privacy: PrivacyConfig, steps: int | None, confidence: float) -> None:
+    """Raises ConfigError for numbers of steps that are not planned, and for a confidence that is no
+    probability.
+    """
+    if steps is not None and not 1 <= steps <= privacy.steps:
+        raise ConfigError(
+            f"an audit of {steps} steps was asked for, and {privacy.steps} are planned",
+            expected=f"from 1 to {privacy.steps} steps",
+        )
+    if not 0.5 <= confidence < 1:
+        raise ConfigError(
+            f"the confidence of the audit is {confidence!r}",
+            expected="a number from 0.5 to below 1, such as 0.95",
+        )
+
+
+def require_room(setup: PrivateSetup, canaries: int) -> None:
+    """Raises ConfigError for more canaries than there are places, where they take those of records."""
+    room = setup.sampling.dataset_size
+    if room is not None and canaries > room:
+        raise ConfigError(
+            f"an audit with {canaries} canaries in a dataset of {room} records",
+            expected="fewer: under truncated Poisson sampling they take the places of records",
+            next_step=f"--canaries {max(room // 2, 1)}",
+        )
+
+
+def steps_for(privacy: PrivacyConfig, canaries_only: bool) -> int:
+    """How many of the planned steps are audited, where nobody says."""
+    if canaries_only:
+        return min(privacy.steps, _MOST_STEPS_ALONE)
+    rate = privacy.sampling.sample_rate
+    wanted = _FEWEST_STEPS if rate is None else max(math.ceil(_DRAWS / rate), _FEWEST_STEPS)
+    return min(wanted, _MOST_STEPS, privacy.steps)
+
+
+def canaries_for(setup: PrivateSetup) -> int:
+    """How many canaries, where nobody says: many if each clipping group has coordinates for them."""
+    sizes = [
+        sum(setup.parameters[name].numel() for name in group.parameters) for group in setup.clipping.groups
+    ]
+    room = (
+        max(sizes)
+        if setup.sampling.dataset_size is None
+        else min(max(sizes), max(setup.sampling.dataset_size // 2, 1))
+    )
+    return min(_MANY, max(_ENOUGH, min(sizes)), room)
+
+
+def mechanism_of(setup: PrivateSetup, base: float) -> Mechanism:
+    """The steps of the run that a config describes. The seed of a run that is none is left aside."""
+    privacy = setup.privacy
+
+    def generator() -> Generator:
+        return make_generator(privacy.noise.generator)
+
+    return Mechanism(
+        setup.clipping,
+        setup.noise(base),
+        setup.sampling,
+        privacy.relation,
+        generator,
+        setup.adaptive,
+        privacy.expected_batch_size,
+    )
+
+
+def first(events: Events, steps: int) -> Events:
+    """The first so many of the steps."""
+    found = []
+    for event, count in events:
+        found.append((event, min(count, steps)))
+        steps -= found[-1][1]
+    return [(event, count) for event, count in found if count]
+
+
+def accounted_epsilon(events: Events, delta: float) -> tuple[float | None, str]:
+    """(the smaller of the accountants' epsilons, whose it is); None where neither has one."""
+    known = [(epsilon_pld(events, delta).value, "PLD"), (epsilon_rdp(events, delta).value, "RDP")]
+    stated = [(value, name) for value, name in known if value is not None]
+    return min(stated) if stated else (None, "")
+
+
+def result_of(
+    setup: PrivateSetup,
+    played: Played,
+    verdict: Verdict,
+    pairs: list[NeighbourPair],
+    accounted: float | None,
+    accountant: str,
+    records: int,
+    notes: list[str],
+) -> DPAuditResult:
+    """All of it as a plain record."""
+    noise = played.noise
+    return DPAuditResult(
+        epsilon=verdict.epsilon,
+        accounted=accounted,
+        accountant=accountant,
+        delta=verdict.delta,
+        confidence=verdict.confidence,
+        steps=played.steps,
+        canaries=len(played.scores),
+        guesses=verdict.guesses.guesses,
+        right=verdict.guesses.right,
+        declared=verdict.declared,
+        reach=played.reach,
+        bounds=[
+            AuditBound(METHODS[bound.method], bound.epsilon, bound.noise, bound.evidence)
+            for bound in verdict.bounds
+        ],
+        noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
+        pairs=pairs,
+        records=records,
+        relation=setup.privacy.relation,
+        scheme=setup.sampling.scheme,
+        unit=unit_in_words(setup.privacy),
+        mechanism=setup.privacy.noise.mechanism,
+        file=Path(),
+        notes=notes,
+    )

@@ -1,0 +1,381 @@
+"""`psgrad influence`: which training examples made the model do this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.config import Config
+from psgrad.engine.influence.index.build import from_index
+from psgrad.engine.influence.method import Fitted, Screened, screened
+from psgrad.engine.influence.ranking import divisor
+from psgrad.engine.influence.solvers.costs import solved_products
+from psgrad.errors import InfluenceError
+from psgrad.reports.costs import duration
+from psgrad.results import InfluenceResult, Progress
+from psgrad.results.influence import (
+    QUERY_COLUMNS,
+    SIGN,
+    TRAINING_COLUMNS,
+    RemovalCheck,
+    shown_queries,
+    shown_rows,
+)
+from psgrad.storage import RunFolder
+from psgrad.workflows.identity import Clock, describe_run, recorded
+from psgrad.workflows.influence_index import open_index, screened_rows
+from psgrad.workflows.influence_ranking import Rankings, check_removals, input_of, marked_beyond_loss, rank
+from psgrad.workflows.influence_setup import (
+    InfluenceSetup,
+    chosen_rows,
+    set_up_influence,
+    told_as_own,
+    told_of_queries,
+    unit_of,
+)
+
+Say = Callable[[Progress], None]
+
+# What the report shows in pictures: so many queries, and of each so many examples of either sign.
+_SHOWN_QUERIES = 6
+_SHOWN_EXAMPLES = 8
+# What the check of a few removals may take after its first step: seconds, or a share of what the scores took.
+_CHECK_SECONDS, _CHECK_SHARE = 10.0, 0.5
+# What self-influence by a solve an example may be predicted to take, where the config leaves it open.
+_SELF_SECONDS = 30.0
+
+
+def influence(
+    config: Config,
+    *,
+    overwrite: bool = False,
+    matrix: bool = False,
+    report: bool = True,
+    progress: Say = lambda _: None,
+) -> InfluenceResult:
+    """Rank the training examples for each query: the whole of `psgrad influence`.
+
+    `matrix` has all scores written, too, as matrix.safetensors; without `report` plots and page are left out.
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
+    """
+    RunFolder.require_free(config.output, overwrite)
+    clock, warnings = Clock(), _Warnings(progress)
+    with clock("load"):
+        setup = set_up_influence(config, warnings)
+    run = setup.run
+    store = None if config.influence.index is None else open_index(config, run)
+    if store is not None:
+        setup = replace(setup, method=from_index(setup.method, store))
+    with clock("self-check"):
+        check = run.self_check(setup.moments[0].training.stream)
+    folder = RunFolder.create(config.output, overwrite)
+    facts = describe_run(
+        "influence", run, check, [config.influence.method.name, config.influence.measurement.name]
+    ) | described(setup)
+    with recorded(folder, facts, clock):
+        with clock("screening"):
+            known = None if store is None else screened_rows(store)
+            setup, looks = without_nonfinite(setup, known, warnings)
+        with clock("fit"), told_as_own(config.influence.method.name):
+            fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
+        with clock("normalize"), told_as_own(config.influence.method.name):
+            divisors = divisors_of(setup, fitted)
+        with clock("scores"), told_as_own(config.influence.method.name):
+            queries = query_table(setup, looks)
+            shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
+            rankings = rank(setup, fitted, divisors, shown, matrix, progress)
+            tell_of_unranked(setup, rankings, warnings)
+        with clock("self-influence"), told_as_own(config.influence.method.name):
+            own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
+        facts["influence"]["unit"] = unit_of(setup, fitted)
+        removals: RemovalCheck | None = None
+        if facts["influence"]["predicts_removal"]:
+            losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
+            rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
+            with clock("check"), told_as_own(config.influence.method.name):
+                seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
+                removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+            facts["influence"]["check"] = (
+                None if removals is None else {**asdict(removals), "words": removals.words}
+            )
+        facts["influence"]["fit"] = [each.facts for each in fitted]
+        facts["influence"]["warnings"] = warnings.said
+        facts["counts"] = looks.counts()
+        facts["timings"] = clock.seconds
+        with clock("tables"):
+            result = _result(
+                setup, looks, queries, shown, rankings, own, fitted, facts, folder, warnings.said, removals
+            )
+            write_tables(result, rankings, folder)
+        if report:
+            from psgrad.reports.influence_page import (
+                write_influence_report,
+            )  # which is all that needs matplotlib
+
+            with clock("report"):
+                write_influence_report(result, folder.write_bytes)
+    return result
+
+
+class _Warnings:
+    """What the run says to people: told at once, and kept for the report."""
+
+    def __init__(self, progress: Say) -> None:
+        self.said: list[str] = []
+        self._progress = progress
+
+    def __call__(self, message: str) -> None:
+        if message not in self.said:
+            self.said.append(message)
+            self._progress(Progress(0, 0, "influence", message))
+
+
+def described(setup: InfluenceSetup) -> dict[str, Any]:
+    """What manifest.json says of the scores, before there are any."""
+    wanted = setup.run.config.influence
+    return {
+        "influence": {
+            "method": setup.method.name,
+            "sign": SIGN,
+            "unit": unit_of(setup),
+            "predicts_removal": setup.method.predicts_removal and wanted.normalize == "none",
+            "measurement": setup.measurement.name,
+            "normalize": wanted.normalize,
+            "parameters": list(setup.moments[0].training.params),
+            "checkpoints": [
+                {
+                    "path": moment.path,
+                    "sha256": moment.sha256,
+                    "learning_rate": moment.checkpoint.learning_rate,
+                }
+                for moment in setup.moments
+            ],
+            "queries": {"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+        }
+    }
+
+
+class Looks:
+    """What one pass over training examples and queries saw: whose numbers are finite at every checkpoint, and
+    the last one's columns.
+    """
+
+    def __init__(self, training: list[Screened], queries: list[Screened]) -> None:
+        self.training, self.queries = training[-1], queries[-1]
+        self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
+        self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "training_examples": len(self.kept),
+            "training_nonfinite": int((~self.kept).sum()),
+            "queries": len(self.asked),
+            "queries_nonfinite": int((~self.asked).sum()),
+        }
+
+
+def without_nonfinite(
+    setup: InfluenceSetup, known: list[Screened] | None, say: Callable[[str], None]
+) -> tuple[InfluenceSetup, Looks]:
+    """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
+
+    known: what an index knows of the training examples; it has no score for such rows, and they are not read
+    again. Raises InfluenceError where nothing is left.
+    """
+    training = [screened(moment.training) for moment in setup.moments] if known is None else known
+    with told_of_queries():
+        queries = [screened(moment.queries) for moment in setup.moments]
+    looks = Looks(training, queries)
+    samples = setup.run.samples
+    for what, kept, ids in (
+        ("training examples", looks.kept, samples.ids),
+        ("queries", looks.asked, setup.query_reader.samples.ids[setup.query_rows]),
+    ):
+        out = np.flatnonzero(~kept)
+        if len(out) == len(kept):
+            raise InfluenceError(
+                f"the loss or the gradient of every one of the {len(kept):,} {what} is not finite",
+                cause="a checkpoint of a run that diverged, or data with NaN",
+                next_step="run psgrad analyze to see which rows and parameters",
+            )
+        if len(out):
+            say(
+                f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite:"
+                f" {named(ids[out])}"
+            )
+    if looks.kept.all() and looks.asked.all():
+        return setup, looks
+    rows = np.flatnonzero(looks.kept) if known is None else setup.training_rows
+    asked = setup.query_rows[looks.asked]
+    moments = [
+        replace(
+            moment,
+            training=replace(
+                moment.training,
+                read=chosen_rows(setup.run.reader, rows),
+                count=len(rows),
+                numbers=torch.from_numpy(rows),
+            ),
+            queries=replace(moment.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
+        )
+        for moment in setup.moments
+    ]
+    return replace(setup, moments=moments, query_rows=asked, training_rows=rows), looks
+
+
+def named(ids: np.ndarray) -> str:
+    """The first few of some ids."""
+    return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+
+
+def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+    """Say which queries have no proponent and no opponent."""
+    ids, rows = setup.query_reader.samples.ids, np.setdiff1d(setup.query_rows, rankings.scores["query_index"])
+    if len(rows):
+        say(
+            f"{len(rows):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no"
+            f" ranking: {named(ids[rows])}"
+        )
+
+
+def self_influence(
+    setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Callable[[str], None]
+) -> np.ndarray | None:
+    """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config
+    leaves it out, or where it is predicted to take long and the config leaves that open. seconds: what the
+    scores of the queries took.
+    """
+    wanted = setup.run.config.influence.self_influence
+    if wanted == "never":
+        return None
+    if not all(each.has_self_influence for each in fitted):
+        n, m = len(setup.training_rows), len(setup.query_rows)
+        if any(each.solver() is None for each in fitted) and wanted == "auto":  # a method without one
+            return None
+        predicted = seconds * solved_products(n) / solved_products(m)
+        words = (
+            f"self-influence takes a solve for each of the {n:,} training examples, predicted to take"
+            f" {duration(predicted)}"
+        )
+        cheaper = (
+            "solver: exact or dual, or curvature: fisher where the output is large, has it for the price of"
+            " scores"
+        )
+        if wanted == "auto" and predicted > _SELF_SECONDS:
+            say(f"{words}, and is left out; {cheaper}; self_influence: always computes it")
+            return None
+        if predicted > _SELF_SECONDS:
+            say(f"{words}; {cheaper}; self_influence: never leaves it out")
+    found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
+    return setup.method.across_self(found).numpy()
+
+
+def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.Tensor] | None:
+    """What the config's `normalize` has scores divided by, for each checkpoint."""
+    normalize = setup.run.config.influence.normalize
+    return None if normalize == "none" else [divisor(each.self_influence(), normalize) for each in fitted]
+
+
+def _result(
+    setup: InfluenceSetup,
+    looks: Looks,
+    queries: pd.DataFrame,
+    shown: list[int],
+    rankings: Rankings,
+    own: np.ndarray | None,
+    fitted: Sequence[Fitted],
+    facts: dict[str, Any],
+    folder: RunFolder,
+    warnings: list[str],
+    check: RemovalCheck | None,
+) -> InfluenceResult:
+    config, samples = setup.run.config, setup.run.samples
+    training = training_table(setup, looks, own, rankings.overall)
+    _, examples = shown_rows(
+        rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, setup.measurement.sign > 0
+    )
+    seen = config.report.include_inputs
+    return InfluenceResult(
+        scores=rankings.scores,
+        queries=queries,
+        training=training,
+        manifest=facts,
+        folder=folder.path,
+        method=setup.method.name,
+        unit=facts["influence"]["unit"],
+        predicts_removal=facts["influence"]["predicts_removal"],
+        measurement=setup.measurement.name,
+        shown=rankings.shown,
+        query_inputs={row: input_of(setup.query_reader.samples, row) for row in shown} if seen else {},
+        training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
+        facts=[each.facts for each in fitted],
+        warnings=warnings,
+        class_names=config.data.class_names,
+        check=check,
+        larger_is_worse=setup.measurement.sign > 0,
+    )
+
+
+def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
+    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
+    wanted, reader = setup.run.config.influence.queries, setup.query_reader
+    rows = np.arange(len(reader.samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows)
+    targets = reader.targets_at(rows)
+    columns = {
+        "id": reader.samples.ids[rows],
+        "index": rows,
+        **({} if targets is None else {"target": targets}),
+        **looks.queries.columns,
+        "measurement": setup.measurement.sign * looks.queries.losses,
+        "status": np.where(looks.asked, "ok", "nonfinite"),
+    }
+    return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
+
+
+def training_table(
+    setup: InfluenceSetup, looks: Looks, own: np.ndarray | None, overall: np.ndarray
+) -> pd.DataFrame:
+    """One row a training example; see TRAINING_COLUMNS. Excluded ones, too."""
+    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        column = np.full(len(kept), np.nan)
+        column[setup.training_rows] = values
+        return column
+
+    everything = np.arange(len(samples))
+    targets = reader.targets_at(everything)
+    columns = {
+        "id": samples.ids,
+        "index": everything,
+        **({} if targets is None else {"target": targets}),
+        **looks.training.columns,
+        "loss": looks.training.losses,
+        "grad_norm": looks.training.norms,
+        **({} if own is None else {"self_influence": spread(own)}),
+        "overall": spread(overall),
+        "status": np.where(kept, "ok", "nonfinite"),
+    }
+    return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
+
+
+def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:
+    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, and the matrix where it is
+    wanted.
+    """
+    # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
+    for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
+        said = frame.copy()
+        said.attrs = {"unit": result.unit, "sign": SIGN, "predicts_removal": result.predicts_removal}
+        folder.write_table(name, said)
+    folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
+    folder.write_table("queries.parquet", result.queries)
+    if rankings.matrix is not None:
+        from safetensors.numpy import save
+
+        folder.write_bytes("matrix.safetensors", save(rankings.matrix))

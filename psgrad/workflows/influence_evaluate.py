@@ -1,0 +1,273 @@
+"""`psgrad influence --evaluate`: do the scores foretell what happens when models are trained again?
+
+Mislabel detection: labels are flipped, a model is trained on them, and scores of single examples look for the
+flipped ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.config import Config, EvaluationKind
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.influence.evaluation.jobs import Job, Members
+from psgrad.engine.influence.evaluation.mislabel import (
+    FOLDS,
+    RANDOM,
+    Detection,
+    detect,
+    flip,
+    folds,
+    has_labels,
+    over_flips,
+    own_controls,
+    suspicion,
+)
+from psgrad.engine.influence.evaluation.retraining import seed_of
+from psgrad.engine.influence.evaluation.statistics import fitted_to, self_influences
+from psgrad.engine.influence.method import Checkpoint
+from psgrad.errors import ConfigError, InfluenceError
+from psgrad.inputs.models.factory import load_model
+from psgrad.inputs.rows import Block
+from psgrad.reports.evaluation import evaluation_plots, finite
+from psgrad.results import Progress
+from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
+from psgrad.storage import RunFolder
+from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
+from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
+from psgrad.workflows.identity import Clock, describe_run, recorded
+from psgrad.workflows.influence import described, without_nonfinite
+from psgrad.workflows.influence_setup import set_up_influence
+
+CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
+
+
+def evaluate_mislabel(bench: Bench) -> Found:
+    """How well self-influence, and scores that know nothing of it, find flipped labels, over several sets of
+    flips.
+    """
+    wanted, labels = bench.wanted, labels_of(bench)
+    draws = [np.random.default_rng([wanted.seed, 6, number]) for number in range(wanted.flips)]
+    flips = [flip(labels, wanted.share, random) for random in draws]
+    left_out = [folds(len(labels), random) for random in draws]
+    everything = np.arange(len(labels))
+    whole, parts = [], []
+    for number, (given, _) in enumerate(flips):
+        target = torch.from_numpy(given)
+        whole.append(Job(f"set {number} of flips", everything, seed_of(wanted.seed, 2, number), target))
+        for place, out in enumerate(left_out[number]):
+            seed = seed_of(wanted.seed, 3, number, place)
+            parts.append(
+                Job(f"set {number} of flips, fold {place}", np.setdiff1d(everything, out), seed, target)
+            )
+    states = bench.retrained(whole, packed, "weights")
+    unseen = bench.retrained(parts, lambda members: members.outputs(bench.rows), "outputs")
+    found: dict[str, list[Detection]] = {}
+    for number, (given, flipped) in enumerate(flips):
+        examples = trained_examples(bench, states[number], given)
+        scores = influences(bench, examples)
+        outputs = torch.cat([block["output"] for _, block in examples.outputs()]).double().numpy()
+        scores |= {
+            RANDOM: draws[number].standard_normal(len(labels)),
+            **own_controls(examples),
+            **suspicion(outputs, given),
+        }
+        held_out = np.zeros(len(labels))
+        for place, out in enumerate(left_out[number]):
+            held_out[out] = suspicion(unseen[number * FOLDS + place], given)["1 - p(label)"][out]
+        scores[CROSS_VALIDATED] = held_out
+        for name, score in scores.items():
+            found.setdefault(name, []).append(detect(score, flipped))
+    table = [
+        {"method": name, "control": name not in bench.methods, **asdict(over_flips(each))}
+        for name, each in found.items()
+    ]
+    details = pd.DataFrame(
+        [
+            {"method": name, "set": number, **asdict(one)}
+            for name, each in found.items()
+            for number, one in enumerate(each)
+        ]
+    )
+    facts = {"flips": wanted.flips, "share": wanted.share, "models": bench.models}
+    return Found(frame(table), facts, details)
+
+
+def labels_of(bench: Bench) -> Array:
+    """[n] int64. Raises ConfigError where targets are no labels that could be flipped."""
+    if bench.setup.run.criterion.kind != "class" or not has_labels(bench.rows):
+        raise ConfigError(
+            f"--evaluate mislabel flips labels, and targets of the loss {bench.setup.run.config.loss.name}"
+            " are none",
+            expected="one class a row, as cross_entropy has it, with whole numbers as targets",
+            next_step=(
+                "two classes are labels 0 and 1 of cross_entropy, for a model with two outputs; or choose"
+                " another kind of evaluation"
+            ),
+        )
+    assert bench.rows.target is not None
+    found: Array = bench.rows.target.cpu().numpy()
+    if len(np.unique(found)) < 2:
+        raise ConfigError(
+            "--evaluate mislabel flips labels, and all rows have the same one",
+            expected="at least two classes",
+        )
+    ignored = found == bench.setup.run.criterion.ignore_index
+    if ignored.any():
+        raise ConfigError(
+            f"--evaluate mislabel flips labels, and {int(ignored.sum())} of {len(found)} rows have"
+            f" {found[ignored][0]}, to be ignored",
+            expected="a label in every row of the training data",
+            next_step="leave these rows out of the data",
+        )
+    count = round(bench.wanted.share * len(found))
+    if not 0 < count < len(found):
+        raise ConfigError(
+            f"influence.evaluate.share: {bench.wanted.share:g} of {len(found)} labels are {count} of them",
+            expected="some labels that are flipped, and some that are not",
+        )
+    return found
+
+
+def packed(members: Members) -> Array:
+    """[K, numbers] float64: all parameters and buffers, in the order of their names."""
+    parts = [value.reshape(len(members), -1).double().cpu() for _, value in sorted(members.state.items())]
+    found: Array = torch.cat(parts, dim=1).numpy()
+    return found
+
+
+def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
+    """The training examples with these labels, as the model with this state sees them."""
+    run, influence = bench.setup.run, bench.setup.run.config.influence
+    bare = run.config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
+    model = load_model(bare, run.config.base, influence.parameters, "influence.parameters").model.to(
+        run.device, run.dtype
+    )
+    own: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    start = 0
+    with torch.no_grad():
+        for _, value in sorted(own.items()):
+            value.copy_(torch.from_numpy(state[start : start + value.numel()]).reshape(value.shape))
+            start += value.numel()
+    training = bench.training
+    labels = torch.from_numpy(given)
+
+    def read(start: int, stop: int) -> Block:
+        block: Any = training.read(start, stop)
+        return Block(block.inputs, labels[start:stop])
+
+    return replace(
+        training,
+        objective=Objective(model, run.criterion.function, autocast=run.objective.autocast),
+        read=read,
+    )
+
+
+def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
+    """name -> [n] self-influence of each method that has one. A compared method that has none is named; the
+    config's raises.
+    """
+    found = {}
+    train = bench.wanted.train
+    checkpoint = Checkpoint(
+        0, train.learning_rate if train.function is None else 1.0, bench.setup.moments[0].checkpoint.say
+    )
+    for name, method in bench.methods.items():
+        try:
+            found[name] = self_influences(method, fitted_to(method, [(examples, checkpoint)]))
+        except InfluenceError as error:
+            if name == bench.main:
+                raise
+            note = f"left out: {name}, as {error.arrived}"
+            bench.notes += [note] if note not in bench.notes else []
+    return found
+
+
+Say = Callable[[Progress], None]
+
+_WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
+    "lds": evaluate_lds,
+    "loo": evaluate_loo,
+    "mislabel": evaluate_mislabel,
+    "removal": evaluate_removal,
+}
+
+
+def evaluate_influence(
+    config: Config,
+    kind: EvaluationKind,
+    *,
+    output: Path | None = None,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
+) -> EvaluationResult:
+    """Retrain models, and hold the config's scores and those of controls against them: the whole of `psgrad
+    influence --evaluate`.
+
+    Args:
+        kind: 'lds', 'loo', 'mislabel' or 'removal'; the options of each are in influence.evaluate. output: a
+        folder of its own; None for the config's, with the kind behind its name. Scores in the config's folder
+        stay as they are. overwrite: replace an earlier evaluation there. What it has of retrained models is
+        used again where it is still true, so that a run
+            that was stopped goes on where it was.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data, the training or
+    the disk.
+    """
+    path = output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
+    RunFolder.require_free(path, overwrite)
+    clock, said = Clock(), list[str]()
+
+    def say(message: str) -> None:
+        said.append(message)
+        progress(Progress(0, 0, "evaluation", message))
+
+    with clock("load"):
+        setup = set_up_influence(config, say)
+    with clock("self-check"):
+        check = setup.run.self_check(setup.moments[0].training.stream)
+    with clock("screening"):
+        setup, _ = without_nonfinite(setup, known=None, say=say)
+    folder = RunFolder.create(path, overwrite)
+    facts = describe_run("influence-evaluation", setup.run, check) | described(setup)
+    with recorded(folder, facts, clock):
+        with clock("evaluation"):
+            bench = bench_of(setup, folder, progress)
+            found = _WAYS[kind](bench)
+        result = EvaluationResult(
+            kind=kind,
+            method=bench.main,
+            table=found.table,
+            facts=found.facts,
+            details=found.details,
+            unit=setup.measurement.change,
+            folder=folder.path,
+            points=found.points,
+            curves=found.curves,
+            notes=[*bench.notes, *dict.fromkeys(said)],
+            manifest=facts,
+        )
+        facts["evaluation"] = evaluation_content(result)
+        facts["timings"] = clock.seconds
+        write_files(result, folder)
+    return result
+
+
+def write_files(result: EvaluationResult, folder: RunFolder) -> None:
+    """evaluation.json, the tables as CSV and parquet, and the figures."""
+    for plot in evaluation_plots(result):
+        folder.write_bytes(f"plots/{plot.name}.png", plot.png())
+        folder.write_bytes(f"plots/{plot.name}.svg", plot.svg())
+    folder.write_csv("evaluation.csv", result.table)
+    folder.write_table("evaluation_details.parquet", result.details)
+    if len(result.points):
+        folder.write_table("evaluation_points.parquet", result.points)
+    folder.write_json(EVALUATION_FILE, finite(evaluation_content(result)))

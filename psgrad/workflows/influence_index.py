@@ -1,0 +1,144 @@
+"""`psgrad influence index`: the training gradients on the disk, built once, to be asked many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from psgrad.config import Config, IndexConfig
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.build import build_index
+from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, describe
+from psgrad.engine.influence.method import Screened
+from psgrad.errors import ConfigError, OutputError
+from psgrad.results import IndexResult, Progress
+from psgrad.storage.gradient_index import GradientIndex
+from psgrad.workflows.identity import Clock, hashes_of
+from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
+from psgrad.workflows.setup import Setup
+
+Say = Callable[[Progress], None]
+
+# Rows whose loss is held against an index that is opened.
+_COMPARED = 8
+
+
+def influence_index(
+    config: Config, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
+) -> IndexResult:
+    """Build the index that a config describes, or go on with one that was interrupted: the whole of `psgrad
+    influence index`.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
+    Shards that are finished by then stay, and `resume` goes on behind them.
+    """
+    wanted = require_index(config)
+    clock = Clock()
+
+    def say(message: str) -> None:
+        progress(Progress(0, 0, "index", message))
+
+    with clock("load"):
+        run = first_run(config)
+        description = described_index(config, run)
+    store = (
+        GradientIndex.resume(wanted.path, description)
+        if resume
+        else GradientIndex.create(wanted.path, description, overwrite)
+    )
+
+    def load(number: int) -> Examples:
+        there = run if number == 0 else later_run(run, config, number)
+        return Examples(there.objective, run.reader, len(run.samples), there.stream_options(say))
+
+    with clock("gradients"):
+        build_index(
+            store,
+            load,
+            say=say,
+            progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
+        )
+    size = sum(file.stat().st_size for file in store.path.rglob("*.safetensors"))
+    return IndexResult(
+        store.path,
+        len(run.samples),
+        int(description["columns"]),
+        int(description["checkpoints"]),
+        size,
+        clock.seconds,
+    )
+
+
+def require_index(config: Config) -> IndexConfig:
+    """The index that a config describes. Raises ConfigError where there is none."""
+    if config.influence.index is None:
+        raise ConfigError(
+            "the config has no influence.index",
+            expected="where the index is to be, and what it holds: influence: {index: {path: runs/my-index}}",
+        )
+    return config.influence.index
+
+
+def open_index(config: Config, run: Setup) -> GradientIndex:
+    """The finished index of a config. Raises OutputError where it is not there, half built, or of another
+    model, data or settings.
+    """
+    store = GradientIndex.open(require_index(config).path)
+    store.require(described_index(config, run))
+    _require_its_losses(store, run)
+    return store
+
+
+def _require_its_losses(store: GradientIndex, run: Setup) -> None:
+    """What a description can't see is what code reads from elsewhere while it runs: so a few rows are held
+    against the index.
+    """
+    rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
+    known = StoredRows(store, 0).losses_and_square_norms()[0][rows]
+    found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
+    rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
+    different = known.isfinite() & ~torch.isclose(found, known, rtol=rounding, atol=rounding)
+    if bool(different.any()):
+        place = int(different.nonzero()[0])
+        raise OutputError(
+            f"the index {store.path} is of something else: it has a loss of {float(known[place]):.4g} for row"
+            f" {rows[place]}",
+            expected=f"{float(found[place]):.4g}, as the model has it now",
+            cause="a file that the model or the loss reads while it runs was changed since it was built",
+            next_step="put them back, or build the index again with --overwrite",
+        )
+
+
+def described_index(config: Config, run: Setup) -> dict[str, Any]:
+    """What the index of this config says of itself: two that say the same hold the same rows."""
+    wanted = require_index(config)
+    spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
+    count = len(config.influence.checkpoints or [None])
+    hashes = hashes_of(run)
+    fingerprint: Mapping[str, Any] = {
+        "data": run.samples.content(),
+        "columns": {"inputs": config.data.inputs, "target": config.data.target},
+        # Of the first one what was loaded; of the others the files, which the same code loads in the same
+        # manner.
+        "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
+        **{key: hashes[key] for key in ("modules", "code", "packages")},
+        "factory": config.model.factory,
+        "kwargs": config.model.kwargs,
+        "state_dict_key": config.model.state_dict_key,
+        "mode": config.model.mode,
+        "loss": config.loss.model_dump(mode="json"),
+        "dtype": config.engine.dtype,
+    }
+    training = Examples(run.objective, run.reader, len(run.samples))
+    return describe(spec, training, fingerprint, count)
+
+
+def screened_rows(store: GradientIndex) -> list[Screened]:
+    """What an index knows of each training example, checkpoint by checkpoint."""
+    found = []
+    for number in range(store.description["checkpoints"]):
+        losses, squares = StoredRows(store, number).losses_and_square_norms()
+        found.append(Screened(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
+    return found

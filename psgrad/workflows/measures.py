@@ -1,0 +1,387 @@
+"""The measures of a config: found by name, their options checked, and prepared for the samples at hand.
+
+A measure of the user's own, `module:Class`: what fails in it is told as its mistake, and its columns are
+checked before they count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from psgrad.config import Config, MeasureConfig, is_callable_spec, nearest
+from psgrad.config.reading import explain
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.memory import is_out_of_memory
+from psgrad.engine.execution.streaming import Columns
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.builtin import known_measures
+from psgrad.engine.measures.builtin.checkpoints import Moments
+from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+from psgrad.engine.measures.builtin.vog import VoG
+from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.measures.output_values import Predictions, summary_for
+from psgrad.engine.transforms.capture_guard import NotCapturable
+from psgrad.errors import ConfigError, MeasureError, PsgradError
+from psgrad.inputs.code import describe_failure, resolve
+from psgrad.results.analyze import SAMPLE_COLUMNS
+from psgrad.workflows.checkpoints import moments_of
+from psgrad.workflows.setup import Setup, draws_at_random
+
+# The columns that every run makes by itself.
+RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "token_accuracy"})
+_DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
+
+
+class OwnMeasure(Measure):
+    """The measure `inner`, as the config calls it: `spec`."""
+
+    def __init__(self, inner: Measure, spec: str) -> None:
+        self.inner, self.spec = inner, spec
+        for key in _DESCRIBED:
+            setattr(self, key, getattr(inner, key))
+        self._look()
+
+    def _look(self) -> None:
+        self.needs_factors, self.looks_twice = bool(self.inner.needs_factors), bool(self.inner.looks_twice)
+
+    def prepare(self, setting: Setting) -> None:
+        self._count = len(setting)
+        with self._told("prepare"):
+            self.inner.prepare(setting)
+        self._look()
+
+    def summary(self, output: Any, target: Any) -> Arrays:
+        with self._told("summary"):
+            found = self.inner.summary(output, target)
+        return self._named(found, "summary")
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        with self._told("columns"):
+            found = self.inner.columns(gradients)
+        return self._checked(found, len(gradients), "columns")
+
+    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+        with self._told("columns_again"):
+            found = self.inner.columns_again(gradients)
+        return self._checked(found, len(gradients), "columns_again")
+
+    def keep(self) -> None:
+        with self._told("keep"):
+            self.inner.keep()
+
+    def between(self) -> None:
+        with self._told("between"):
+            self.inner.between()
+
+    def passes(self) -> Sequence[OwnPass]:
+        with self._told("passes"):
+            found = list(self.inner.passes())
+        for own in found:
+            if not isinstance(own, OwnPass):
+                raise self._wrong("passes", f"returned a list with {type(own).__name__}", "a list of OwnPass")
+
+        def run(own: OwnPass, start: int, chunk_size: int) -> Iterator[Columns]:
+            with self._told(f"the pass {own.name}"):
+                for each in own.run(start, chunk_size):
+                    values = self._checked(each.values, each.stop - each.start, f"the pass {own.name}")
+                    yield Columns(each.start, each.stop, values)
+
+        return [OwnPass(own.name, lambda start, size, own=own: run(own, start, size)) for own in found]  # type: ignore[misc]
+
+    def state(self) -> Arrays:
+        with self._told("state"):
+            found = self.inner.state()
+        return self._named(found, "state")
+
+    def restore(self, state: Arrays) -> None:
+        with self._told("restore"):
+            self.inner.restore(state)
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        with self._told("gather"):
+            found = self.inner.gather(rows)
+        if not isinstance(found, Gathered):
+            raise self._wrong("gather", f"returned {type(found).__name__}", "a Gathered")
+        self._require_keepable(found)
+        return replace(found, columns=self._checked(found.columns, self._count, "gather"))
+
+    def _require_keepable(self, found: Gathered) -> None:
+        """Raises MeasureError for what no file of the run takes, before it is lost on the way there."""
+        self._named(found.arrays, "gather")
+        with self._told("the numbers of gather"):
+            json.dumps(dict(found.numbers))
+        for name, table in found.tables.items():
+            if not isinstance(name, str) or not isinstance(table, Mapping):
+                raise self._wrong(
+                    "gather",
+                    f"returned {type(table).__name__} as the table {name}",
+                    "a dict of columns by name",
+                )
+            with self._told(f"the table {name} of gather"):
+                pa.Table.from_pandas(frame_of(table))
+
+    @contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except (PsgradError, NotCapturable):
+            raise
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):  # fewer samples are tried
+                raise
+            raise MeasureError(
+                f"the measure {self.spec} raised {describe_failure(error)} in {where}",
+                cause="a mistake in the measure",
+                next_step="--debug shows the line; docs/reference/measures.md says what each method is asked",
+            ) from error
+
+    def _named(self, found: Any, where: str) -> Arrays:
+        if not isinstance(found, Mapping):
+            raise self._wrong(where, f"returned {type(found).__name__}", "a dict of tensors by name")
+        for name, value in found.items():
+            if not isinstance(name, str) or not name:
+                raise self._wrong(where, f"names a tensor {name!r}", "a text that is not empty")
+            if not isinstance(value, torch.Tensor):
+                raise self._wrong(where, f"returned {type(value).__name__} as {name}", "a tensor")
+        return dict(found)
+
+    def _checked(self, found: Any, count: int, where: str) -> Arrays:
+        """The columns, which have to be [count, ...] numbers with names of their own; halves, which no table
+        knows, as float32.
+        """
+        for name, column in self._named(found, where).items():
+            if name in RESERVED:
+                expected = (
+                    f"a name of its own, such as {self.name}.{name}: {name} is a column that every run has"
+                )
+                raise self._wrong(where, f"makes a column {name}", expected)
+            if column.dim() == 0 or len(column) != count:
+                shape = f"of shape {tuple(column.shape)} for {count} samples"
+                raise self._wrong(
+                    where,
+                    f"returned {name} {shape}",
+                    f"shape ({count},), one number a sample, or ({count}, ...)",
+                )
+            if column.is_complex():
+                raise self._wrong(where, f"returned {name} of type {column.dtype}", "real numbers")
+        return {name: accumulating(column) for name, column in found.items()}
+
+    def _wrong(self, where: str, what: str, expected: str) -> MeasureError:
+        return MeasureError(
+            f"the measure {self.spec} {what} in {where}", expected=expected, cause="a mistake in the measure"
+        )
+
+
+def frame_of(table: Mapping[str, Any]) -> pd.DataFrame:
+    """A table that a measure gathered, without torch."""
+    return pd.DataFrame(
+        {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in table.items()}
+    )
+
+
+def joined_summary(measures: Sequence[Measure], output: Any, target: Any) -> Arrays:
+    """What all measures keep of one sample's output. Raises MeasureError where two keep different things
+    under one name.
+    """
+    found: Arrays = {}
+    for measure in measures:
+        for name, value in measure.summary(output, target).items():
+            if name in found and found[name] is not value:
+                raise MeasureError(
+                    f"the measure {measure.name} keeps {name} of each output, and another measure keeps"
+                    " something else by that name",
+                    expected="names that begin with the measure's own",
+                )
+            found[name] = value
+    return found
+
+
+def joined_columns(rows: Arrays, more: Mapping[str, torch.Tensor], where: str) -> Arrays:
+    """The columns of two passes. Raises MeasureError where both have one name."""
+    for name in more:
+        if name in rows:
+            raise MeasureError(
+                f"two measures make the column {name}, one of them in {where}",
+                expected="columns with different names",
+                next_step="rename the column of your own measure",
+            )
+    return {**rows, **more}
+
+
+def measures_of(config: Config) -> list[Measure]:
+    """The measures that a config names, those that they and its detectors need before them.
+
+    Raises ConfigError for names or options that are not known.
+    """
+    found: dict[str, Measure] = {}
+    known = known_measures()
+    for each in config.analyze.measures:
+        measure = measure_from(each, config.base)
+        same = next((name for name, other in found.items() if other.name == measure.name), None)
+        if same is not None or (measure.name in known and is_callable_spec(each.name)):
+            raise ConfigError(
+                f"analyze.measures: {each.name} calls itself {measure.name}, and so does"
+                f" {same or 'a measure of psgrad'}",
+                next_step="give your measure another `name`",
+            )
+        found[each.name] = measure
+    waiting = [name for measure in found.values() for name in measure.needs]
+    needed: dict[str, Measure] = {}
+    if config.analyze.outliers.detectors and ProjectedGradients.name not in found:
+        needed[ProjectedGradients.name] = ProjectedGradients(save=True)  # what later runs may be held against
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name not in needed:
+            if name not in known:
+                raise ConfigError(
+                    f"analyze.measures: a measure needs {name}, which is none",
+                    expected=f"some of {', '.join(known)}",
+                )
+            needed[name] = known[name]()
+            waiting += needed[name].needs
+    return [*needed.values(), *found.values()]
+
+
+def measure_from(config: MeasureConfig, base: Path) -> Measure:
+    """One measure with its options. Raises ConfigError for a name or options that are not known, or
+    can't be.
+    """
+    kind = _kind(config.name, base)
+    known: list[str] = (
+        [each.name for each in dataclasses.fields(kind) if each.init]
+        if dataclasses.is_dataclass(kind)
+        else []
+    )
+    problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
+    if not problems:
+        try:
+            measure: Measure = (
+                TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True) if known else kind()
+            )
+            return OwnMeasure(measure, config.name) if is_callable_spec(config.name) else measure
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            problems = [
+                f"analyze.measures: {'.'.join(map(str, [config.name, *each['loc']]))}: {explain(each)}"
+                for each in details
+            ]
+        except Exception as error:
+            if isinstance(error, PsgradError) or not is_callable_spec(config.name):
+                raise
+            raise MeasureError(
+                f"the measure {config.name} raised {describe_failure(error)} as it was made",
+                cause="a mistake in the measure, or options that it does not take",
+            ) from error
+    raise ConfigError("\n  ".join([f"the measure {config.name} does not take these options:", *problems]))
+
+
+def prepare(
+    run: Setup, measures: list[Measure], count: int, say: Callable[[str], None]
+) -> tuple[Setting, list[Measure]]:
+    """(what is measured, all measures of the run), with the model's summary being what they keep of an
+    output.
+
+    `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
+    loss or the data.
+    """
+    everywhere = [GradientNorms(), Predictions(summary_for(run.criterion.kind, run.criterion.ignore_index))]
+    every = [*everywhere, *measures]
+    targets = run.reader.samples.targets
+    setting = Setting(
+        examples=Examples(run.objective, run.reader, count, run.stream_options(say)),
+        kind=run.criterion.kind,
+        targets=(
+            torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None
+        ),
+        classes=run.reader.classes,
+        ignore_index=run.criterion.ignore_index,
+        moments=moments_of(run),
+        seed=run.config.analyze.seed,
+        shows_inputs=run.config.report.include_inputs,
+        say=say,
+    )
+    for measure in every:
+        measure.prepare(setting)
+    _require_one_draw(run, every)
+    run.objective.summary = partial(joined_summary, every)
+    return setting, every
+
+
+def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
+    """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at
+    random.
+
+    A second look would see another gradient wherever the first was not left in memory, and so depend on how
+    much memory is free; what differs from checkpoint to checkpoint would be the draws.
+    """
+    twice = [
+        each.name
+        for each in measures
+        if each.looks_twice or each.name == VoG.name or Moments.name in each.needs
+    ]
+    if twice and draws_at_random(run.first_output, run.model):
+        raise MeasureError(
+            f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than"
+            " once, and the model draws at random: each time it would be another gradient",
+            expected="a model that gives the same output each time",
+            cause="model.mode: train, with dropout in the model",
+            next_step=(
+                "set model.mode to eval; or take these measures out of analyze.measures (noise_scale with"
+                " resamples: 0 looks once)"
+            ),
+        )
+
+
+def _kind(name: str, base: Path) -> type[Measure]:
+    known = known_measures()
+    if name in known:
+        return known[name]
+    if is_callable_spec(name):
+        kind: Any = resolve(name, base)
+        if not inspect.isclass(kind) or not issubclass(kind, Measure):
+            raise ConfigError(
+                f"analyze.measures: {name} is no measure",
+                expected=(
+                    "a class that derives from psgrad.engine.measures.measure.Measure, a dataclass of its"
+                    " options"
+                ),
+                next_step="docs/reference/measures.md shows one",
+            )
+        if not kind.name:
+            kind.name = name.rpartition(":")[2].lower()
+        if not re.fullmatch(r"[a-z0-9_]+", str(kind.name)):
+            raise ConfigError(
+                f"analyze.measures: {name} calls itself {kind.name!r}",
+                expected="lower-case letters, digits and _",
+            )
+        return kind
+    close = nearest(name, list(known))
+    raise ConfigError(
+        f"analyze.measures: there is no measure {name!r}" + (f"; did you mean {close}?" if close else ""),
+        expected=f"some of {', '.join(known)}; or module:Class",
+    )
+
+
+def _unknown(option: str, known: list[str], name: str) -> str:
+    close = nearest(option, known)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    return (
+        f"analyze.measures: {option}: unknown option of {name};"
+        f" {f'did you mean {close}? ' if close else ''}{takes}"
+    )

@@ -1,0 +1,512 @@
+"""`psgrad validate`: everything about a config that can be known without running it, and without torch.
+
+`psgrad validate --deep`: the model and the data loaded, and a few rows taken through loss and gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from psgrad.config import (
+    MEASUREMENTS,
+    Config,
+    DataConfig,
+    is_callable_spec,
+    nearest,
+    read_config,
+)
+from psgrad.config.values import NamedSection
+from psgrad.engine.execution.run_plan import forecast
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import machine
+from psgrad.errors import (
+    EXIT_OK,
+    EXIT_USAGE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LossError,
+    ModelError,
+    OutputError,
+    PsgradError,
+)
+from psgrad.inputs.code import spec_problems
+from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
+from psgrad.inputs.sources.files import require_file
+from psgrad.inputs.sources.headers import DataHeader, data_header, header_problems
+from psgrad.storage import RunFolder
+from psgrad.storage.folders import manifest_of
+from psgrad.workflows.influence_setup import method_from
+from psgrad.workflows.known_names import measure_options, method_options
+from psgrad.workflows.measures import measures_of
+from psgrad.workflows.plan import plan_of
+from psgrad.workflows.setup import set_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
+_BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
+_BYTES_A_RUN = 20 << 20  # of the report and the other tables, about
+
+
+@dataclass(frozen=True)
+class Problem:
+    """where: the config's key, dotted; empty for the config as a whole."""
+
+    where: str
+    error: PsgradError
+
+
+@dataclass
+class Validation:
+    """What is wrong with a config, all of it; what was found out of it, by what it is about; and what is good
+    to know besides.
+    """
+
+    config: str
+    problems: list[Problem] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0; 2 where the config is wrong; 3 where it is the files that it names."""
+        codes = [problem.error.exit_code for problem in self.problems]
+        return EXIT_USAGE if EXIT_USAGE in codes else max(codes, default=EXIT_OK)
+
+
+def validate(
+    path: Path,
+    overrides: Iterable[str] = (),
+    *,
+    deep: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Validation:
+    """Check a config and all that it names: the whole of `psgrad validate`. Raises ConfigError for a file
+    that holds no config at all.
+
+    `deep` also loads the model and the data, and takes the loss and the gradients of a few rows.
+    """
+    reading = read_config(path, list(overrides))
+    found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
+    _Checks(found, path.parent, reading.sections).all()
+    if deep and not found.problems and reading.config is not None:
+        pass
+
+        look_inside(reading.config, found, say)
+    elif reading.config is not None and not deep:
+        found.notes.append(
+            "not looked at without --deep: whether the weights fit the model, labels are in range, and a row"
+            " goes through"
+        )
+    return found
+
+
+class _Checks:
+    """The checks, each of which adds to what was found. `sections` are those that could be read."""
+
+    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any]) -> None:
+        self.found, self.base, self.sections = found, base, sections
+        self.rows: int | None = None
+
+    def all(self) -> None:
+        self._model()
+        self._data()
+        self._loss()
+        self._analyze()
+        self._influence()
+        self._privacy()
+        self._gate()
+        self._engine()
+        self._output()
+
+    @contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except PsgradError as error:
+            self.found.problems.append(Problem(where, error))
+
+    def _add(self, where: str, errors: Iterable[PsgradError]) -> None:
+        self.found.problems += [Problem(where, error) for error in errors]
+
+    def _code(
+        self, where: str, spec: str, raises: type[PsgradError], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._add(where, spec_problems(spec, self.base, kwargs, raises))
+
+    def _model(self) -> None:
+        model = self.sections.get("model")
+        if model is None:
+            return
+        self._code("model.factory", model.factory, ModelError, model.kwargs)
+        self.found.facts["model"] = model.factory
+        weights = None
+        if model.checkpoint is not None:
+            weights = self._weights("model.checkpoint", model.checkpoint, model.state_dict_key)
+        for section in ("analyze", "influence"):
+            listed = getattr(self.sections.get(section), "checkpoints", None) or []
+            for place, each in enumerate(listed):
+                where = f"{section}.checkpoints.{place}"
+                path = getattr(each, "path", each)
+                ours = self._weights(where, path, model.state_dict_key)
+                if ours is not None and weights is not None:
+                    self._add(where, _unlike(ours, weights, path))
+                weights = weights or ours
+
+    def _weights(self, where: str, path: Path, key: str | None) -> dict[str, TensorHeader] | None:
+        with self._told(where):
+            header = checkpoint_header(
+                self.base / path,
+                key if path.suffix != ".safetensors" or where == "model.checkpoint" else None,
+            )
+            if header is None:
+                self.found.facts[where] = str(path)
+                self.found.notes.append(f"{path} is a pickle inside: what it holds is checked with --deep")
+                return None
+            numbers = sum(_count(tensor.shape) for tensor in header.values())
+            self.found.facts[where] = f"{path}: {len(header):,} tensors, {numbers:,} numbers"
+            return header
+        return None
+
+    def _data(self) -> None:
+        data, privacy = self.sections.get("data"), self.sections.get("privacy")
+        unit = None if privacy is None or privacy.unit is None else privacy.unit.column
+        if data is not None:
+            self.rows = self._dataset("data", data, unit)
+        queries = getattr(self.sections.get("influence"), "queries", None)
+        if queries is not None and queries.dataset is not None:
+            self._dataset("influence.queries", queries.dataset)
+
+    def _dataset(self, where: str, data: DataConfig, unit: str | None = None) -> int | None:
+        if data.factory is not None:
+            self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
+            self.found.facts[where] = data.factory
+            return None
+        with self._told(f"{where}.path"):
+            header = data_header(data, self.base)
+            self._add(where, header_problems(header, data, unit))
+            self._labels(where, header, data)
+            self.found.facts[where] = _described(header, data)
+            return header.rows
+        return None
+
+    def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
+        loss = self.sections.get("loss")
+        column = header.columns.get(data.target or "")
+        if (
+            loss is None
+            or column is None
+            or loss.name not in _CLASS_LOSSES
+            or column.kind not in ("fraction", "boolean")
+        ):
+            return
+        if (
+            column.kind == "fraction"
+            and loss.name != "nll"
+            and (column.shape is None or len(column.shape) > 1)
+        ):
+            return  # probabilities of the classes
+        error = DataError(
+            f"the targets {data.target!r} are of type {column.dtype}",
+            expected=f"whole numbers, one per label, for the loss {loss.name}",
+            next_step=(
+                "save the target column as integers, or choose a loss for values, such as mse or"
+                " bce_with_logits"
+            ),
+        )
+        self._add(f"{where}.target", [error])
+
+    def _loss(self) -> None:
+        loss = self.sections.get("loss")
+        if loss is not None and is_callable_spec(loss.name):
+            self._code("loss.name", loss.name, LossError)
+
+    def _analyze(self) -> None:
+        analyze = self.sections.get("analyze")
+        if analyze is None:
+            return
+        for measure in analyze.measures:
+            self._named("analyze.measures", "measure", measure, measure_options())
+        if analyze.outliers.detectors:
+            from psgrad.quality.detectors import detector_from
+
+            for detector in analyze.outliers.detectors:
+                with self._told("analyze.outliers.detectors"):
+                    detector_from(detector.name, detector.options)
+        if analyze.measures:
+            self.found.facts["analyze.measures"] = ", ".join(measure.name for measure in analyze.measures)
+        self._reference(analyze.outliers.reference)
+
+    def _reference(self, reference: Any) -> None:
+        where = "analyze.outliers.reference"
+        if reference is None:
+            return
+        if reference.data is not None:
+            data = self.sections.get("data")
+            given = reference.data.model_dump(exclude_unset=True)
+            kept = (
+                {}
+                if data is None
+                else data.model_dump(exclude_unset=True, exclude={"path", "factory", "kwargs"})
+            )
+            with self._told(f"{where}.data"):
+                self._dataset(f"{where}.data", DataConfig.model_validate({**kept, **given}))
+        if reference.baseline is not None:
+            self._baseline(f"{where}.baseline", reference.baseline)
+        if reference.run is not None:
+            from psgrad.storage.finished import finished_manifest
+
+            with self._told(f"{where}.run"):
+                finished_manifest(self.base / reference.run)
+
+    def _baseline(self, where: str, path: Path) -> None:
+        from psgrad.quality.baselines import read_baseline
+
+        with self._told(where):
+            found = read_baseline(self.base / path)
+            self.found.facts[where] = f"{path}: {len(found.findings):,} findings"
+
+    def _influence(self) -> None:
+        influence = self.sections.get("influence")
+        if influence is None:
+            return
+        for where, method in [
+            ("influence.method", influence.method),
+            *(("influence.evaluate.methods", m) for m in influence.evaluate.methods),
+        ]:
+            self._named(where, "method", method, method_options())
+        if influence.measurement.name not in MEASUREMENTS:
+            self._code("influence.measurement", influence.measurement.name, ConfigError)
+        if influence.evaluate.train.function is not None:
+            self._code("influence.evaluate.train.function", influence.evaluate.train.function, ConfigError)
+
+    def _named(
+        self, where: str, what: str, section: NamedSection, known: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        """The name and the options' names of a measure or method; values are checked with --deep, by the
+        thing itself.
+        """
+        if is_callable_spec(section.name):
+            self._code(where, section.name, ConfigError)
+            return
+        if section.name not in known:
+            close = nearest(section.name, list(known))
+            said = f"there is no {what} {section.name!r}" + (f"; did you mean {close}?" if close else "")
+            self._add(where, [ConfigError(said, expected=f"one of {', '.join(known)}; or module:Class")])
+            return
+        takes = known[section.name]
+        for option in section.options:
+            if option not in takes:
+                close = nearest(option, takes)
+                said = f"{option}: unknown option of {section.name}" + (
+                    f"; did you mean {close}?" if close else ""
+                )
+                self._add(
+                    where,
+                    [ConfigError(said, expected=f"one of {', '.join(takes)}" if takes else "it takes none")],
+                )
+
+    def _privacy(self) -> None:
+        privacy = self.sections.get("privacy")
+        if privacy is not None and privacy.augmentation is not None:
+            self._code("privacy.augmentation.function", privacy.augmentation.function, ConfigError)
+
+    def _gate(self) -> None:
+        gate = self.sections.get("gate")
+        if gate is None:
+            return
+        if gate.baseline is not None and (self.base / gate.baseline).exists():
+            self._baseline("gate.baseline", gate.baseline)
+        elif gate.baseline is not None:
+            self.found.notes.append(
+                f"there is no baseline {self.base / gate.baseline} yet: all findings will be new"
+            )
+        if gate.ignore is not None:
+            from psgrad.quality.findings import read_ignore_list
+
+            with self._told("gate.ignore"):
+                self.found.facts["gate.ignore"] = (
+                    f"{gate.ignore}: {len(read_ignore_list(self.base / gate.ignore)):,} entries"
+                )
+
+    def _engine(self) -> None:
+        engine = self.sections.get("engine")
+        if engine is None or engine.machine is None:
+            return
+        with self._told("engine.machine"):
+            path = require_file(self.base / engine.machine, "machine file", ConfigError)
+            try:
+                json.loads(path.read_bytes())
+            except ValueError as error:
+                raise ConfigError(f"the machine file {path} is not valid JSON: {error}") from error
+
+    def _output(self) -> None:
+        output: Path | None = self.sections.get("output")
+        if output is None:
+            return
+        self.found.facts["output"] = str(output)
+        earlier = manifest_of(output)
+        with self._told("output"):
+            RunFolder.require_free(output, overwrite=earlier is not None)
+        if earlier is not None:
+            state = earlier.get("state")
+            way = (
+                "--overwrite replaces it"
+                if state == "finished"
+                else "--resume goes on with it, --overwrite replaces it"
+            )
+            self.found.notes.append(
+                f"{output} holds a run of psgrad {earlier.get('command') or ''} ({state}): {way}".replace(
+                    "  ", " "
+                )
+            )
+        needed = _BYTES_A_RUN + _BYTES_A_ROW * (self.rows or 0)
+        with self._told("output"):
+            free = _free_bytes(output)
+            if free is not None and free < needed:
+                raise OutputError(
+                    f"the disk of {output} has {free:,} bytes left",
+                    expected=f"about {needed:,} for a run of {self.rows or 0:,} rows",
+                    next_step="free some space, or choose an --output on another disk",
+                )
+
+
+def _unlike(
+    ours: Mapping[str, TensorHeader], first: Mapping[str, TensorHeader], path: Path
+) -> Iterable[CheckpointError]:
+    """What distinguishes a checkpoint from the first one of the config."""
+    missing = [name for name in first if name not in ours]
+    more = [name for name in ours if name not in first]
+    other = [
+        f"{name} {list(ours[name].shape)} instead of {list(first[name].shape)}"
+        for name in first
+        if _differ(ours, first, name)
+    ]
+    for words, names in (("lacks", missing), ("also has", more), ("has", other)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            yield CheckpointError(
+                f"{path} {words} {shown}",
+                expected="the tensors of the config's first checkpoint, moments of one training",
+            )
+
+
+def _differ(ours: Mapping[str, TensorHeader], first: Mapping[str, TensorHeader], name: str) -> bool:
+    return name in ours and ours[name].shape != first[name].shape
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _described(header: DataHeader, data: DataConfig) -> str:
+    rows = "rows not counted" if header.rows is None else f"{header.rows:,} rows"
+    names = [data.inputs] if isinstance(data.inputs, str) else list(data.inputs or [])
+    words = []
+    for name in [*names[:4], *([data.target] if data.target else []), *([data.id] if data.id else [])]:
+        column = header.columns.get(name)
+        if column is not None:
+            words.append(
+                f"{name} {column.dtype}"
+                + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
+            )
+    more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
+    return f"{data.path}: {rows}; {', '.join(words)}{more}"
+
+
+def _free_bytes(output: Path) -> int | None:
+    """Of the disk that the output would be on; None where that can't be told."""
+    for folder in (output, *output.absolute().parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except OSError:
+            continue
+    return None
+
+
+def as_record(found: Validation) -> dict[str, Any]:
+    """Plain values for `--json`."""
+    problems = [
+        {
+            "where": each.where,
+            **{
+                part: getattr(each.error, part)
+                for part in ("arrived", "expected", "cause", "next_step", "exit_code")
+            },
+        }
+        for each in found.problems
+    ]
+    content = {
+        key: value
+        for key, value in dataclasses.asdict(dataclasses.replace(found, problems=[])).items()
+        if key != "problems"
+    }
+    return {"schema_version": 1, **content, "valid": not found.problems, "problems": problems}
+
+
+_ROWS = 32
+
+
+def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -> None:
+    """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
+    some rows, the self-check, and the memory that a run would take.
+    """
+    with _told(found, "analyze.measures"):
+        measures_of(config)
+    with _told(found, "influence.method"):
+        method_from(config.influence.method, config.base)
+    with _told(found, ""):
+        run = set_up(config)
+        trainable = sum(parameter.numel() for parameter in run.objective.params.values())
+        found.facts["trained"] = (
+            f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
+        )
+        found.facts["rows"] = f"{len(run.samples):,}"
+        stream, count = run.stream(say), min(_ROWS, len(run.samples))
+        rows = [place * len(run.samples) // count for place in range(count)]
+        found.facts["losses"] = _losses(stream, rows)
+        check = run.self_check(stream)
+        worst = (
+            None
+            if check is None
+            else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
+        )
+        found.facts["self-check"] = worst or "left out, as the model draws at random"
+        plan = plan_of(forecast(run.stream(say), len(run.samples)), machine.machine(run.device))
+        found.facts["memory"] = (
+            f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
+        )
+
+
+def _losses(stream: Stream, rows: Sequence[int]) -> str:
+    losses = stream.gradients_at(rows).losses
+    finite = losses[losses.isfinite()]
+    words = (
+        f"{finite.min():.4g} to {finite.max():.4g} over {len(rows)} rows"
+        if len(finite)
+        else f"none of {len(rows)} is finite"
+    )
+    return words + (
+        f", {len(losses) - len(finite)} of them not finite" if 0 < len(finite) < len(losses) else ""
+    )
+
+
+@contextmanager
+def _told(found: Validation, where: str) -> Iterator[None]:
+    try:
+        yield
+    except PsgradError as error:
+        found.problems.append(Problem(where, error))
