@@ -94,8 +94,7 @@ def psgrad(problem: Problem) -> dict[str, Way]:
     return {"norms": norms, "clipped": clipped, "materialised": materialised}
 
 
-# -- what is common to those that materialise
-# ----------------------------------------------------------------------------------------
+# -- what is common to those that materialise ----------------------------------------------------------------
 
 
 def norms_of(gradients: list[Tensor]) -> Tensor:
@@ -108,8 +107,7 @@ def clipped_sum(gradients: list[Tensor], bound: float) -> list[Tensor]:
     return [torch.tensordot(weights, gradient, 1) for gradient in gradients]
 
 
-# -- torch.func
-# ------------------------------------------------------------------------------------------------------------
+# -- torch.func ----------------------------------------------------------------------------------------------
 
 
 def torch_func(problem: Problem) -> dict[str, Way]:
@@ -164,8 +162,7 @@ def _functional(problem: Problem) -> tuple[dict[str, Tensor], Callable[..., dict
     return parameters, torch.func.grad(loss_of_one)
 
 
-# -- Opacus
-# ------------------------------------------------------------------------------------------------------------
+# -- Opacus --------------------------------------------------------------------------------------------------
 
 
 def opacus(mode: str) -> Callable[[Problem], dict[str, Way]]:
@@ -258,8 +255,7 @@ def opacus_ghost(problem: Problem) -> dict[str, Way]:
     return {"norms": norms, "clipped": clipped}
 
 
-# -- BackPACK
-# ------------------------------------------------------------------------------------------------------------
+# -- BackPACK ------------------------------------------------------------------------------------------------
 
 
 def backpack_gradients(problem: Problem) -> dict[str, Way]:

@@ -75,8 +75,7 @@ def silent() -> Iterator[None]:
         yield
 
 
-# -- captum
-# ------------------------------------------------------------------------------------------------------------
+# -- captum --------------------------------------------------------------------------------------------------
 
 
 def _captum_options(problem: Problem, sample_wise: bool) -> dict[str, Any]:
@@ -132,8 +131,7 @@ def captum_naive(problem: Problem, damping: float, tolerance: float = 1e-5, batc
         return found.influence((problem.query_inputs, problem.query_target)).T
 
 
-# -- dattri
-# ------------------------------------------------------------------------------------------------------------
+# -- dattri --------------------------------------------------------------------------------------------------
 
 
 def margin(logits: Tensor, target: Tensor) -> Tensor:
@@ -236,8 +234,7 @@ def dattri_trak(
         return found.attribute(queries).detach()
 
 
-# -- kronfluence
-# ------------------------------------------------------------------------------------------------------------
+# -- kronfluence ---------------------------------------------------------------------------------------------
 
 
 def kronfluence_factored(
@@ -290,8 +287,7 @@ def kronfluence_factored(
         return analyzer.load_pairwise_scores("s")["all_modules"].T.to(dtype) / len(problem.inputs)
 
 
-# -- TRAK
-# ------------------------------------------------------------------------------------------------------------
+# -- TRAK ----------------------------------------------------------------------------------------------------
 
 
 def traker(

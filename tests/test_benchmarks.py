@@ -36,8 +36,7 @@ def tiny(script: Any) -> Any:
     return norms.Case("tiny", lambda: models.mlp((6, 5, 10)), lambda: norms.draw_vectors(7, 6))
 
 
-# -- memory
-# ------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 def test_the_timeline_has_what_tensors_take(script: Any) -> None:
@@ -68,8 +67,7 @@ def test_the_memory_of_each_way_of_a_tiny_case(script: Any, monkeypatch: pytest.
     assert peaks["torch.func"].allocated >= 7 * gradients
 
 
-# -- rivals
-# ------------------------------------------------------------------------------------------------------------
+# -- rivals --------------------------------------------------------------------------------------------------
 
 
 def test_right_rivals_are_taken_and_wrong_ones_are_named(script: Any) -> None:
@@ -115,8 +113,7 @@ def test_the_verdict_is_on_the_best_rival(script: Any) -> None:
     assert rivals.judge("materialised", timings).passed
 
 
-# -- scaling
-# ------------------------------------------------------------------------------------------------------------
+# -- scaling -------------------------------------------------------------------------------------------------
 
 
 def test_the_exponent_of_a_power_law(script: Any) -> None:

@@ -39,8 +39,7 @@ def error_of(folder: Path, text: str, *overrides: str) -> str:
     return str(caught.value).replace(str(path), "config.yaml")
 
 
-# What is accepted
-# ------------------------------------------------------------------------------------------------------------
+# -- What is accepted ----------------------------------------------------------------------------------------
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -172,8 +171,7 @@ def test_imports_neither_torch_nor_pandas() -> None:
     )
 
 
-# What is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- What is refused -----------------------------------------------------------------------------------------
 
 
 def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
@@ -377,8 +375,7 @@ def test_missing_file_directory_and_binary(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.yaml")
 
 
-# Properties
-# ------------------------------------------------------------------------------------------------------------
+# -- Properties ----------------------------------------------------------------------------------------------
 
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

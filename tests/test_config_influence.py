@@ -33,8 +33,7 @@ def error_of(folder: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# What is accepted
-# ------------------------------------------------------------------------------------------------------------
+# -- What is accepted ----------------------------------------------------------------------------------------
 
 
 def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
@@ -109,8 +108,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
             IndexSpec(**IndexConfig(path=Path("there"), **options).model_dump(exclude={"path"}))  # type: ignore[arg-type]
 
 
-# What is told
-# ------------------------------------------------------------------------------------------------------------
+# -- What is told --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,8 +191,7 @@ def test_tracin_names_the_checkpoints_without_a_learning_rate(tmp_path: Path) ->
     assert "tracin weighs each checkpoint by its learning rate, and there is none for b.pt, c.pt" in told
 
 
-# Methods
-# ------------------------------------------------------------------------------------------------------------
+# -- Methods -------------------------------------------------------------------------------------------------
 
 
 def options_error(name: str, **options: Any) -> str:

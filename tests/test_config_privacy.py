@@ -53,8 +53,7 @@ def error_of(folder: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# What is accepted
-# ------------------------------------------------------------------------------------------------------------
+# -- What is accepted ----------------------------------------------------------------------------------------
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -150,8 +149,7 @@ def test_a_resolved_section_loads_again(tmp_path: Path, overrides: list[str]) ->
     assert load_config(tmp_path / "again.yaml").privacy == privacy
 
 
-# What is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- What is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,7 @@ def test_a_page_has_at_most_so_many_lines(name: str, most: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
 
 
-# Words
-# ------------------------------------------------------------------------------------------------------------
+# -- Words ---------------------------------------------------------------------------------------------------
 
 
 def terms() -> list[str]:
@@ -142,8 +141,7 @@ def test_an_avoided_phrase_is_found() -> None:
     assert phrases_in("a value that is written\nout, `by heart`, on two floors") == ["written out", "floors"]
 
 
-# Parts that are made from the code
-# ----------------------------------------------------------------------------------
+# -- Parts that are made from the code -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("generator", [config_page, layers], ids=lambda generator: generator.__name__)

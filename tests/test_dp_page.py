@@ -81,8 +81,7 @@ def names(two_steps: tuple[Path, str, float], monkeypatch: pytest.MonkeyPatch) -
     return names
 
 
-# The page
-# ------------------------------------------------------------------------------------------------------------
+# -- The page ------------------------------------------------------------------------------------------------
 
 
 def test_the_code_of_the_page(names: dict[str, Any], two_steps: tuple[Path, str, float]) -> None:
@@ -186,8 +185,7 @@ def test_the_readme_shows_lines_of_the_page() -> None:
     assert [line for line in whole if line in private] == [line for line in private if line != "..."]
 
 
-# The example
-# ------------------------------------------------------------------------------------------------------------
+# -- The example ---------------------------------------------------------------------------------------------
 
 
 def test_a_step_of_the_example_is_quick(two_steps: tuple[Path, str, float]) -> None:

@@ -85,8 +85,7 @@ def test_the_text_network_has_learnt_something() -> None:
 PART = ", a part"
 
 
-# Every config that is shown
-# -------------------------------------------------------------------------------------------------------
+# -- Every config that is shown ------------------------------------------------------------------------------
 
 
 def shown_configs() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -41,8 +41,7 @@ def expected_products(place: InfluenceWorkplace) -> np.ndarray:
     return (training @ queries.T).numpy()
 
 
-# What comes out
-# ------------------------------------------------------------------------------------------------------------
+# -- What comes out ------------------------------------------------------------------------------------------
 
 
 def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) -> None:
@@ -182,8 +181,7 @@ def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace)
     assert place.manifest()["influence"]["predicts_removal"] is False
 
 
-# Several checkpoints
-# ------------------------------------------------------------------------------------------------------------
+# -- Several checkpoints -------------------------------------------------------------------------------------
 
 
 def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkplace) -> None:
@@ -231,8 +229,7 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     assert not np.allclose(matrices[0], matrices[1])
 
 
-# An index
-# ------------------------------------------------------------------------------------------------------------
+# -- An index ------------------------------------------------------------------------------------------------
 
 
 def with_index(place: InfluenceWorkplace, **options: Any) -> None:
@@ -291,8 +288,7 @@ def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceW
     )
 
 
-# Rows that are not finite
-# ------------------------------------------------------------------------------------------------------------
+# -- Rows that are not finite --------------------------------------------------------------------------------
 
 
 def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: InfluenceWorkplace) -> None:
@@ -342,8 +338,7 @@ def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
     assert place.manifest()["state"] == "failed"
 
 
-# Refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- Refusals ------------------------------------------------------------------------------------------------
 
 
 def test_queries_without_any_score_are_told(place: InfluenceWorkplace) -> None:
@@ -407,8 +402,7 @@ def test_a_run_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
     place.influence().refused(2, "the output folder out holds an earlier run", "--overwrite")
 
 
-# Amounts
-# ------------------------------------------------------------------------------------------------------------
+# -- Amounts -------------------------------------------------------------------------------------------------
 
 
 def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:

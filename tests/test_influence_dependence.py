@@ -60,8 +60,7 @@ def with_index(place: InfluenceWorkplace, **options: str) -> None:
     assert built.code == 0, built.err
 
 
-# Labels
-# ------------------------------------------------------------------------------------------------------------
+# -- Labels --------------------------------------------------------------------------------------------------
 
 
 def test_labels_that_were_not_read_are_left_out_of_the_table(place: InfluenceWorkplace) -> None:
@@ -82,8 +81,7 @@ def test_queries_far_apart_have_their_labels(place: InfluenceWorkplace) -> None:
     )
 
 
-# An index
-# ------------------------------------------------------------------------------------------------------------
+# -- An index ------------------------------------------------------------------------------------------------
 
 
 def test_an_index_of_another_target_column_is_refused(place: InfluenceWorkplace) -> None:
@@ -148,8 +146,7 @@ def test_an_index_made_by_code_that_was_imported_is_refused(
     )
 
 
-# Checkpoints
-# ------------------------------------------------------------------------------------------------------------
+# -- Checkpoints ---------------------------------------------------------------------------------------------
 
 
 def test_the_same_weights_in_files_that_differ_are_refused(place: InfluenceWorkplace) -> None:
@@ -201,8 +198,7 @@ def test_rows_are_not_read_twice_at_once_for_two_checkpoints(place: InfluenceWor
     assert not (place.folder / "twice").exists()
 
 
-# What the model draws
-# ------------------------------------------------------------------------------------------------------------
+# -- What the model draws ------------------------------------------------------------------------------------
 
 
 DROPOUT = """\
@@ -222,8 +218,7 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
     assert place.index().code == 0
 
 
-# Models that are trained again
-# ---------------------------------------------------------------------------------------------------------
+# -- Models that are trained again ---------------------------------------------------------------------------
 
 
 def test_fresh_models_are_told_apart_by_what_they_do() -> None:
@@ -242,8 +237,7 @@ def test_fresh_models_are_told_apart_by_what_they_do() -> None:
     assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
-# Rows that are left out
-# ------------------------------------------------------------------------------------------------------------
+# -- Rows that are left out ----------------------------------------------------------------------------------
 
 
 ODD = """\
@@ -284,8 +278,7 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
     pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
 
 
-# Units
-# ------------------------------------------------------------------------------------------------------------
+# -- Units ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,8 +304,7 @@ def test_arnoldi_s_unit_is_not_that_of_a_removal(place: InfluenceWorkplace) -> N
     assert said["predicts_removal"] is False
 
 
-# Layers and queries without a score
-# ------------------------------------------------------------------------------------------------------
+# -- Layers and queries without a score ----------------------------------------------------------------------
 
 
 def test_cosines_by_layer_have_those_of_all_layers_beside_them(place: InfluenceWorkplace) -> None:

@@ -97,8 +97,7 @@ def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
     return half_subsets(ROWS, count, 0.5, np.random.default_rng([0, 3]))
 
 
-# -- the four of them
-# ------------------------------------------------------------------------------------------------------------
+# -- the four of them ----------------------------------------------------------------------------------------
 
 
 def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
@@ -246,8 +245,7 @@ def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> N
     assert found["models"] <= 1 + 4 * 2 * 3
 
 
-# -- dampings
-# ------------------------------------------------------------------------------------------------------------
+# -- dampings ------------------------------------------------------------------------------------------------
 
 
 def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: EvaluationWorkplace) -> None:
@@ -329,8 +327,7 @@ def test_as_many_queries_as_there_are_cannot_be_set_aside(place: EvaluationWorkp
     place.influence("--evaluate", "lds").refused(2, f"sets {QUERIES} of the {QUERIES} queries aside")
 
 
-# -- training
-# ------------------------------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
@@ -392,8 +389,7 @@ def test_weights_that_do_not_depend_on_the_seed_are_told(place: EvaluationWorkpl
     assert any("whatever the seed" in note for note in place.evaluated("lds", "--overwrite")["notes"])
 
 
-# -- methods and refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- methods and refusals ------------------------------------------------------------------------------------
 
 
 def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(

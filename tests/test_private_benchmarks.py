@@ -27,8 +27,7 @@ def posed(script: Any) -> tuple[Any, Any]:
     return training, data
 
 
-# -- the step
-# ------------------------------------------------------------------------------------------------------------
+# -- the step ------------------------------------------------------------------------------------------------
 
 
 def test_a_step_without_noise_is_that_of_the_loop_and_a_wrong_rival_is_named(
@@ -106,8 +105,7 @@ def test_the_verdict_is_on_the_fastest_rival(script: Any, monkeypatch: pytest.Mo
     assert (verdict["best"], verdict["memory"], verdict["speedup"]) == ("quick", 1.5, pytest.approx(1.2))
 
 
-# -- the training
-# ------------------------------------------------------------------------------------------------------------
+# -- the training --------------------------------------------------------------------------------------------
 
 
 def test_private_training_in_pieces_releases_a_model_and_an_epsilon_each(

@@ -134,8 +134,7 @@ def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
     assert not torch.equal(private.weights()["0.weight"], first["0.weight"])
 
 
-# Generators that the code keeps to itself
-# --------------------------------------------------------------------------------------------
+# -- Generators that the code keeps to itself ----------------------------------------------------------------
 
 ROWS = """\
 import numpy as np

@@ -75,8 +75,7 @@ def clipped_sum(private: PrivateWorkplace, rows: list[int], bound: float) -> dic
     return {name: torch.einsum("n,n...->...", factors, g) for name, g in gradients.items()}
 
 
-# What is computed
-# ------------------------------------------------------------------------------------------------------------
+# -- What is computed ----------------------------------------------------------------------------------------
 
 
 def test_a_step_is_that_of_the_loop_with_the_public_divisor(private: PrivateWorkplace) -> None:
@@ -354,8 +353,7 @@ def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateW
         )  # chunks of other sizes round otherwise
 
 
-# What is said
-# ------------------------------------------------------------------------------------------------------------
+# -- What is said --------------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkplace) -> None:
@@ -484,8 +482,7 @@ def test_a_target_is_met_and_not_exceeded(whole: PrivateWorkplace) -> None:
     assert step["planned_epsilon_pld"] == step["epsilon_pld"]
 
 
-# What is kept
-# ------------------------------------------------------------------------------------------------------------
+# -- What is kept --------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_counts_all_its_steps_and_draws_other_noise(private: PrivateWorkplace) -> None:
@@ -621,8 +618,7 @@ def test_a_failed_payment_releases_nothing(
     assert all(torch.equal(value, weights[name]) for name, value in private.weights().items())
 
 
-# What is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- What is refused -----------------------------------------------------------------------------------------
 
 
 def test_a_delta_that_promises_nothing(private: PrivateWorkplace) -> None:
@@ -684,8 +680,7 @@ def test_nothing_to_resume(private: PrivateWorkplace) -> None:
     private.refused(2, "there is no run to resume in out", options=("--resume",))
 
 
-# What goes wrong leaves nothing half begun
-# ----------------------------------------------------------------------------------------------
+# -- What goes wrong leaves nothing half begun ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -800,8 +795,7 @@ def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
     assert table["step"].tolist() == [1, 2, 3, 4]
 
 
-# State that the model keeps
-# ---------------------------------------------------------------------------------------------------------
+# -- State that the model keeps ------------------------------------------------------------------------------
 
 KEEPS = """\
 class Model(nn.Module):

@@ -55,8 +55,7 @@ def psgrad(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[
     )
 
 
-# The README and the config
-# ------------------------------------------------------------------------------------------
+# -- The README and the config -------------------------------------------------------------------------------
 
 
 def test_ci_runs_the_test_command() -> None:
@@ -103,8 +102,7 @@ def test_the_error_of_a_wrong_key_is_the_one_shown() -> None:
     assert done.stderr.split() == " ".join(expected).split()
 
 
-# The digits
-# ---------------------------------------------------------------------------------------------------------
+# -- The digits ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +210,7 @@ def test_the_operators_are_listed_as_shown() -> None:
     assert psgrad(*arguments).stdout.splitlines() == expected
 
 
-# Figures
-# ------------------------------------------------------------------------------------------------------------
+# -- Figures -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [README, COSTS], ids=["README", "costs"])

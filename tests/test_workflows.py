@@ -68,8 +68,7 @@ def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     return workplace
 
 
-# A run that goes well
-# ------------------------------------------------------------------------------------------------------------
+# -- A run that goes well ------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) -> None:
@@ -264,8 +263,7 @@ def test_without_a_check_the_manifest_says_so(quick: Workplace) -> None:
     assert quick.manifest()["self_check"]["samples"] == 0
 
 
-# Rows that are not finite
-# ---------------------------------------------------------------------------------------------------------
+# -- Rows that are not finite --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -321,8 +319,7 @@ def test_a_run_without_a_finite_row_still_ends_well_and_says_so(workplace: Workp
     assert (workplace.folder / "out" / "report.html").stat().st_size > 1000
 
 
-# All kinds of data, models and losses
-# ---------------------------------------------------------------------------------------------
+# -- All kinds of data, models and losses --------------------------------------------------------------------
 
 
 def test_regression_from_a_csv_file(workplace: Workplace) -> None:
@@ -568,8 +565,7 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
     assert large - small < 10 * count * width * 4 / 4  # a quarter of what the large dataset's rows take
 
 
-# Runs that end early
-# ------------------------------------------------------------------------------------------------------------
+# -- Runs that end early -------------------------------------------------------------------------------------
 
 
 def shards_of(workplace: Workplace) -> pd.DataFrame:
@@ -665,8 +661,7 @@ def test_an_interrupted_run_can_be_overwritten(quick: Workplace) -> None:
     assert quick.manifest()["state"] == "finished"
 
 
-# The built-in examples
-# ------------------------------------------------------------------------------------------------------------
+# -- The built-in examples -----------------------------------------------------------------------------------
 
 
 def run_example(folder: Path, config: str, *options: str) -> Path:

@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.values import CallableSpec, Finite, Section, described
 
-# Clipping
-# ------------------------------------------------------------------------------------------------------------
+# -- Clipping ------------------------------------------------------------------------------------------------
 
 
 def _positive(value: object) -> bool:
@@ -114,8 +113,7 @@ class ClippingConfig(Section):
         return self
 
 
-# Noise
-# ------------------------------------------------------------------------------------------------------------
+# -- Noise ---------------------------------------------------------------------------------------------------
 
 
 class ScheduleConfig(Section):

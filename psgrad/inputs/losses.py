@@ -97,8 +97,7 @@ def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
     raise AssertionError(f"no function for the loss {config.name}")  # the config knows the names
 
 
-# The functions
-# ------------------------------------------------------------------------------------------------------------
+# -- The functions -------------------------------------------------------------------------------------------
 #
 # torch's means divide by the sum of the class weights, which for a single label would cancel its weight. A
 # sample's loss here is weight[label] * loss, averaged over the positions that are not ignored; all ignored is
@@ -242,8 +241,7 @@ _EXPECTED_SHAPES = {
 }
 
 
-# The targets
-# ------------------------------------------------------------------------------------------------------------
+# -- The targets ---------------------------------------------------------------------------------------------
 
 
 def check_targets(

@@ -92,8 +92,7 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
     return None
 
 
-# -- pictures
-# ------------------------------------------------------------------------------------------------------------
+# -- pictures ------------------------------------------------------------------------------------------------
 
 
 def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]], unit: str) -> Figure:
@@ -143,8 +142,7 @@ def _legend(axes: Axes, top: float, unit: str) -> None:
     )
 
 
-# -- text
-# ------------------------------------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------------------
 
 
 def _text(passages: list[tuple[TopSample, Passage]]) -> Figure:

@@ -91,8 +91,7 @@ def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:
     return Plot(name, title, caption, figure, vector=False)
 
 
-# -- pictures
-# ------------------------------------------------------------------------------------------------------------
+# -- pictures ------------------------------------------------------------------------------------------------
 
 
 def _pictures(query: Example | None, sides: tuple[list[Example], list[Example]], footer: list[str]) -> Figure:
@@ -155,8 +154,7 @@ def _footer(axes: Axes, lines: list[str]) -> None:
     axes.text(0.08, low - 0.05, "\n".join(lines), size=7.5, color=QUIET, va="bottom", parse_math=False)
 
 
-# -- rows
-# ------------------------------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------------
 
 
 def _table(query: Example | None, sides: tuple[list[Example], list[Example]], footer: list[str]) -> Figure:
@@ -403,8 +401,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
     return Plot("self_influence", "Self-influence against loss", caption, figure, vector=False)
 
 
-# -- what they share
-# ------------------------------------------------------------------------------------------------------------
+# -- what they share -----------------------------------------------------------------------------------------
 
 
 def _linear_width(values: Array) -> float:

@@ -74,8 +74,7 @@ def write_plots(
         private(f"{plot.name}.png", plot.png())
 
 
-# -- public
-# ------------------------------------------------------------------------------------------------------------
+# -- public --------------------------------------------------------------------------------------------------
 
 
 def epsilon_against_steps(result: DPStepResult) -> Plot:
@@ -173,8 +172,7 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
 
 
-# -- NOT PRIVATE
-# ------------------------------------------------------------------------------------------------------------
+# -- NOT PRIVATE ---------------------------------------------------------------------------------------------
 
 
 def norms_before_clipping(result: DPStepResult) -> Plot:
@@ -232,8 +230,7 @@ def losses_by_step(result: DPStepResult, unit: str = "") -> Plot:
     )
 
 
-# -- what they share
-# ------------------------------------------------------------------------------------------------------------
+# -- what they share -----------------------------------------------------------------------------------------
 
 
 def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:

@@ -51,8 +51,7 @@ class GradientIndex:
         self.path, self.description = path, dict(description)
         self._id = sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
 
-    # -- folders
-    # --------------------------------------------------------------------------------------------------------
+    # -- folders ---------------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any], overwrite: bool = False) -> Self:
@@ -173,8 +172,7 @@ class GradientIndex:
                 ),
             )
 
-    # -- shards
-    # --------------------------------------------------------------------------------------------------------
+    # -- shards ----------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> list[range]:

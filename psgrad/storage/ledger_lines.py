@@ -147,8 +147,7 @@ def bytes_of(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-# Refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- Refusals ------------------------------------------------------------------------------------------------
 
 
 def require_begun(content: LedgerContent) -> None:

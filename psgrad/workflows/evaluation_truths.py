@@ -284,8 +284,7 @@ def evaluate_removal(bench: Bench) -> Found:
     return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
 
 
-# -- what they share
-# ------------------------------------------------------------------------------------------------------------
+# -- what they share -----------------------------------------------------------------------------------------
 
 
 def fitted_methods(bench: Bench) -> Fits:

@@ -231,8 +231,7 @@ def require_possible_steps(setup: PrivateSetup, base: float) -> None:
         Noise(multiplier, privacy.noise.mechanism).require_grid(setup.clipping, privacy.relation)
 
 
-# -- values of a config
-# ------------------------------------------------------------------------------------------------------------
+# -- values of a config --------------------------------------------------------------------------------------
 
 
 def sampling_of(privacy: PrivacyConfig) -> Sampling:

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from tests.workplace import ROWS, Workplace
 
-# The config
-# ------------------------------------------------------------------------------------------------------------
+# -- The config ----------------------------------------------------------------------------------------------
 
 
 def test_unknown_key(workplace: Workplace) -> None:
@@ -64,8 +63,7 @@ def test_a_device_that_is_not_there(workplace: Workplace) -> None:
     workplace.refused(2, "engine.device", "cuda:99", options=("--set", "engine.device=cuda:99"))
 
 
-# Model and checkpoint
-# ------------------------------------------------------------------------------------------------------------
+# -- Model and checkpoint ------------------------------------------------------------------------------------
 
 
 def test_missing_factory_file(workplace: Workplace) -> None:
@@ -159,8 +157,7 @@ def test_a_sharded_index_that_leads_out_of_its_folder(workplace: Workplace, shar
     workplace.refused(3, shard)
 
 
-# Data
-# ------------------------------------------------------------------------------------------------------------
+# -- Data ----------------------------------------------------------------------------------------------------
 
 
 def test_missing_data_file(workplace: Workplace) -> None:
@@ -269,8 +266,7 @@ def test_a_dataset_that_raises_in_the_middle(workplace: Workplace) -> None:
     )
 
 
-# Loss and model together
-# ----------------------------------------------------------------------------------------------------------
+# -- Loss and model together ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -366,8 +362,7 @@ def test_pixels_saved_as_whole_numbers(workplace: Workplace) -> None:
     workplace.refused(3, "row 0", "int64 [1, 1, 8, 8]", "pixels saved as whole numbers")
 
 
-# The output
-# ------------------------------------------------------------------------------------------------------------
+# -- The output ----------------------------------------------------------------------------------------------
 
 
 def test_an_output_folder_that_holds_a_run(workplace: Workplace) -> None:

@@ -78,8 +78,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# -- what is right
-# ------------------------------------------------------------------------------------------------------------
+# -- what is right -------------------------------------------------------------------------------------------
 
 
 def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workplace) -> None:
@@ -269,8 +268,7 @@ def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workpla
     assert len(found["pairs"]) >= 6
 
 
-# -- what is wrong
-# ------------------------------------------------------------------------------------------------------------
+# -- what is wrong -------------------------------------------------------------------------------------------
 
 
 def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +345,7 @@ def test_audit_finds_draws_that_go_by_the_place_in_the_batch(
     assert any(broken[0]["pair"] in violation for violation in found["violations"])
 
 
-# -- how many
-# ------------------------------------------------------------------------------------------------------------
+# -- how many ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -372,8 +369,7 @@ def test_steps_are_as_many_as_say_something(
     assert dp_audit.steps_for(privacy, alone) == steps
 
 
-# -- refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,8 +402,7 @@ def test_a_config_without_privacy_is_refused(workplace: Workplace) -> None:
     assert "the config has no section privacy" in outcome.err
 
 
-# -- records that cancel
-# ------------------------------------------------------------------------------------------------------------
+# -- records that cancel -------------------------------------------------------------------------------------
 
 
 def cancelling_pair(workplace: Workplace) -> dict[str, Any]:
@@ -435,8 +430,7 @@ def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
     assert "a record comes whose positions cancel" in outcome.out
 
 
-# -- state that the model keeps, and rounding
-# ------------------------------------------------------------------------------------------
+# -- state that the model keeps, and rounding ----------------------------------------------------------------
 
 KEEPS = """\
 class Model(nn.Module):

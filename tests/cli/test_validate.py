@@ -36,8 +36,7 @@ def refused(workplace: Workplace, code: int, *words: str, options: tuple[str, ..
     return outcome.err
 
 
-# What is known without importing it
-# ---------------------------------------------------------------------------------------------
+# -- What is known without importing it ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,7 @@ def test_names_and_options_are_those_of_the_code(
     assert ours() == {name: options(kind) for name, kind in theirs().items()}
 
 
-# What is right
-# ------------------------------------------------------------------------------------------------------------
+# -- What is right -------------------------------------------------------------------------------------------
 
 
 def test_what_was_found_is_told(workplace: Workplace) -> None:
@@ -92,8 +90,7 @@ def test_json_is_one_object(workplace: Workplace) -> None:
     assert found["problems"][1]["expected"] == "one of its columns: x, y, uid"
 
 
-# All at once
-# ------------------------------------------------------------------------------------------------------------
+# -- All at once ---------------------------------------------------------------------------------------------
 
 
 def test_mistakes_of_the_config_and_of_what_it_names_are_told_together(workplace: Workplace) -> None:
@@ -121,8 +118,7 @@ def test_what_analyze_would_say_is_said_in_the_same_words(workplace: Workplace) 
     assert all(line.strip() in err for line in told)
 
 
-# The model
-# ------------------------------------------------------------------------------------------------------------
+# -- The model -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,8 +173,7 @@ def test_code_that_is_no_python(workplace: Workplace) -> None:
     refused(workplace, 3, "importing model.py would raise")
 
 
-# Checkpoints
-# ------------------------------------------------------------------------------------------------------------
+# -- Checkpoints ---------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint(workplace: Workplace) -> None:
@@ -240,8 +235,7 @@ def test_checkpoints_of_one_training_have_the_same_tensors(workplace: Workplace,
     assert f"{section}.checkpoints.1" in err
 
 
-# The data
-# ------------------------------------------------------------------------------------------------------------
+# -- The data ------------------------------------------------------------------------------------------------
 
 
 def write_data(workplace: Workplace, kind: str, **columns: Any) -> None:
@@ -332,8 +326,7 @@ def test_a_large_file_is_not_read(workplace: Workplace) -> None:
     assert "100,000,000 rows" in validated(workplace).out
 
 
-# What else a config names
-# ---------------------------------------------------------------------------------------------------------
+# -- What else a config names --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,8 +374,7 @@ def test_options_of_measures_have_values_that_deep_checks(workplace: Workplace) 
     refused(workplace, 2, "hessian_trace.probes", "whole number", options=("--deep",))
 
 
-# The output
-# ------------------------------------------------------------------------------------------------------------
+# -- The output ----------------------------------------------------------------------------------------------
 
 
 def test_an_earlier_run_is_noted_and_a_strangers_folder_refused(workplace: Workplace) -> None:
@@ -402,8 +394,7 @@ def test_a_disk_without_room_is_told(workplace: Workplace, monkeypatch: pytest.M
     refused(workplace, 3, "has 1,000 bytes left", "another disk")
 
 
-# The config itself
-# ------------------------------------------------------------------------------------------------------------
+# -- The config itself ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["validate", "analyze", "plan", "influence", "dp-step"])

@@ -136,8 +136,7 @@ def test_an_unused_draw_is_drawn():
     same(captured(torch.ones(3)), expected)
 
 
-# -- signatures
-# ------------------------------------------------------------------------------------------------------------
+# -- signatures ----------------------------------------------------------------------------------------------
 
 
 def test_other_shapes_types_and_numbers_are_recorded_too():
@@ -226,8 +225,7 @@ def test_trees_in_and_out():
     assert found["rest"][1:] == (None, "name", 6)
 
 
-# -- memory
-# ------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 def test_tensors_from_outside_are_read_at_each_call():
@@ -292,8 +290,7 @@ def test_writes_into_arguments_and_views_of_them():
     assert view.data_ptr() == x.data_ptr()
 
 
-# -- what is not replayed
-# ------------------------------------------------------------------------------------------------------------
+# -- what is not replayed ------------------------------------------------------------------------------------
 
 
 def test_a_course_that_depends_on_data_runs_as_it_is():
@@ -512,8 +509,7 @@ def test_an_exception_is_the_functions_own_and_leaves_no_trace():
     same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
 
 
-# -- other ways to run a record
-# -------------------------------------------------------------------------------------------------------
+# -- other ways to run a record ------------------------------------------------------------------------------
 
 
 def graph_of(function, *devices):

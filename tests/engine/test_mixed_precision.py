@@ -145,8 +145,7 @@ def test_the_result_is_float32_and_the_factors_are_not(case: tuple[nn.Module, Te
     assert {name for name, x in objective.params.items() if x.dim() > 1 and "direct" in ways[name]} == set()
 
 
-# Sums
-# ------------------------------------------------------------------------------------------------------------
+# -- Sums ----------------------------------------------------------------------------------------------------
 
 POSITIONS = 4000
 
@@ -208,8 +207,7 @@ def test_products_and_sums_over_positions_are_taken_in_float32(
     )
 
 
-# The state around it
-# ------------------------------------------------------------------------------------------------------------
+# -- The state around it -------------------------------------------------------------------------------------
 
 
 def test_a_weight_that_changes_is_cast_anew(device: torch.device) -> None:
@@ -324,8 +322,7 @@ def test_chunks_are_replayed_with_the_same_numbers(
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
-# The self-check
-# ------------------------------------------------------------------------------------------------------------
+# -- The self-check ------------------------------------------------------------------------------------------
 
 
 def check(objective: Objective) -> Any:

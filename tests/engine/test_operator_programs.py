@@ -71,8 +71,7 @@ def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[
     )
 
 
-# -- one test for each class of fault that was found
-# ----------------------------------------------------------------------------------
+# -- one test for each class of fault that was found ---------------------------------------------------------
 
 V = torch.linspace(-1.2, 1.4, 48, dtype=torch.float64).reshape(3, 4, 4)
 P = torch.tensor([0.3, -0.8, 0.5, 1.1], dtype=torch.float64)
@@ -558,8 +557,7 @@ def test_vmap_returns_view_of_fresh_tensor_written_to_since() -> None:
     torch.testing.assert_close(tangents[0], vmap(f)(x))
 
 
-# -- the checker itself
-# ------------------------------------------------------------------------------------------------------------
+# -- the checker itself --------------------------------------------------------------------------------------
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

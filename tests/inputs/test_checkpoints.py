@@ -48,8 +48,7 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> Path:
     return path
 
 
-# Reading
-# ------------------------------------------------------------------------------------------------------------
+# -- Reading -------------------------------------------------------------------------------------------------
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -113,8 +112,7 @@ def test_sharded_with_a_shard_or_a_tensor_missing(tmp_path: Path) -> None:
         read_state_dict(index)
 
 
-# Not executed, not followed
-# -------------------------------------------------------------------------------------------------------
+# -- Not executed, not followed ------------------------------------------------------------------------------
 
 
 class Payload:
@@ -240,8 +238,7 @@ def test_a_damaged_index(tmp_path: Path, text: str) -> None:
         read_state_dict(path)
 
 
-# Damage
-# ------------------------------------------------------------------------------------------------------------
+# -- Damage --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.safetensors.index.json"])
@@ -334,8 +331,7 @@ def test_any_bytes_are_told(tmp_path_factory: pytest.TempPathFactory, content: b
             read_state_dict(path)
 
 
-# Loading
-# ------------------------------------------------------------------------------------------------------------
+# -- Loading -------------------------------------------------------------------------------------------------
 
 
 def network() -> nn.Sequential:

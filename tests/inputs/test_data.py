@@ -70,8 +70,7 @@ def write_all_formats(folder: Path) -> None:
     )
 
 
-# What is read
-# ------------------------------------------------------------------------------------------------------------
+# -- What is read --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
@@ -215,8 +214,7 @@ def test_an_empty_cell_among_fractions_is_nan(tmp_path: Path) -> None:
         assert np.isnan(samples.targets).tolist() == [False, False, True]
 
 
-# Any rows
-# ------------------------------------------------------------------------------------------------------------
+# -- Any rows ------------------------------------------------------------------------------------------------
 
 
 def taken(samples: Samples, rows: list[int]) -> tuple[list[Tensor], Tensor | None]:
@@ -300,8 +298,7 @@ def test_a_taken_row_at_fault_is_told_with_its_number(tmp_path: Path) -> None:
         samples.take(np.array([4, 1, 3]))
 
 
-# Whom rows belong to
-# ------------------------------------------------------------------------------------------------------------
+# -- Whom rows belong to -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
@@ -336,8 +333,7 @@ def test_a_row_that_belongs_to_nobody(tmp_path: Path) -> None:
             load_data(config, tmp_path, unit="user")
 
 
-# CSV
-# ------------------------------------------------------------------------------------------------------------
+# -- CSV -----------------------------------------------------------------------------------------------------
 
 
 def test_a_column_that_groups_rows_may_be_the_target_or_an_input(tmp_path: Path) -> None:
@@ -419,8 +415,7 @@ def test_a_full_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "next step: set TMPDIR" in message
 
 
-# Faults
-# ------------------------------------------------------------------------------------------------------------
+# -- Faults --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["npz", "csv", "parquet", "safetensors"])
@@ -608,8 +603,7 @@ def test_the_fingerprint_changes_with_the_data(tmp_path: Path, suffix: str) -> N
     assert load(tmp_path, f"data.{suffix}", inputs="pixels").fingerprint != first
 
 
-# Factories
-# ------------------------------------------------------------------------------------------------------------
+# -- Factories -----------------------------------------------------------------------------------------------
 
 DATASETS = """\
 import numpy as np

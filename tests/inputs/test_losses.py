@@ -33,8 +33,7 @@ def labels(*shape: int) -> Tensor:
     return torch.randint(CLASSES, shape)
 
 
-# Values
-# ------------------------------------------------------------------------------------------------------------
+# -- Values --------------------------------------------------------------------------------------------------
 
 
 def test_every_name_has_a_function_and_a_kind() -> None:
@@ -206,8 +205,7 @@ def test_runs_inside_transforms(name: str, smoothing: float) -> None:
         torch.testing.assert_close(got[row], torch.autograd.grad(function(one, target[row]), one)[0])
 
 
-# Misfits
-# ------------------------------------------------------------------------------------------------------------
+# -- Misfits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,8 +277,7 @@ def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
         resolve_loss(LossConfig(name="losses.py:scalar"), tmp_path)
 
 
-# Targets
-# ------------------------------------------------------------------------------------------------------------
+# -- Targets -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

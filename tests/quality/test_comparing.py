@@ -139,8 +139,7 @@ def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, s
             assert row["spearman"] == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
 
 
-# The whole way
-# ------------------------------------------------------------------------------------------------------------
+# -- The whole way -------------------------------------------------------------------------------------------
 
 
 def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -> None:

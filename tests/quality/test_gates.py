@@ -89,8 +89,7 @@ def test_samples_that_are_not_finite(rule: Any, outcome: str | None) -> None:
     assert (found.outcome if found else None) == outcome
 
 
-# The ignore list
-# ------------------------------------------------------------------------------------------------------------
+# -- The ignore list -----------------------------------------------------------------------------------------
 
 
 def ignore_list(folder: Path, text: str) -> Path:
@@ -162,8 +161,7 @@ def test_an_ignore_list_that_is_none(tmp_path: Path) -> None:
     assert read_ignore_list(ignore_list(tmp_path, "# nothing yet\n")) == ()
 
 
-# Baselines
-# ------------------------------------------------------------------------------------------------------------
+# -- Baselines -----------------------------------------------------------------------------------------------
 
 
 def test_a_baseline_only_shrinks_unless_told() -> None:

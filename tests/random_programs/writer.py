@@ -54,8 +54,7 @@ class Writer:
         self.tensors: dict[str, Tensor] = {}
         self.outside: set[int] = set()  # the memory of arguments, which no statement writes to
 
-    # -- what operators ask for
-    # ---------------------------------------------------------------------------------------------------
+    # -- what operators ask for ------------------------------------------------------------------------------
 
     def tensor(self, wanted: Callable[[Tensor], bool] = lambda x: True) -> str:
         """The name of a floating tensor, later ones more often."""
@@ -161,8 +160,7 @@ class Writer:
     def pick(self, *choices: object) -> object:
         return self.random.choice(choices)
 
-    # -- the program
-    # --------------------------------------------------------------------------------------------------------
+    # -- the program -----------------------------------------------------------------------------------------
 
     def _add(
         self,

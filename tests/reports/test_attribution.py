@@ -61,8 +61,7 @@ def rgb(colour: str) -> np.ndarray[Any, Any]:
     return np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
 
 
-# -- colours
-# ------------------------------------------------------------------------------------------------------------
+# -- colours -------------------------------------------------------------------------------------------------
 
 
 def test_orange_raises_blue_lowers_and_nothing_is_grey() -> None:
@@ -122,8 +121,7 @@ def test_shades_of_either_side_differ_and_darken() -> None:
     )
 
 
-# -- pictures
-# ------------------------------------------------------------------------------------------------------------
+# -- pictures ------------------------------------------------------------------------------------------------
 
 
 def test_overlays_say_what_full_colour_is_and_show_it() -> None:
@@ -180,8 +178,7 @@ def test_pictures_of_noise_leave_room_on_the_page() -> None:
     assert sum(len(overlay.uri) for card in cards for overlay in card.overlays) < 500_000
 
 
-# -- text
-# ------------------------------------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,8 +234,7 @@ def test_ids_without_a_text_are_shown_by_position() -> None:
     assert not card.overlays
 
 
-# -- figures
-# ------------------------------------------------------------------------------------------------------------
+# -- figures -------------------------------------------------------------------------------------------------
 
 
 def test_there_is_a_sheet_a_measure_of_pictures_and_of_text() -> None:
@@ -264,8 +260,7 @@ def test_ids_of_samples_are_found_by_row() -> None:
     assert isinstance(result.samples, pd.DataFrame)
 
 
-# -- ids
-# ------------------------------------------------------------------------------------------------------------
+# -- ids -----------------------------------------------------------------------------------------------------
 
 
 def shown(ids: list[int], weights: list[float], *known: Any) -> tuple[str, str]:

@@ -75,8 +75,7 @@ def _pictures(page: Page) -> int:
     return sum((tag, name) == ("img", "src") for tag, name, _ in page.attributes)
 
 
-# -- the page
-# ------------------------------------------------------------------------------------------------------------
+# -- the page ------------------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
@@ -340,8 +339,7 @@ def test_nested_facts_get_one_name_each() -> None:
     }
 
 
-# -- the terminal
-# ------------------------------------------------------------------------------------------------------------
+# -- the terminal --------------------------------------------------------------------------------------------
 
 
 def test_the_terminal_has_sign_and_unit_then_both_sides_of_each_query() -> None:
@@ -385,8 +383,7 @@ def test_the_summary_counts_what_was_left_out() -> None:
     assert summary(result(nonfinite=0, m=2)) == "300 training examples scored for 2 queries"
 
 
-# -- words
-# ------------------------------------------------------------------------------------------------------------
+# -- words ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

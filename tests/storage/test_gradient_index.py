@@ -48,8 +48,7 @@ def all_rows(index: GradientIndex, checkpoint: int) -> np.ndarray:
     return np.concatenate([found["rows"] for _, found in index.blocks(checkpoint, 100)])
 
 
-# Kills
-# ------------------------------------------------------------------------------------------------------------
+# -- Kills ---------------------------------------------------------------------------------------------------
 
 
 SMALL = {**DESCRIPTION, "rows": 3, "checkpoints": 1}
@@ -114,8 +113,7 @@ def test_a_shard_written_in_place_would_be_found(tmp_path: Path) -> None:
         all_kills()
 
 
-# Reading
-# ------------------------------------------------------------------------------------------------------------
+# -- Reading -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
@@ -144,8 +142,7 @@ def test_types_are_kept(tmp_path: Path) -> None:
     assert {name: array.dtype.name for name, array in found.items()} == {name: name for name in given}
 
 
-# Refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- Refusals ------------------------------------------------------------------------------------------------
 
 
 def test_a_half_built_index_is_refused(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert sum(line["kind"] == "resume" for line in content.lines) >= 10
 
 
-# What the harness is for: each of these is a mistake that it finds
-# ---------------------------------------------------------------------
+# -- What the harness is for: each of these is a mistake that it finds ---------------------------------------
 
 
 class PaysLate(Run):

@@ -113,8 +113,7 @@ def test_what_is_read_is_what_was_written(
     ] == contents
 
 
-# A line is on the disk before append returns
-# -----------------------------------------------------------------------------------------
+# -- A line is on the disk before append returns -------------------------------------------------------------
 
 
 def test_a_line_is_one_write_and_synced_before_append_returns(
@@ -250,8 +249,7 @@ def test_a_ledger_that_is_changed_during_the_run_pays_for_nothing_more(
         ledger.append({"step": 1})
 
 
-# Unfinished lines
-# ------------------------------------------------------------------------------------------------------------
+# -- Unfinished lines ----------------------------------------------------------------------------------------
 
 
 def test_a_line_cut_anywhere_is_accounted_for_by_who_resumes(tmp_path: Path, quick_disk: None) -> None:
@@ -319,8 +317,7 @@ def test_a_run_killed_before_its_header_was_whole_begins_anew(tmp_path: Path, le
     assert has_begun(path)
 
 
-# Damage
-# ------------------------------------------------------------------------------------------------------------
+# -- Damage --------------------------------------------------------------------------------------------------
 
 
 def damaged(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> str:
@@ -469,8 +466,7 @@ def test_the_checkpoint_knows_the_ledger_that_paid_for_it(tmp_path: Path) -> Non
     Ledger.resume(path, {}, mark=mark).close()
 
 
-# One process, one run
-# ------------------------------------------------------------------------------------------------------------
+# -- One process, one run ------------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

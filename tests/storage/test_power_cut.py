@@ -195,8 +195,7 @@ def test_the_power_is_cut_after_every_operation(tmp_path: Path, monkeypatch: pyt
     survive(cases, tmp_path, monkeypatch)
 
 
-# What the model of the disk is for: each of these is a mistake that no kill -9 would find
-# ------------------------------------------------
+# -- What the model of the disk is for: each of these is a mistake that no kill -9 would find ----------------
 
 
 def nothing(*_: Any) -> None:

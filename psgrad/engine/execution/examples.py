@@ -78,8 +78,7 @@ class Examples:
         """The same, so many rows at a time."""
         return replace(self, options={**self.options, "chunk_size": chunk_size, "memory": None})
 
-    # -- passes
-    # --------------------------------------------------------------------------------------------------------
+    # -- passes ----------------------------------------------------------------------------------------------
 
     def each(self, query: Query, start: int = 0) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk of the rows from `start` on, in order: its rows, and what `query` says of its

@@ -190,8 +190,7 @@ class Stream:
             "replayed_by": ", ".join(sorted({r.how for r in used})) or None,
         }
 
-    # -- a run
-    # --------------------------------------------------------------------------------------------------------
+    # -- a run -----------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -321,8 +320,7 @@ class Stream:
             else per_sample_square_norms
         )
 
-    # -- memory
-    # --------------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
         """Take note that these rows were too many, and free what can be done without.
@@ -389,8 +387,7 @@ class Stream:
         each = max(1, kept // max(len(gradients), 1)) * _ROOM_PER_FACTOR_BYTE
         self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, chunk_budget(self.device, self.memory) // each))
 
-    # -- rows that fail
-    # --------------------------------------------------------------------------------------------------------
+    # -- rows that fail --------------------------------------------------------------------------------------
 
     def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
         """The model, the loss or the memory failed on these rows together: find the first row that does by

@@ -136,8 +136,7 @@ class GradientSums:
         """What to keep of one sample, so that its class is known with its chunk."""
         return {_TARGET: target} if self.groups > 1 else {}
 
-    # -- the first pass
-    # --------------------------------------------------------------------------------------------------------
+    # -- the first pass --------------------------------------------------------------------------------------
 
     def add(self, gradients: PerSampleGradients) -> None:
         """A chunk. It counts from `keep` on."""
@@ -191,8 +190,7 @@ class GradientSums:
             self.counts, self.squares = state["counts"].clone(), state["squares"].clone()
             self._means = None
 
-    # -- what all samples said
-    # ---------------------------------------------------------------------------------------------------
+    # -- what all samples said -------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:

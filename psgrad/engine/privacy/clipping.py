@@ -94,8 +94,7 @@ class Clipping:
                     )
                 seen[name] = group.name
 
-    # -- ways to make one
-    # --------------------------------------------------------------------------------------------------------
+    # -- ways to make one ------------------------------------------------------------------------------------
 
     @classmethod
     def flat(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
@@ -166,8 +165,7 @@ class Clipping:
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
-    # -- what it promises
-    # --------------------------------------------------------------------------------------------------------
+    # -- what it promises ------------------------------------------------------------------------------------
 
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
@@ -178,8 +176,7 @@ class Clipping:
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
 
-    # -- what it does
-    # --------------------------------------------------------------------------------------------------------
+    # -- what it does ----------------------------------------------------------------------------------------
 
     def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """name -> [n] float64: what each record's gradient in that parameter is multiplied by.
@@ -251,8 +248,7 @@ class Clipping:
         """The names of all parameters, group by group."""
         return [name for group in self.groups for name in group.parameters]
 
-    # -- how it is told
-    # --------------------------------------------------------------------------------------------------------
+    # -- how it is told --------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """The clipping as plain JSON."""

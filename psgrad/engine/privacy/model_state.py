@@ -196,8 +196,7 @@ def _kept_of(value: Any) -> _Kept | None:
     return _KeptNames(value, partial(slots_of, type(value))) if slots_of(type(value)) else None
 
 
-# What is kept
-# ------------------------------------------------------------------------------------------------------------
+# -- What is kept --------------------------------------------------------------------------------------------
 
 
 class _KeptContents:

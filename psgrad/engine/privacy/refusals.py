@@ -33,8 +33,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_HALVES = 5e-2
 
 
-# Numbers
-# ------------------------------------------------------------------------------------------------------------
+# -- Numbers -------------------------------------------------------------------------------------------------
 
 
 def require_small_delta(delta: float, records: int) -> None:
@@ -120,8 +119,7 @@ def _power_of_ten_below(value: float) -> str:
     return f"1e{exponent}"
 
 
-# Models
-# ------------------------------------------------------------------------------------------------------------
+# -- Models --------------------------------------------------------------------------------------------------
 
 
 def require_separate_records(objective: Objective, inputs: Sequence[Tensor], target: Tensor | None) -> None:
@@ -213,8 +211,7 @@ class _FewRows:
                     next_step="call the model on one row, with a batch axis of one, to see why",
                 ) from error
 
-    # -- the checks
-    # --------------------------------------------------------------------------------------------------------
+    # -- the checks ------------------------------------------------------------------------------------------
 
     def require_no_update(self, state: _State) -> None:
         """No parameter and no buffer changes in a forward pass; what is new (a cache) is the same after any
@@ -317,8 +314,7 @@ class _FewRows:
                 return name
         return None
 
-    # -- comparing
-    # --------------------------------------------------------------------------------------------------------
+    # -- comparing -------------------------------------------------------------------------------------------
 
     def _of_row(self, output: Any | None, row: int, alone: Any) -> tuple[Tensor, Any] | None:
         """(loss, output) of a row out of a batch; None where the batch's output does not look like several of
@@ -375,8 +371,7 @@ class _FewRows:
         return worst
 
 
-# The model's state
-# ------------------------------------------------------------------------------------------------------------
+# -- The model's state ---------------------------------------------------------------------------------------
 
 
 class _State:

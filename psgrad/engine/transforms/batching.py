@@ -292,8 +292,7 @@ class BatchLevel(AdoptingLevel):
                 torch._C._increment_version([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
-    # -- random operators
-    # -------------------------------------------------------------------------------------------------
+    # -- random operators ------------------------------------------------------------------------------------
 
     def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.randomness == "error":

@@ -138,8 +138,7 @@ def process(level: Level, call: Call, args: Flat) -> Flat:
     )
 
 
-# -- levels, from the point of view of a call
-# --------------------------------------------------------------------------------------
+# -- levels, from the point of view of a call ----------------------------------------------------------------
 
 
 @contextmanager
@@ -319,8 +318,7 @@ def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> Tran
     )
 
 
-# -- calls whose derivative is given
-# -----------------------------------------------------------------------------------------------
+# -- calls whose derivative is given -------------------------------------------------------------------------
 
 
 class Ruled(Call):

@@ -121,8 +121,7 @@ class DerivativeLevel(AdoptingLevel):
     def owns(self, value: Any) -> bool:
         return isinstance(value, DerivativeTracer) and value.level is self
 
-    # -- one operator
-    # -------------------------------------------------------------------------------------------------
+    # -- one operator ----------------------------------------------------------------------------------------
 
     def adopt(self, value: torch.Tensor) -> DerivativeTracer:
         return self.constant(value)
@@ -245,8 +244,7 @@ class DerivativeLevel(AdoptingLevel):
             return {key: self.unwrap(item) for key, item in tree.items()}
         return tree
 
-    # -- in-place operators and views
-    # -----------------------------------------------------------------------------------
+    # -- in-place operators and views ------------------------------------------------------------------------
 
     def remember_views(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
         base = args[0] if args else None

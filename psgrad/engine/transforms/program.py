@@ -149,8 +149,7 @@ def _run_by(
     return CudaGraph(module.forward) if obstacle is None else module.forward
 
 
-# -- other ways to run a record
-# -------------------------------------------------------------------------------------------------------
+# -- other ways to run a record ------------------------------------------------------------------------------
 
 
 def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:

@@ -119,8 +119,7 @@ class Drawer:
         mutated = facts(op).mutated
         return aten.copy_.default(args[mutated[0]], drawn) if mutated else drawn
 
-    # -- standard draws
-    # --------------------------------------------------------------------------------------------------------
+    # -- standard draws --------------------------------------------------------------------------------------
 
     def below(self, p: float, shape: Sequence[int], device: Any) -> torch.Tensor:
         """bool: true with probability p, to within 2^-32."""

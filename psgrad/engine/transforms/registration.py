@@ -155,8 +155,7 @@ def _refusal(op: Op, argument: str) -> Maker:
     return refuse
 
 
-# -- what torch.library was told
-# ---------------------------------------------------------------------------------------------------
+# -- what torch.library was told -----------------------------------------------------------------------------
 
 
 def _told_to_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:

@@ -136,8 +136,7 @@ class _MappedTable:
         return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
 
 
-# Arrow to numpy
-# ------------------------------------------------------------------------------------------------------------
+# -- Arrow to numpy ------------------------------------------------------------------------------------------
 
 
 def _plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
@@ -189,8 +188,7 @@ def _first(mask: Array) -> int:
     return int(np.argmax(mask))
 
 
-# Parquet
-# ------------------------------------------------------------------------------------------------------------
+# -- Parquet -------------------------------------------------------------------------------------------------
 
 
 def load_parquet(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
@@ -253,8 +251,7 @@ def _without_categories(table: pa.Table) -> pa.Table:
     return pa.table({name: _plain(table.column(name)) for name in table.column_names})
 
 
-# CSV
-# ------------------------------------------------------------------------------------------------------------
+# -- CSV -----------------------------------------------------------------------------------------------------
 
 
 def load_csv(path: Path, config: DataConfig, unit: str | None = None) -> Samples:

@@ -41,8 +41,7 @@ def as_json(on: Machine, **changes: Any) -> str:
     return json.dumps(on.to_json() | changes)
 
 
-# Prices
-# ------------------------------------------------------------------------------------------------------------
+# -- Prices --------------------------------------------------------------------------------------------------
 
 sizes = st.integers(1, 3000)
 
@@ -90,8 +89,7 @@ def test_a_pass_over_memory_takes_its_bytes_at_the_measured_rate() -> None:
     assert on.bandwidth(1) == 1e9
 
 
-# Choices
-# ------------------------------------------------------------------------------------------------------------
+# -- Choices -------------------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_way_that_fits() -> None:
@@ -159,8 +157,7 @@ def test_every_term_tells_the_way_that_it_takes() -> None:
         assert cost.bytes >= 0
 
 
-# Machines
-# ------------------------------------------------------------------------------------------------------------
+# -- Machines ------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_is_measured_in_seconds_and_described_whole() -> None:

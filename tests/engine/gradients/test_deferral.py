@@ -681,8 +681,7 @@ def test_tables_whose_gradient_is_none_of_the_loss_are_refused(
     assert torch.equal(params["weight"], before)
 
 
-# Memory
-# ------------------------------------------------------------------------------------------------------------
+# -- Memory --------------------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):

@@ -88,8 +88,7 @@ def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> 
         yield
 
 
-# Every way gives the same numbers
-# -----------------------------------------------------------------------------------------------------
+# -- Every way gives the same numbers ------------------------------------------------------------------------
 
 
 def randn(*shape: int) -> Tensor:
@@ -214,8 +213,7 @@ def test_windows_that_are_apart_do_not_meet() -> None:
     torch.testing.assert_close(top.gram(), values[0] @ values[0].t(), rtol=1e-10, atol=1e-10)
 
 
-# The limits of floating point
-# -----------------------------------------------------------------------------------------------------------
+# -- The limits of floating point ----------------------------------------------------------------------------
 
 
 def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
@@ -368,8 +366,7 @@ def test_long_sums_keep_their_digits() -> None:
             assert error(gradients_of(positions, (2, 3)).gram(), positions, positions) <= 1e-6
 
 
-# Bounded memory, and less work
-# ----------------------------------------------------------------------------------------------------------
+# -- Bounded memory, and less work ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,8 +419,7 @@ def test_the_work_of_outer_products_is_that_of_their_factors() -> None:
     assert operations(lambda: x.inner(y)) == 2 * n * m * (a + b)
 
 
-# The choice
-# ------------------------------------------------------------------------------------------------------------
+# -- The choice ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

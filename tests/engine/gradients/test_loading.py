@@ -66,8 +66,7 @@ def losses(stream: Stream, count: int = ROWS) -> Tensor:
     return torch.cat([chunk.values["loss"] for chunk in stream.run(count, [GradientNorms()])])
 
 
-# Order and threads
-# ------------------------------------------------------------------------------------------------------------
+# -- Order and threads ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 100])
@@ -160,8 +159,7 @@ def test_reading_costs_no_time_beside_a_computation_that_takes_as_long() -> None
     )  # all but the first read, if the passes themselves took no time
 
 
-# What goes wrong
-# ------------------------------------------------------------------------------------------------------------
+# -- What goes wrong -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", [0, 5, 17, 39])
@@ -237,8 +235,7 @@ def test_no_thread_to_be_had_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> N
     assert said == ["rows are read between chunks, not beside them: can't start new thread"]
 
 
-# Random numbers
-# ------------------------------------------------------------------------------------------------------------
+# -- Random numbers ------------------------------------------------------------------------------------------
 
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,
@@ -319,8 +316,7 @@ def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
     ]
 
 
-# On a GPU
-# ------------------------------------------------------------------------------------------------------------
+# -- On a GPU ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies ahead are made to a GPU")

@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
 
 
-# What counts as want of memory
-# ----------------------------------------------------------------------------------------------------
+# -- What counts as want of memory ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,8 +70,7 @@ def test_what_the_allocator_says_when_asked_for_too_much() -> None:
     assert is_out_of_memory(caught.value)
 
 
-# What is free
-# ------------------------------------------------------------------------------------------------------------
+# -- What is free --------------------------------------------------------------------------------------------
 
 
 def machine(root: Path, groups: str, available: int = 8 * GIB, **files: str) -> Path:
@@ -159,8 +157,7 @@ def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays
     assert chunk_budget(cpu) == chunk_budget(cpu, 8 << 30) < 1 << 30
 
 
-# Processes of their own
-# -----------------------------------------------------------------------------------------------------------
+# -- Processes of their own ----------------------------------------------------------------------------------
 
 SETUP = """\
 import resource

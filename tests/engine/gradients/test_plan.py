@@ -181,8 +181,7 @@ def test_a_tensor_that_need_not_exist() -> None:
     assert course.peak_bytes == course.argument_bytes == 7 * 5 * 8
 
 
-# The chunk
-# ------------------------------------------------------------------------------------------------------------
+# -- The chunk -----------------------------------------------------------------------------------------------
 
 
 @given(
@@ -233,8 +232,7 @@ def test_two_chunks_tell_the_python_and_the_share(
     assert found.share == pytest.approx(share, rel=1e-6)
 
 
-# A run
-# ------------------------------------------------------------------------------------------------------------
+# -- A run ---------------------------------------------------------------------------------------------------
 
 
 def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) -> Stream:

@@ -81,8 +81,7 @@ def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# Against the matrices
-# ------------------------------------------------------------------------------------------------------------
+# -- Against the matrices ------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
@@ -259,8 +258,7 @@ def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
             factor.copy_(value)
 
 
-# What the numbers don't depend on
-# ---------------------------------------------------------------------------------------------------
+# -- What the numbers don't depend on ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
@@ -319,8 +317,7 @@ def test_halves_are_projected_in_float32(dtype: torch.dtype) -> None:
         assert_close(found, projected(projection, {"p": exact}), 1e-5)
 
 
-# What they estimate
-# ------------------------------------------------------------------------------------------------------------
+# -- What they estimate --------------------------------------------------------------------------------------
 
 SEEDS = 1000
 NOISE = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -447,8 +444,7 @@ def test_a_segment_fills_its_columns_and_both_ways_to_it_agree() -> None:
         assert torch.equal(back, there)
 
 
-# How little they hold
-# ------------------------------------------------------------------------------------------------------------
+# -- How little they hold ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -482,8 +478,7 @@ def test_rows_that_no_sample_looked_up_are_not_drawn() -> None:
         assert gradients.project(projection).shape == (1, 8)
 
 
-# What they say of themselves
-# --------------------------------------------------------------------------------------------------------
+# -- What they say of themselves -----------------------------------------------------------------------------
 
 
 def test_a_description_is_plain_and_makes_the_same_projection() -> None:

@@ -63,8 +63,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-# Programs: for each kind of term, and for each way in which terms meet
-# -----------------------------------------------------------------
+# -- Programs: for each kind of term, and for each way in which terms meet -----------------------------------
 
 
 @st.composite
@@ -189,8 +188,7 @@ KINDS: dict[str, Callable[[], st.SearchStrategy[Drawn]]] = {
 }
 
 
-# The two sides of each comparison
-# -------------------------------------------------------------------------------------------------------
+# -- The two sides of each comparison ------------------------------------------------------------------------
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -358,8 +356,7 @@ def test_every_query_is_that_of_the_materialised_gradients(
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float32])
 
 
-# What the queries say to what they can't answer
-# ------------------------------------------------------------------------------------------
+# -- What the queries say to what they can't answer ----------------------------------------------------------
 
 
 def small_gradients(n: int = 3, width: int = 4) -> PerSampleGradients:

@@ -491,8 +491,7 @@ def test_inputs_take_the_parameters_dtype_and_whole_numbers_stay_whole() -> None
     assert set(seen) == {(torch.bfloat16, torch.int64)}
 
 
-# More rows than fit
-# ------------------------------------------------------------------------------------------------------------
+# -- More rows than fit --------------------------------------------------------------------------------------
 
 WIDTH = 2048
 

@@ -40,8 +40,7 @@ samples = st.integers(0, 4)
 few = st.integers(1, 4)
 
 
-# The terms, and their values by definition
-# ----------------------------------------------------------------------------------------
+# -- The terms, and their values by definition ---------------------------------------------------------------
 
 
 @st.composite
@@ -167,8 +166,7 @@ def test_both_orders_of_contraction_give_the_same_norms(
     assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
 
 
-# The limits of floating point
-# -----------------------------------------------------------------------------------------------------
+# -- The limits of floating point ----------------------------------------------------------------------------
 
 
 def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampleGradients:
@@ -330,8 +328,7 @@ def test_millions_of_products_keep_their_digits() -> None:
     assert abs(sum_of_products(value, value).item() - exact.item()) / exact.item() < 1e-6
 
 
-# Bounded memory
-# ------------------------------------------------------------------------------------------------------------
+# -- Bounded memory ------------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
@@ -405,8 +402,7 @@ def test_blocks_cover_every_sample_once() -> None:
         assert covered == list(range(n))
 
 
-# Deferral is invisible to semantics
-# -----------------------------------------------------------------------------------------------
+# -- Deferral is invisible to semantics ----------------------------------------------------------------------
 
 
 def randn(*shape: int) -> Tensor:

@@ -62,8 +62,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return train, train_labels, test, test_labels
 
 
-# -- softmax regression
-# ------------------------------------------------------------------------------------------------------------
+# -- softmax regression --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -148,8 +147,7 @@ def flattened(weights: np.ndarray) -> np.ndarray:
     return np.concatenate([weights[:, :-1].reshape(-1), weights[:, -1]])
 
 
-# -- other models
-# ------------------------------------------------------------------------------------------------------------
+# -- other models --------------------------------------------------------------------------------------------
 
 
 def ridge(inputs: torch.Tensor, targets: torch.Tensor, penalty: float) -> np.ndarray:
@@ -198,8 +196,7 @@ def trained_digits_mlp() -> nn.Module:
     return model
 
 
-# -- oracles
-# ------------------------------------------------------------------------------------------------------------
+# -- oracles -------------------------------------------------------------------------------------------------
 
 
 def gradient_rows(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:

@@ -62,8 +62,7 @@ def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.T
     return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)[""]
 
 
-# The answers
-# ------------------------------------------------------------------------------------------------------------
+# -- The answers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("features", ["loss", "margin"])
@@ -153,8 +152,7 @@ def test_chunks_shards_and_blocks_change_nothing(
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-# Numbers on the disk
-# ------------------------------------------------------------------------------------------------------------
+# -- Numbers on the disk -------------------------------------------------------------------------------------
 
 DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
@@ -192,8 +190,7 @@ def test_scores_lose_no_more_than_their_type_does(tmp_path: Path, dtype: Any) ->
     assert kept < g.numel() * {"float64": 8, "float32": 4}.get(dtype, 2) + 1200
 
 
-# Building
-# ------------------------------------------------------------------------------------------------------------
+# -- Building ------------------------------------------------------------------------------------------------
 
 
 def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
@@ -274,8 +271,7 @@ def test_rows_that_are_not_finite_are_told_and_have_no_score(tmp_path: Path) -> 
         assert found.isnan().any(1).nonzero().flatten().tolist() == [2, 11]
 
 
-# Refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- Refusals ------------------------------------------------------------------------------------------------
 
 
 def test_an_index_of_the_loss_has_no_trak(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-# The formula
-# ------------------------------------------------------------------------------------------------------------
+# -- The formula ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,8 +151,7 @@ def test_self_influence_is_the_product_with_the_own_loss_s_gradient(data: Any) -
     assert_close(torch.cat([block.self_influence for block in blocks]).numpy(), expected)
 
 
-# Several checkpoints
-# ------------------------------------------------------------------------------------------------------------
+# -- Several checkpoints -------------------------------------------------------------------------------------
 
 
 def test_two_checkpoints_are_not_one_twice(data: Any) -> None:
@@ -177,8 +175,7 @@ def test_seeds_are_apart() -> None:
     assert seed_of(3, 1) == seed_of(3, 1)
 
 
-# What projections do
-# ------------------------------------------------------------------------------------------------------------
+# -- What projections do -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -228,8 +225,7 @@ def test_scores_of_layers_are_refused_where_layers_were_added_up(data: Any) -> N
         list(TRAK(dimension=9).fit(training, Checkpoint()).scores(queries, "parameter"))
 
 
-# The margin
-# ------------------------------------------------------------------------------------------------------------
+# -- The margin ----------------------------------------------------------------------------------------------
 
 
 def weights_of(criterion: Any, model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
@@ -325,8 +321,7 @@ def test_outputs_without_a_margin_are_refused(data: Any) -> None:
         TRAK().fit(examples(network(), squared_error, x, values), Checkpoint())
 
 
-# Ridge regression, where TRAK is exact
-# --------------------------------------------------------------------------------------------------
+# -- Ridge regression, where TRAK is exact -------------------------------------------------------------------
 
 
 def test_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_the_truth() -> None:
@@ -362,8 +357,7 @@ def test_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_th
     assert_close(found / (1 - leverage)[:, None], truth)
 
 
-# Projected influence
-# ------------------------------------------------------------------------------------------------------------
+# -- Projected influence -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -388,8 +382,7 @@ def test_projected_influence_is_the_damped_empirical_fisher(data: Any, kind: Any
     assert fitted.facts["mean_eigenvalue"] == pytest.approx(np.trace(moment) / N / len(moment))
 
 
-# Refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- Refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [TRAK(damping=0.0), ProjectedInfluence(relative_damping=0.0)])

@@ -60,8 +60,7 @@ def maps_of(measure: Attribution, setting: object, norms: Tensor | None = None) 
     return gathered.arrays["map_0"][gathered.arrays["rows"].argsort()]
 
 
-# -- beside others'
-# ------------------------------------------------------------------------------------------------------------
+# -- beside others' ------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -170,8 +169,7 @@ def test_every_architecture_has_its_loss_gradient(architecture: Architecture) ->
     torch.testing.assert_close(found["input_gradient"], torch.stack(expected).double(), rtol=1e-5, atol=1e-7)
 
 
-# -- what must hold
-# ------------------------------------------------------------------------------------------------------------
+# -- what must hold ------------------------------------------------------------------------------------------
 
 
 def test_many_steps_close_the_gap() -> None:
@@ -330,8 +328,7 @@ def test_a_baseline_may_be_a_token() -> None:
     assert found["integrated_gradients_gap"].abs().max() < 1e-8
 
 
-# -- ids
-# ------------------------------------------------------------------------------------------------------------
+# -- ids -----------------------------------------------------------------------------------------------------
 
 
 def test_a_tied_embedding_counts_by_way_of_the_input_alone() -> None:
@@ -423,8 +420,7 @@ def test_the_model_is_as_before_also_after_an_error(measure: Attribution) -> Non
     }
 
 
-# -- refusals
-# ------------------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 def test_logits_need_classes() -> None:

@@ -201,8 +201,7 @@ def test_the_signal_and_the_noise_of_each_parameter_and_element_are_their_defini
     assert numbers["noise"] == pytest.approx(noise, rel=tolerance)
 
 
-# -- however the samples are cut, and wherever the run is interrupted
-# --------------------------------------------------------------------
+# -- however the samples are cut, and wherever the run is interrupted ----------------------------------------
 
 
 def same(one: Measured, other: Measured, exactly: bool) -> None:
@@ -255,8 +254,7 @@ def test_an_automatic_chunk_size_gives_the_same_bits_from_memory_and_without() -
     same(kept, measured(rows, every, interrupted_at=8), exactly=True)
 
 
-# -- samples and models at the edges
-# -----------------------------------------------------------------------------------------------------
+# -- samples and models at the edges -------------------------------------------------------------------------
 
 
 def test_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:

@@ -60,8 +60,7 @@ def flat_gradients(architecture: Architecture, n: int) -> tuple[Setting, np.ndar
     return setting, torch.cat([value.flatten(1) for value in found.values()], 1).numpy()
 
 
-# -- the rows
-# ------------------------------------------------------------------------------------------------------------
+# -- the rows ------------------------------------------------------------------------------------------------
 
 
 def test_where_there_are_no_more_parameters_rows_are_the_gradients() -> None:
@@ -127,8 +126,7 @@ def test_rows_that_would_not_fit_are_refused_with_what_would(monkeypatch: pytest
         measured([ProjectedGradients(dimension=64)], setting)
 
 
-# -- the spectrum
-# ------------------------------------------------------------------------------------------------------------
+# -- the spectrum --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)

@@ -32,8 +32,7 @@ def steps_of(
     return lambda base: [(make(multiplier), number) for multiplier, number in schedule.runs(base, steps)]
 
 
-# -- the noise that a target needs
-# -----------------------------------------------------------------------------------------------------
+# -- the noise that a target needs ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -115,8 +114,7 @@ def test_a_target_that_has_no_noise_is_refused(target: float, make: Any, steps: 
         noise_multiplier_for(target, 1e-5, steps_of(make, steps))
 
 
-# -- epsilon after each of many steps
-# --------------------------------------------------------------------------------------------------
+# -- epsilon after each of many steps ------------------------------------------------------------------------
 
 
 def test_the_curve_is_epsilon_after_so_many_steps() -> None:

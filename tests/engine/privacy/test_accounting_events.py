@@ -39,8 +39,7 @@ EVENTS = [
 ]
 
 
-# -- ledger lines
-# ------------------------------------------------------------------------------------------------------------
+# -- ledger lines --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=str)
@@ -168,8 +167,7 @@ def test_epsilon_follows_from_the_lines_with_dp_accounting_alone(events: list[tu
     assert value.value == pytest.approx(pld, rel=1e-9)
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiplier", [-1.0, math.nan, math.inf, True, "1"])
@@ -236,8 +234,7 @@ def test_delta_is_between_0_and_1(accountant: Any, delta: Any) -> None:
         accountant([(poisson(1.0, 0.1), 1)], delta)
 
 
-# -- an adaptive bound's share
-# ---------------------------------------------------------------------------------------------------------
+# -- an adaptive bound's share -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "zero_out"])

@@ -34,8 +34,7 @@ def value_of(events: Any, delta: float = 1e-5, coarse: bool = False) -> float:
     return value
 
 
-# -- published figures
-# ------------------------------------------------------------------------------------------------------------
+# -- published figures ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,8 +68,7 @@ def test_it_lies_inside_of_the_interval_of_another_accountant() -> None:
     assert value_of([(poisson(1.5, 0.04), 2249)], coarse=True) < 6.777395712150674
 
 
-# -- the factor 2 of replaced records
-# --------------------------------------------------------------------------------------------------
+# -- the factor 2 of replaced records ------------------------------------------------------------------------
 
 
 def test_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
@@ -176,8 +174,7 @@ def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None
             assert (first, second) != (0.5, -0.5) or epsilon == 0 or true >= delta * (1 - 1e-3)
 
 
-# -- never below the truth
-# ------------------------------------------------------------------------------------------------------------
+# -- never below the truth -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("multiplier", "steps"), [(20.0, 1_000), (50.0, 10_000), (200.0, 100_000)])
@@ -207,8 +204,7 @@ def test_epsilon_is_below_that_of_moments() -> None:
         assert 0 < value_of([(event, steps)], 1e-6, coarse=True) < rdp  # type: ignore[operator]
 
 
-# -- many unlike steps
-# ------------------------------------------------------------------------------------------------------------
+# -- many unlike steps ---------------------------------------------------------------------------------------
 
 
 def test_many_unlike_steps_are_what_dp_accounting_says() -> None:
@@ -256,8 +252,7 @@ def test_gaussians_over_all_records_are_gathered() -> None:
     }
 
 
-# -- edges
-# ------------------------------------------------------------------------------------------------------------
+# -- edges ---------------------------------------------------------------------------------------------------
 
 
 def test_no_noise_and_no_steps() -> None:

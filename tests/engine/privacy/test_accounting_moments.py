@@ -95,8 +95,7 @@ def test_rates_rise_with_the_order_and_fall_with_the_noise() -> None:
         before = rates[whole]
 
 
-# -- edges
-# ------------------------------------------------------------------------------------------------------------
+# -- edges ---------------------------------------------------------------------------------------------------
 
 
 def test_no_noise_has_no_epsilon() -> None:
@@ -143,8 +142,7 @@ def test_what_moments_don_t_cover_has_a_reason(event: Any, why: str) -> None:
     assert found.why_not == why
 
 
-# -- noise on the integers
-# ------------------------------------------------------------------------------------------------------------
+# -- noise on the integers -----------------------------------------------------------------------------------
 
 
 def log_moment(sigma: float, shift: int, rate: float, order: float, removed: bool) -> float:
@@ -194,8 +192,7 @@ def test_discrete_noise_costs_little_more() -> None:
     assert discrete.order == math.floor(discrete.order or 0)
 
 
-# -- speed
-# ------------------------------------------------------------------------------------------------------------
+# -- speed ---------------------------------------------------------------------------------------------------
 
 
 def test_a_step_s_moments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,7 @@ def test_the_order_of_records_and_the_chunk_size_do_not_show(
             )
 
 
-# -- Opacus
-# ------------------------------------------------------------------------------------------------------------
+# -- Opacus --------------------------------------------------------------------------------------------------
 
 # Opacus has no gradient for ViT's class token and positions, which are plain parameters, and takes the
 # positions of GPT for samples: these two get their per-sample gradients from the loop, and Opacus clips them.
@@ -167,8 +166,7 @@ def test_clipped_sums_are_those_of_opacus(architecture: Architecture, grouping: 
     assert distance(found.sums, expected) <= 1e-5 * distance(expected)
 
 
-# -- the bound
-# ------------------------------------------------------------------------------------------------------------
+# -- the bound -----------------------------------------------------------------------------------------------
 
 SCALES = [0.0, 1e-30, 1e-20, 1.0, 1e20, 1e30, 1e38, float("nan"), float("inf")]
 KINDS = {

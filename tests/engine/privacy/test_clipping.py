@@ -26,8 +26,7 @@ def norms_of(*rows: list[float], dtype: torch.dtype = torch.float64) -> SquareNo
     return SquareNorms(by_parameter, torch.zeros(values.shape[1], dtype=dtype), None, {})
 
 
-# -- groups
-# ------------------------------------------------------------------------------------------------------------
+# -- groups --------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_is_the_module_that_owns_the_parameters() -> None:
@@ -122,8 +121,7 @@ def test_the_description_is_json_and_its_hash_changes_with_everything_in_it() ->
     }
 
 
-# -- factors
-# ------------------------------------------------------------------------------------------------------------
+# -- factors -------------------------------------------------------------------------------------------------
 
 
 def test_small_gradients_stay_and_large_ones_get_the_bound() -> None:

@@ -36,8 +36,7 @@ ALPHA = 1e-4
 SIGMAS = (0.3, 0.5, 1.0, 2.5, 7.0, 1e3, 2.0**31 + 0.7, 1e12, 2.0**44)
 
 
-# -- the distribution
-# ------------------------------------------------------------------------------------------------------------
+# -- the distribution ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", [0.25, 0.5, 0.999, 1.0, 1.7, 3.0, 6.2])
@@ -91,8 +90,7 @@ def test_a_standard_deviation_out_of_range_is_refused(sigma: float) -> None:
     assert "grid" in str(caught.value.next_step)
 
 
-# -- exact comparisons
-# ------------------------------------------------------------------------------------------------------------
+# -- exact comparisons ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -220,8 +218,7 @@ def test_prefixes_too_short_for_floating_point_are_settled_exactly(monkeypatch: 
     assert asked == {"exact_floor": sizes[:5], "exact_exceeds": [2, 2**39]}
 
 
-# -- the grid
-# ------------------------------------------------------------------------------------------------------------
+# -- the grid ------------------------------------------------------------------------------------------------
 
 
 def norm_on(grid: float, steps: torch.Tensor) -> float:

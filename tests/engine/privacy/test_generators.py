@@ -41,8 +41,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# -- the cipher
-# ------------------------------------------------------------------------------------------------------------
+# -- the cipher ----------------------------------------------------------------------------------------------
 
 
 def test_the_stream_is_aes_in_counter_mode() -> None:
@@ -104,8 +103,7 @@ def test_threads_that_share_a_generator_get_different_bits() -> None:
     assert len(set(found)) == 400
 
 
-# -- whose stream it is
-# ------------------------------------------------------------------------------------------------------------
+# -- whose stream it is --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,8 +175,7 @@ def test_another_kind_is_refused() -> None:
     assert "aes" in str(caught.value.expected)
 
 
-# -- integers and uniforms
-# ------------------------------------------------------------------------------------------------------------
+# -- integers and uniforms -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,8 +203,7 @@ def test_uniforms_stay_below_one() -> None:
     ]
 
 
-# -- normals
-# ------------------------------------------------------------------------------------------------------------
+# -- normals -------------------------------------------------------------------------------------------------
 
 
 def angle_of(word: int) -> Fraction:

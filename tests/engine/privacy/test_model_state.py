@@ -343,8 +343,7 @@ def test_model_state_after_an_error_is_as_before() -> None:
     assert model.number == 0.0
 
 
-# -- in a private sum
-# ------------------------------------------------------------------------------------------------------------
+# -- in a private sum ----------------------------------------------------------------------------------------
 
 
 class Doubling(nn.Module):
@@ -392,8 +391,7 @@ def test_private_sum_of_a_model_with_a_memory_is_that_of_the_records(guarded: bo
         assert apart > 1
 
 
-# -- what is published
-# ------------------------------------------------------------------------------------------------------------
+# -- what is published ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["largest", "brief", "part.bias"])

@@ -45,8 +45,7 @@ def drawn(
     )
 
 
-# -- how much
-# ------------------------------------------------------------------------------------------------------------
+# -- how much ------------------------------------------------------------------------------------------------
 
 
 def deviates(values: np.ndarray, deviation: float) -> float:
@@ -93,8 +92,7 @@ def test_the_standard_deviation_is_on_the_sum() -> None:
     assert Noise(1.5).standard_deviation(0.4) == 1.5 * 0.4
 
 
-# -- by itself
-# ------------------------------------------------------------------------------------------------------------
+# -- by itself -----------------------------------------------------------------------------------------------
 
 
 def uncorrelated(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -131,8 +129,7 @@ def test_a_run_that_goes_on_draws_afresh() -> None:
             assert (one == other).float().mean() < 0.01
 
 
-# -- what it is added to
-# ------------------------------------------------------------------------------------------------------------
+# -- what it is added to -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -198,8 +195,7 @@ def test_the_released_tensors_are_where_the_sums_are(device: torch.device) -> No
         assert all(value.device == sums[name].device for name, value in noisy.items())
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])

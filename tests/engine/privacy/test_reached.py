@@ -245,8 +245,7 @@ def test_reached_tensor_beside_a_parameter_in_one_memory_is_put_back() -> None:
     assert memory.tolist() == [0.0] * 6
 
 
-# Random generators
-# ------------------------------------------------------------------------------------------------------------
+# -- Random generators ---------------------------------------------------------------------------------------
 
 MADE: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.Generator().manual_seed(0),

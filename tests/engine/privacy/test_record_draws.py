@@ -137,8 +137,7 @@ def seeded_anew() -> None:
     torch.rand(3)
 
 
-# What a record adds
-# ------------------------------------------------------------------------------------------------------------
+# -- What a record adds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
@@ -239,8 +238,7 @@ def test_record_draws_memory_is_foreseen_for_models_that_draw(
     torch.testing.assert_close(found, Run("units", name).sum(range(4)), rtol=0, atol=1e-9)
 
 
-# How often a draw comes out
-# -------------------------------------------------------------------------------------------------------
+# -- How often a draw comes out ------------------------------------------------------------------------------
 
 
 class OneWeight(nn.Module):
@@ -289,8 +287,7 @@ def test_record_draws_mask_frequency_of_records_that_are_computed_again(
     )  # beyond it once in 100,000 by chance
 
 
-# Datasets and augmentations
-# -------------------------------------------------------------------------------------------------------
+# -- Datasets and augmentations ------------------------------------------------------------------------------
 
 
 class DrawingDataset:
@@ -345,8 +342,7 @@ def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
     assert dataset.reads == 2
 
 
-# The generators around
-# ------------------------------------------------------------------------------------------------------------
+# -- The generators around -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Noise", "SeedsItself", "OutsideOfTorch"])

@@ -61,8 +61,7 @@ def whole(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).double()
 
 
-# Which rows are whose
-# ------------------------------------------------------------------------------------------------------------
+# -- Which rows are whose ------------------------------------------------------------------------------------
 
 
 @given(units=st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), cap=st.none() | st.integers(1, 4))
@@ -106,8 +105,7 @@ def test_another_unit_changes_no_unit() -> None:
     assert rows(list("abcabcaxxx")) == {"a": [0, 3], "b": [1, 4], "c": [2, 5], "x": [7, 8]}
 
 
-# The gradient of a record
-# ---------------------------------------------------------------------------------------------------------
+# -- The gradient of a record --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
@@ -242,8 +240,7 @@ def test_a_loss_without_aux() -> None:
     assert value.item() == 6.0
 
 
-# Augmentation
-# ------------------------------------------------------------------------------------------------------------
+# -- Augmentation --------------------------------------------------------------------------------------------
 
 
 def test_copies_are_averaged_inside_the_record() -> None:
@@ -323,8 +320,7 @@ def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expecte
     assert expected in str(caught.value)
 
 
-# In a stream
-# ------------------------------------------------------------------------------------------------------------
+# -- In a stream ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])

@@ -29,8 +29,7 @@ from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, ModelError
 from tests.models import ARCHITECTURES, Architecture
 
-# Numbers
-# ------------------------------------------------------------------------------------------------------------
+# -- Numbers -------------------------------------------------------------------------------------------------
 
 
 def test_delta_is_below_one_over_the_records() -> None:
@@ -122,8 +121,7 @@ def test_require_tail_refuses_noise_that_ends_too_early(
     assert f"ends at {reach:.3g} deviations" in str(caught.value.expected)
 
 
-# Models
-# ------------------------------------------------------------------------------------------------------------
+# -- Models --------------------------------------------------------------------------------------------------
 
 
 class Around(nn.Module):

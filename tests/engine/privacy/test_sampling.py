@@ -43,8 +43,7 @@ def of(scheme: str, count: int) -> Sampling:
     }[scheme]
 
 
-# -- what comes out
-# ------------------------------------------------------------------------------------------------------------
+# -- what comes out ------------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["poisson", "truncated_poisson", "fixed"]), st.integers(1, 300), st.integers(0, 10**6))
@@ -146,8 +145,7 @@ def test_a_dataset_larger_than_a_piece_is_drawn_whole(monkeypatch: pytest.Monkey
     assert whole.max() > 90
 
 
-# -- exact bits
-# ------------------------------------------------------------------------------------------------------------
+# -- exact bits ----------------------------------------------------------------------------------------------
 
 
 def test_a_lot_below_the_rate_is_in() -> None:
@@ -178,8 +176,7 @@ def test_lots_beyond_the_last_whole_multiple_are_left_out() -> None:
     assert random_subset(3, 1, PlantedGenerator(words)).tolist() == [2]
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,7 @@ def test_what_is_no_plain_value_is_refused() -> None:
         Snapshot({}, "x", [], {}, {"bound": float("nan")}).to_bytes()
 
 
-# Files that are refused
-# ------------------------------------------------------------------------------------------------------------
+# -- Files that are refused ----------------------------------------------------------------------------------
 
 
 def a_file(**metadata: Any) -> bytes:
@@ -251,8 +250,7 @@ def test_weights_alone_are_no_checkpoint() -> None:
     assert "don't say where training stood" in str(refusal.value)
 
 
-# Models that are refused
-# -----------------------------------------------------------------------------------------------------------
+# -- Models that are refused ---------------------------------------------------------------------------------
 
 
 class Other(Net):

@@ -71,8 +71,7 @@ def assert_same(found: ClippedSum, expected: dict[str, Tensor], tolerance: float
     assert distance(found.sums, expected) <= tolerance * max(distance(expected), 1e-300)
 
 
-# -- batches
-# ------------------------------------------------------------------------------------------------------------
+# -- batches -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grid", [None, 2.0**-20])
@@ -191,8 +190,7 @@ def test_the_sums_of_half_precision_parameters_are_float64() -> None:
     assert not found.sums["unused"].any()
 
 
-# -- records that are no numbers
-# -----------------------------------------------------------------------------------------------------------
+# -- records that are no numbers -----------------------------------------------------------------------------
 
 WIDE = {"w": torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) / 100, "b": torch.zeros(300)}
 POSITIONS, PLACE = 4, 2
@@ -305,8 +303,7 @@ def test_records_that_disagree_on_a_branch_are_clipped_like_others() -> None:
     assert_same(batch_source(loss, weight, rows)(clipping), clipped_loop({"w": gradients}, clipping))
 
 
-# -- the grid
-# ------------------------------------------------------------------------------------------------------------
+# -- the grid ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_layer])

@@ -65,8 +65,7 @@ def _detached(values: Tensors) -> tuple[Tensor, ...]:
     return tuple(value.detach() for value in values)
 
 
-# -- vjp
-# ------------------------------------------------------------------------------------------------------------
+# -- vjp -----------------------------------------------------------------------------------------------------
 
 
 def _pull_by_autograd(program: Program, tensors: Tensors, seeds: Tensors) -> Answer:
@@ -98,8 +97,7 @@ def _merged(program: Program, results: Tensors, constants: Tensors) -> tuple[Ten
 
 PULL = Derivative(_seeds, _pull_by_autograd, _pull_by_psgrad)
 
-# -- grad of a fixed projection of the results
-# ----------------------------------------------------------------------------------------
+# -- grad of a fixed projection of the results ---------------------------------------------------------------
 
 
 def _projection(program: Program) -> list[Tensor]:
@@ -134,8 +132,7 @@ def _gradient_by_psgrad(program: Program, tensors: Tensors, projection: Tensors)
 
 GRADIENT = Derivative(_projection, _gradient_by_autograd, _gradient_by_psgrad)
 
-# -- jvp
-# ------------------------------------------------------------------------------------------------------------
+# -- jvp -----------------------------------------------------------------------------------------------------
 
 
 def _push_by_autograd(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
@@ -217,8 +214,7 @@ def _push_by_psgrad(program: Program, tensors: Tensors, tangents: Tensors) -> An
 
 PUSH = Derivative(_tangents, _push_by_autograd, _push_by_psgrad)
 
-# -- vjp of vjp
-# ------------------------------------------------------------------------------------------------------------
+# -- vjp of vjp ----------------------------------------------------------------------------------------------
 
 
 def _seeds_and_probes(program: Program) -> list[Tensor]:
@@ -261,8 +257,7 @@ def _pull_twice_by_psgrad(program: Program, tensors: Tensors, directions: Tensor
 
 PULL_TWICE = Derivative(_seeds_and_probes, _pull_twice_by_autograd, _pull_twice_by_psgrad)
 
-# -- jvp of vjp
-# ------------------------------------------------------------------------------------------------------------
+# -- jvp of vjp ----------------------------------------------------------------------------------------------
 
 
 def _seeds_and_both_tangents(program: Program) -> list[Tensor]:

@@ -332,8 +332,7 @@ def test_derivatives_write_into_result_or_argument(samples: tuple[Tensor, Tensor
                 raise
 
 
-# -- what the search beside these programs found
-# ------------------------------------------------------------------------------------------
+# -- what the search beside these programs found -------------------------------------------------------------
 
 
 def by_loop(function: Callable[..., Any], *samples: Tensor) -> list[Tensor]:

@@ -266,8 +266,7 @@ def test_gradients_that_were_broadcast_are_summed_as_pytorch_does() -> None:
         )
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 class Once(torch.autograd.Function):

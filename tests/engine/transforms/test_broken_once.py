@@ -22,8 +22,7 @@ X = torch.tensor([[1.5, -0.5, 0.25], [-2.0, 0.75, -1.0], [0.0, 1.0, 3.0]], dtype
 NOTHING = torch.zeros(3, dtype=torch.float64)
 W = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 
-# -- what is masked out has no derivative, however steep what comes after it is there
-# -------------------------------------------------
+# -- what is masked out has no derivative, however steep what comes after it is there ------------------------
 
 STEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp from below": lambda x: x.clamp(min=0).sqrt().sum(),
@@ -65,8 +64,7 @@ def test_class_weights_of_a_likelihood_have_no_derivative(transform: Callable[..
         transform(lambda w: F.cross_entropy(X, torch.tensor([0, 1, 2]), weight=w))
 
 
-# -- derivatives of scalars in scalars
-# -------------------------------------------------------------------------------------------------
+# -- derivatives of scalars in scalars -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("derivative", [jacrev, jacfwd])
@@ -76,8 +74,7 @@ def test_a_jacobian_of_a_number_in_a_number(derivative: Callable[..., Callable[.
     assert torch.equal(vmap(hessian(lambda x: x**3))(X[0]), 6 * X[0])
 
 
-# -- a record that is used later, and a write in between
-# --------------------------------------------------------------------------------
+# -- a record that is used later, and a write in between -----------------------------------------------------
 
 
 def written_outside(through: Callable[[Tensor], Tensor], derivative: Callable[..., Any]) -> Tensor:
@@ -152,8 +149,7 @@ def test_a_write_to_what_is_not_needed_goes_by() -> None:
     torch.testing.assert_close(back(torch.ones(1, 1, dtype=x.dtype))[0], w)
 
 
-# -- a function that catches everything
-# ---------------------------------------------------------------------------------------------------
+# -- a function that catches everything ----------------------------------------------------------------------
 
 
 def catching(x: Tensor) -> Tensor:
@@ -187,8 +183,7 @@ def test_a_branch_is_split_though_the_function_catches_everything(
     )
 
 
-# -- PyTorch's own autograd, inside and outside
-# ------------------------------------------------------------------------------------------
+# -- PyTorch's own autograd, inside and outside --------------------------------------------------------------
 
 
 def grad_of_a_fresh_leaf(x: Tensor) -> Tensor:
@@ -315,8 +310,7 @@ def test_torchs_transforms_work_inside_ours() -> None:
     torch.testing.assert_close(grad(lambda x: torch.func.vmap(lambda y: (y**3).sum())(x).sum())(X), 3 * X**2)
 
 
-# -- other layouts in memory
-# ------------------------------------------------------------------------------------------------------------
+# -- other layouts in memory ---------------------------------------------------------------------------------
 
 IMAGES = torch.linspace(-2, 2, 2 * 4 * 3 * 5, dtype=torch.float64).sin().reshape(2, 4, 3, 5)
 
@@ -342,8 +336,7 @@ def test_group_norm_of_channels_last_images(
     )
 
 
-# -- PyTorch's autograd looks on from outside
-# ---------------------------------------------------------------------------------------------
+# -- PyTorch's autograd looks on from outside ----------------------------------------------------------------
 
 MATRIX = torch.tensor([[3.0, 0.5, -0.2], [0.1, 2.5, 0.4], [-0.3, 0.2, 4.0]], dtype=torch.float64)
 

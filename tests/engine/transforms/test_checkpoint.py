@@ -110,8 +110,7 @@ def test_it_runs_twice_and_no_more() -> None:
     assert runs == 5
 
 
-# -- the second run does what the first did
-# ----------------------------------------------------------------------------------------
+# -- the second run does what the first did ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -57,8 +57,7 @@ def test_a_cotangent_that_is_not_conjugated_is_noticed(monkeypatch: pytest.Monke
     assert [row for row, verdict in verdicts("sin").items() if not verdict.wrong] == []
 
 
-# -- marks
-# ------------------------------------------------------------------------------------------------------------
+# -- marks ---------------------------------------------------------------------------------------------------
 
 
 def as_real(x: Tensor) -> Tensor:

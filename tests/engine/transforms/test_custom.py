@@ -82,8 +82,7 @@ def test_values_are_the_functions(make: Callable[[float], Any]) -> None:
     assert f.__name__ == "plain"
 
 
-# -- custom_vjp
-# ------------------------------------------------------------------------------------------------------------
+# -- custom_vjp ----------------------------------------------------------------------------------------------
 
 
 def test_trees_and_zeros() -> None:
@@ -356,8 +355,7 @@ def test_pytorchs_autograd_is_told_that_it_does_not_know_the_rule() -> None:
     agree(torch.autograd.grad(grad(weighted(f))(leaf, Y).sum(), leaf)[0], expected)
 
 
-# -- custom_vmap
-# ------------------------------------------------------------------------------------------------------------
+# -- custom_vmap ---------------------------------------------------------------------------------------------
 
 
 def test_the_batched_rule_is_told_what_is_batched() -> None:

@@ -70,8 +70,7 @@ def wants(x: Tensor) -> Tensor:
     return x.clone().requires_grad_()
 
 
-# -- functions of all kinds
-# ------------------------------------------------------------------------------------------------------------
+# -- functions of all kinds ----------------------------------------------------------------------------------
 
 
 class Energy:
@@ -126,8 +125,7 @@ PROGRAMS |= {
     for name in ("grad", "grad_and_value", "vmap", "jacrev", "jacfwd")
 }
 
-# -- arguments to differentiate
-# ------------------------------------------------------------------------------------------------------------
+# -- arguments to differentiate ------------------------------------------------------------------------------
 
 GRADIENTS = ("grad", "grad_and_value")
 JACOBIANS = ("jacrev", "jacfwd", "hessian")
@@ -209,8 +207,7 @@ PROGRAMS |= {
     for kind, aux in AUX.items()
 }
 
-# -- pulling back and pushing forward
-# ------------------------------------------------------------------------------------------------------
+# -- pulling back and pushing forward ------------------------------------------------------------------------
 
 PROGRAMS |= {
     "vjp of a named tuple": lambda tf: tf.vjp(lambda x: Pair(x, 2 * x), X)[1](Pair(X, T)),
@@ -246,8 +243,7 @@ PROGRAMS |= {
     "linearize in vmap of tangents": lambda tf: tf.vmap(tf.linearize(torch.sin, X)[1])(M),
 }
 
-# -- vmap
-# ------------------------------------------------------------------------------------------------------------
+# -- vmap ----------------------------------------------------------------------------------------------------
 
 
 def columns(x: Tensor, y: Any) -> Tensor:
@@ -325,8 +321,7 @@ PROGRAMS |= {
     "a gradient not wanted": lambda tf: under_no_grad(lambda: tf.vmap(lambda x: x * 2)(wants(M)))(),
 }
 
-# -- draws: of the same seed the same numbers, and the same seed for what follows
-# ----------------------------------------------------------
+# -- draws: of the same seed the same numbers, and the same seed for what follows ----------------------------
 
 DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "rand": lambda x: torch.rand(3),
@@ -418,8 +413,7 @@ PROGRAMS |= {
     "one draw under jacfwd": lambda tf: tf.jacfwd(lambda x: x * torch.rand(3), randomness="same")(X),
 }
 
-# -- what is switched on and off, and what is written to
-# -----------------------------------------------------------------------------------
+# -- what is switched on and off, and what is written to -----------------------------------------------------
 
 
 def statistics(tf: Any) -> Any:
@@ -531,8 +525,7 @@ PROGRAMS |= {
     f"what is seen inside: {name}": lambda tf, look=look: seen(tf, look) for name, look in SEEN.items()
 }
 
-# -- modules
-# ------------------------------------------------------------------------------------------------------------
+# -- modules -------------------------------------------------------------------------------------------------
 
 
 class Shared(nn.Module):
@@ -673,8 +666,7 @@ def test_an_exception_of_the_module_passes_and_leaves_it_as_it_was() -> None:
     assert model.a is before
 
 
-# -- mistakes: both refuse
-# ------------------------------------------------------------------------------------------------------------
+# -- mistakes: both refuse -----------------------------------------------------------------------------------
 
 ANY = (*GRADIENTS, *JACOBIANS)
 MISTAKES: dict[str, Program] = {
@@ -839,8 +831,7 @@ def test_both_refuse(name: str) -> None:
         assert theirs.type is not kind or isinstance(ours.value, kind)
 
 
-# -- beyond torch.func: it refuses, or fails
-# -----------------------------------------------------------------------------------------------
+# -- beyond torch.func: it refuses, or fails -----------------------------------------------------------------
 
 ROWS = torch.stack([X, T])
 # What it gives, and why it is given.
@@ -968,8 +959,7 @@ def test_beyond_torch_func(name: str) -> None:
         same(theirs, expected)
 
 
-# -- refused here, though torch.func gives something
-# ---------------------------------------------------------------------------------------
+# -- refused here, though torch.func gives something ---------------------------------------------------------
 
 STRICTER: dict[str, tuple[Program, str]] = {
     "argnums=True": (lambda tf: tf.grad(product, True)(X, T), "Python counts it as 1, which nobody means"),

@@ -49,8 +49,7 @@ def check(
         torch.testing.assert_close(found, expected, **tolerance)
 
 
-# -- which axis is what
-# ------------------------------------------------------------------------------------------------------------
+# -- which axis is what --------------------------------------------------------------------------------------
 
 SIDES = [
     ((4, 3, 3), (4, 3)),
@@ -117,8 +116,7 @@ def test_no_samples_at_all(function: Callable[[Tensor], Tensor]) -> None:
     assert vmap(grad(lambda a: function(a).abs().sum()))(none).shape == (0, 3, 3)
 
 
-# -- where there is no inverse
-# --------------------------------------------------------------------------------------------------------
+# -- where there is no inverse -------------------------------------------------------------------------------
 
 
 def cofactors(a: Tensor) -> Tensor:
@@ -196,8 +194,7 @@ def test_the_logarithm_of_a_determinant() -> None:
     )
 
 
-# -- degenerate matrices
-# ------------------------------------------------------------------------------------------------------------
+# -- degenerate matrices -------------------------------------------------------------------------------------
 
 REPEATED = torch.diag(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64))
 
@@ -248,8 +245,7 @@ def test_the_basis_beyond_a_matrix_columns_has_no_derivative() -> None:
     torch.testing.assert_close(alone, complete)
 
 
-# -- precision
-# ------------------------------------------------------------------------------------------------------------
+# -- precision -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,8 +267,7 @@ def test_single_precision_stays_single(loss: Callable[..., Tensor]) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-# -- at work
-# ------------------------------------------------------------------------------------------------------------
+# -- at work -------------------------------------------------------------------------------------------------
 
 
 def test_the_likelihood_of_a_gaussian_process_a_sample() -> None:

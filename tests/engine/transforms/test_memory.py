@@ -32,8 +32,7 @@ def rows(function: Callable[..., Tensor], *samples: Tensor, axis: int = 0) -> Te
     return torch.stack([function(*[x.select(axis, i) for x in samples]) for i in range(SAMPLES)])
 
 
-# -- strides
-# ------------------------------------------------------------------------------------------------------------
+# -- strides -------------------------------------------------------------------------------------------------
 
 OPERATORS = """
 x.sin() | x + 1 | x * y | x + y[0] | y[:1] * x | x.mT.cos() | x.mT + y.mT.contiguous() | x.clone()
@@ -108,8 +107,7 @@ def test_vmap_strides_of_result(text: str) -> None:
             assert seen == [significant(function(*first))], f"sample axis {words}, in_dims {given}"
 
 
-# -- views
-# ------------------------------------------------------------------------------------------------------------
+# -- views ---------------------------------------------------------------------------------------------------
 
 
 def convolved(x: Tensor, w: Tensor) -> Tensor:
@@ -207,8 +205,7 @@ def test_batch_norm_of_transposed_view() -> None:
     assert torch.allclose(vmap(grad(f))(x), gradients_by_loop(f, x)[0])
 
 
-# -- writes through views
-# -----------------------------------------------------------------------------------------------------------
+# -- writes through views ------------------------------------------------------------------------------------
 
 
 def written_through(x: Tensor, w: Tensor) -> Tensor:
@@ -275,8 +272,7 @@ def test_vmap_write_into_result_that_is_the_same_for_all_samples() -> None:
     assert torch.allclose(vmap(f)(b), rows(f, b))
 
 
-# -- gradients
-# ------------------------------------------------------------------------------------------------------------
+# -- gradients -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3, 8])

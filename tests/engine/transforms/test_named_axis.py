@@ -107,8 +107,7 @@ def test_trees_and_ties() -> None:
     agree(grad(lambda x: vmap(lambda x: pmax(x, "s"), axis_name="s")(x)[0])(x), torch.tensor([0.0, 0.5, 0.5]))
 
 
-# -- losses that cross samples
-# ----------------------------------------------------------------------------------------------------
+# -- losses that cross samples -------------------------------------------------------------------------------
 
 
 def test_a_contrastive_loss() -> None:
@@ -167,8 +166,7 @@ def test_batch_statistics() -> None:
     agree(list(grad(lambda p: mapped(p, x).sum())(params).values()), list(expected))
 
 
-# -- nests
-# ------------------------------------------------------------------------------------------------------------
+# -- nests ---------------------------------------------------------------------------------------------------
 
 
 def test_two_axes() -> None:

@@ -23,8 +23,7 @@ from psgrad.errors import TransformError
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-# -- programs
-# ------------------------------------------------------------------------------------------------------------
+# -- programs ------------------------------------------------------------------------------------------------
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "x[...]": lambda x: x[...],
@@ -227,8 +226,7 @@ def programs(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-# -- nests
-# ------------------------------------------------------------------------------------------------------------
+# -- nests ---------------------------------------------------------------------------------------------------
 
 
 def two_samples(x: Tensor) -> Tensor:
@@ -336,8 +334,7 @@ def test_the_oracle_runs_programs_as_pytorch_does(steps: list[Step]) -> None:
     torch.testing.assert_close(run(steps, X, Y), run_in_memory(steps, X, Y), rtol=1e-12, atol=1e-12)
 
 
-# -- the checker itself
-# ------------------------------------------------------------------------------------------------------------
+# -- the checker itself --------------------------------------------------------------------------------------
 
 WRITES_THROUGH_A_VIEW = [Step("x.select(0, -1)", 0), Step("x.copy_(y)", 2, 1)]
 

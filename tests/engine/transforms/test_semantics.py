@@ -33,8 +33,7 @@ def quadratic(x: Tensor, y: Tensor) -> Tensor:
     return (x.sin() * y).sum() + (x * x * y * y).sum()
 
 
-# -- grad
-# ------------------------------------------------------------------------------------------------------------
+# -- grad ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), (0, -1)])
@@ -116,8 +115,7 @@ def test_unused_arguments_have_zero_gradient() -> None:
     same(vjp(lambda x, y: x, x, y)[1](x), (x, torch.zeros(2)))
 
 
-# -- vjp
-# ------------------------------------------------------------------------------------------------------------
+# -- vjp -----------------------------------------------------------------------------------------------------
 
 
 def test_vjp_fn_may_be_called_often_and_late() -> None:
@@ -161,8 +159,7 @@ def test_a_value_changed_between_forward_and_back_is_noticed() -> None:
         pull(x)
 
 
-# -- nesting
-# ------------------------------------------------------------------------------------------------------------
+# -- nesting -------------------------------------------------------------------------------------------------
 
 
 def cubic(x: Tensor) -> Tensor:
@@ -201,8 +198,7 @@ def test_nested(name: str) -> None:
     same(nestings(grad, vmap, vjp)[name](m), theirs)
 
 
-# -- vmap
-# ------------------------------------------------------------------------------------------------------------
+# -- vmap ----------------------------------------------------------------------------------------------------
 
 
 def test_in_dims() -> None:
@@ -310,8 +306,7 @@ def test_chunks(chunk_size: int) -> None:
     assert vmap(lambda x: (x, "all"), out_dims=(0, None), chunk_size=chunk_size)(x)[1] == "all"
 
 
-# -- randomness
-# ------------------------------------------------------------------------------------------------------------
+# -- randomness ----------------------------------------------------------------------------------------------
 
 
 def drawn(program: Callable[[], Any]) -> Any:
@@ -390,8 +385,7 @@ def test_draws_under_grad_need_no_word() -> None:
     assert set(ours.tolist()) == {0.0, 2.0}
 
 
-# -- grad modes
-# ------------------------------------------------------------------------------------------------------------
+# -- grad modes ----------------------------------------------------------------------------------------------
 
 
 def test_no_grad_inside_stops_the_gradient_and_outside_does_not() -> None:
@@ -433,8 +427,7 @@ def test_inference_mode_outside() -> None:
     same(ours.clone(), torch.func.vmap(torch.func.grad(cubic))(x.clone()))
 
 
-# -- nothing is left behind, nothing is touched
-# -------------------------------------------------------------------------------------
+# -- nothing is left behind, nothing is touched --------------------------------------------------------------
 
 
 class Broken(Exception):
@@ -539,8 +532,7 @@ def test_two_threads_at_once() -> None:
         same(answer, expected)
 
 
-# -- functional_call
-# ------------------------------------------------------------------------------------------------------------
+# -- functional_call -----------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -605,8 +597,7 @@ def test_what_functional_call_does_not_take() -> None:
     )
 
 
-# -- in place, and through views
-# ------------------------------------------------------------------------------------------------------
+# -- in place, and through views -----------------------------------------------------------------------------
 
 
 def slices(x: Tensor) -> Tensor:

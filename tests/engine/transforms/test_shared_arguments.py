@@ -71,8 +71,7 @@ def test_group_norm_of_a_parameter_whose_output_meets_the_samples(
     assert len(found) == SAMPLES
 
 
-# -- the kernels themselves
-# ---------------------------------------------------------------------------------------------------------
+# -- the kernels themselves ----------------------------------------------------------------------------------
 
 
 def listed() -> dict[str, set[int]]:

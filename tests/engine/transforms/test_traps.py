@@ -33,8 +33,7 @@ def refusal(program: Callable[[], Any]) -> str:
     return message
 
 
-# -- a plain tensor that a traced value is written to
-# ---------------------------------------------------------------------------
+# -- a plain tensor that a traced value is written to --------------------------------------------------------
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda plain, x: plain.add_(x),
@@ -105,8 +104,7 @@ def test_a_fresh_tensor_takes_traced_values_under_grad(name: str) -> None:
     torch.testing.assert_close(vmap(grad(f))(x.detach().expand(2, 3)), expected.expand(2, 3))
 
 
-# -- autograd.Function
-# ------------------------------------------------------------------------------------------------------------
+# -- autograd.Function ---------------------------------------------------------------------------------------
 
 
 class Reversed(torch.autograd.Function):
@@ -198,8 +196,7 @@ def test_a_custom_operator_is_refused_by_name() -> None:
         assert "psgrad_tests::double" in refusal(lambda: vmap(torch.ops.psgrad_tests.double)(torch.ones(3)))
 
 
-# -- fast paths, and composite operators where only primitive ones are expected
-# -----------------------------------------------------
+# -- fast paths, and composite operators where only primitive ones are expected ------------------------------
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -281,8 +278,7 @@ def test_composite_operators_at_every_level(name: str) -> None:
     torch.testing.assert_close(inside.clone(), torch.stack(once))
 
 
-# -- layers without a gradient of one sample
-# ------------------------------------------------------------------------------------------
+# -- layers without a gradient of one sample -----------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -346,8 +342,7 @@ def test_embeddings_that_count_tokens_are_refused() -> None:
     assert "scale_grad_by_freq=False" in message
 
 
-# -- what depends on one sample's data
-# ------------------------------------------------------------------------------------------------
+# -- what depends on one sample's data -----------------------------------------------------------------------
 
 
 def _branch(x: Tensor) -> Tensor:
@@ -389,8 +384,7 @@ def test_numpy_is_refused_under_grad_as_well() -> None:
     assert "NumPy" in refusal(lambda: grad(lambda x: torch.from_numpy(x.numpy()).sum())(torch.ones(3)))
 
 
-# -- operators without a rule
-# -----------------------------------------------------------------------------------------------------------
+# -- operators without a rule --------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("psgrad_traps::odd", mutates_args=())
@@ -447,8 +441,7 @@ def test_a_change_of_shape_in_place() -> None:
     assert "resize" in message
 
 
-# -- writes into what an outer transform batches
-# --------------------------------------------------------------------------------------
+# -- writes into what an outer transform batches -------------------------------------------------------------
 
 
 def test_a_write_into_a_captured_batched_value_is_refused() -> None:

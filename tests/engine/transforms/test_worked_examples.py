@@ -40,8 +40,7 @@ def detached(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-# -- what grad, vjp, jvp and vmap are
-# ---------------------------------------------------------------------------------------------------
+# -- what grad, vjp, jvp and vmap are ------------------------------------------------------------------------
 
 
 @program
@@ -150,8 +149,7 @@ def detached_is_constant(tf: Any) -> Any:
     )(x)
 
 
-# -- per-sample gradients
-# ------------------------------------------------------------------------------------------------------------
+# -- per-sample gradients ------------------------------------------------------------------------------------
 
 
 @program
@@ -261,8 +259,7 @@ def attribution_to_the_inputs(tf: Any) -> Any:
     )
 
 
-# -- Jacobians and Hessians
-# ------------------------------------------------------------------------------------------------------------
+# -- Jacobians and Hessians ----------------------------------------------------------------------------------
 
 
 def predict(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -400,8 +397,7 @@ def motion_from_a_lagrangian(tf: Any) -> Any:
     return tf.vmap(acceleration)(torch.randn(4, 2), torch.randn(4, 2))
 
 
-# -- ensembles
-# ------------------------------------------------------------------------------------------------------------
+# -- ensembles -----------------------------------------------------------------------------------------------
 
 
 def ensemble(tf: Any, members: int = 3) -> tuple[Any, Any, Callable[..., Tensor]]:
@@ -485,8 +481,7 @@ def ensemble_with_dropout(tf: Any) -> Any:
     return tf.vmap(call, (0, 0, None), randomness="same")(params, buffers, torch.randn(3, 4))
 
 
-# -- learning to learn
-# ------------------------------------------------------------------------------------------------------------
+# -- learning to learn ---------------------------------------------------------------------------------------
 
 
 def sinusoid(params: list[Tensor], x: Tensor) -> Tensor:
@@ -564,8 +559,7 @@ def gradient_in_the_learning_rate(tf: Any) -> Any:
     )(rates[0], torch.randn(3))
 
 
-# -- neural tangent kernels
-# ------------------------------------------------------------------------------------------------------------
+# -- neural tangent kernels ----------------------------------------------------------------------------------
 
 
 def kernel_network() -> nn.Module:
@@ -617,8 +611,7 @@ def tangent_kernel_by_products(tf: Any) -> Any:
     return kernel_by_products(tf, model, detached(model), torch.randn(4, 1, 6, 6), torch.randn(3, 1, 6, 6))
 
 
-# -- modules as functions
-# ------------------------------------------------------------------------------------------------------------
+# -- modules as functions ------------------------------------------------------------------------------------
 
 
 class TiedPair(nn.Module):
@@ -645,8 +638,7 @@ def tied_weights_and_buffers(tf: Any) -> Any:
     return tf.grad(loss)(params, buffers), tf.functional_call(model, untied, (x,), tie_weights=False)
 
 
-# -- the import replaced
-# ------------------------------------------------------------------------------------------------------------
+# -- the import replaced -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -658,8 +650,7 @@ def test_with_the_import_replaced(name: str) -> None:
     torch.testing.assert_close(found, theirs, rtol=1e-9, atol=1e-11)
 
 
-# -- what they mean
-# ------------------------------------------------------------------------------------------------------------
+# -- what they mean ------------------------------------------------------------------------------------------
 
 
 def test_sine_has_the_derivatives_of_sine() -> None:

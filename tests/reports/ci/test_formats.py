@@ -86,8 +86,7 @@ def many(count: int) -> CheckResult:
     return verdict(*(finding(id=f"s{number}", index=number) for number in range(count)), more=7)
 
 
-# SARIF
-# ------------------------------------------------------------------------------------------------------------
+# -- SARIF ---------------------------------------------------------------------------------------------------
 
 
 def test_sarif_is_valid_and_says_what_the_records_say() -> None:
@@ -133,8 +132,7 @@ def test_sarif_writes_paths_as_uris() -> None:
     assert uris == ["a%20b/%C3%A9%231.csv", "file:///data/x%20y.csv"]
 
 
-# GitLab, JUnit, CSV, JSON
-# ------------------------------------------------------------------------------------------------------------
+# -- GitLab, JUnit, CSV, JSON --------------------------------------------------------------------------------
 
 
 def test_gitlab_lists_what_is_not_ignored() -> None:
@@ -196,8 +194,7 @@ def test_csv_and_json_hold_every_finding() -> None:
     assert (content["exit_code"], content["warnings"]) == (1, ["something is gone"])
 
 
-# GitHub
-# ------------------------------------------------------------------------------------------------------------
+# -- GitHub --------------------------------------------------------------------------------------------------
 
 
 def annotations(result: CheckResult) -> list[str]:
@@ -240,8 +237,7 @@ def test_a_summary_stays_within_a_mebibyte_with_what_was_there(tmp_path: Path) -
     assert file.stat().st_size == github.SUMMARY_BYTES
 
 
-# All of them
-# ------------------------------------------------------------------------------------------------------------
+# -- All of them ---------------------------------------------------------------------------------------------
 
 # What may stand in a text for people beside what can be printed.
 LAYOUT = {"\n"}

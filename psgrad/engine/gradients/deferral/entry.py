@@ -60,8 +60,7 @@ def _embedding_backward(
     return DeferredGradient.of(term, term.shape)
 
 
-# -- parts of a parameter, whose gradient is zero elsewhere
-# ----------------------------------------------------------------------------
+# -- parts of a parameter, whose gradient is zero elsewhere --------------------------------------------------
 
 
 def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, step: int, size: int) -> Any:
@@ -112,8 +111,7 @@ def _index_select_backward(
     )
 
 
-# -- products, element by element
-# ------------------------------------------------------------------------------------------------------
+# -- products, element by element ----------------------------------------------------------------------------
 
 
 def _times(batch: Batch, op: Op, a: Any, b: Any) -> Any:

@@ -69,8 +69,7 @@ class Basis:
         ]
         return f"Kronecker factors {sides[0]} x {sides[1]}" + (f" in {groups} groups" if groups > 1 else "")
 
-    # -- vectors
-    # --------------------------------------------------------------------------------------------------------
+    # -- vectors ---------------------------------------------------------------------------------------------
 
     def matrices(self, vectors: Vectors) -> torch.Tensor:
         """[k, g, a, b] of k vectors, name -> [k, *shape]."""
@@ -103,8 +102,7 @@ class Basis:
             matrices, *(None if basis is None else basis.transpose(1, 2) for basis in (self.left, self.right))
         )
 
-    # -- per-sample gradients
-    # ----------------------------------------------------------------------------------------------------
+    # -- per-sample gradients --------------------------------------------------------------------------------
 
     def outer(self, gradients: PerSampleGradients) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None where they are sums of

@@ -266,8 +266,7 @@ class Influence(Method):
         )
         return work.least(correct)
 
-    # -- solvers that take products
-    # --------------------------------------------------------------------------------------------------
+    # -- solvers that take products --------------------------------------------------------------------------
 
     def _conjugate_gradient(self, checkpoint: Checkpoint) -> Solve:
         def solve(

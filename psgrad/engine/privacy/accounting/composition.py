@@ -115,8 +115,7 @@ def why_not_pld(event: StepEvent) -> str | None:
     return None
 
 
-# Which events
-# ------------------------------------------------------------------------------------------------------------
+# -- Which events --------------------------------------------------------------------------------------------
 
 
 def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
@@ -138,8 +137,7 @@ def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
     return rest
 
 
-# On which grid
-# ------------------------------------------------------------------------------------------------------------
+# -- On which grid -------------------------------------------------------------------------------------------
 
 
 def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:

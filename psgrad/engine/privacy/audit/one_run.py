@@ -84,8 +84,7 @@ def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
     return Guesses(len(order), ins + outs, right)
 
 
-# -- any mechanism
-# ------------------------------------------------------------------------------------------------------------
+# -- any mechanism -------------------------------------------------------------------------------------------
 
 
 def p_value(found: Guesses, epsilon: float, delta: float) -> float:
@@ -135,8 +134,7 @@ def epsilon_for_any_mechanism(
     return best
 
 
-# -- a mechanism with a known profile
-# -------------------------------------------------------------------------------------------------
+# -- a mechanism with a known profile ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -188,8 +186,7 @@ def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
     return False
 
 
-# -- canaries that have nothing to do with one another
-# --------------------------------------------------------------------------------
+# -- canaries that have nothing to do with one another -------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,7 @@ def _fold_mask(batch: Any, mask: Any, query: torch.Tensor) -> Any:
 
 define(aten.scaled_dot_product_attention.default, instead=_attention, batch=_attention_batch)
 
-# -- the fused kernels
-# ------------------------------------------------------------------------------------------------------------
+# -- the fused kernels ---------------------------------------------------------------------------------------
 
 
 def _cpu_back(

@@ -38,8 +38,7 @@ def _imaginary(g: torch.Tensor) -> torch.Tensor:
     return torch.complex(torch.zeros_like(g), g)
 
 
-# -- the same memory, seen otherwise: a value below may be a conjugate that has not been carried out
-# ------------------------------
+# -- the same memory, seen otherwise: a value below may be a conjugate that has not been carried out ---------
 
 define(
     aten.resolve_conj.default,
@@ -106,8 +105,7 @@ def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | 
     return None
 
 
-# -- made of two real values
-# ------------------------------------------------------------------------------------------------------
+# -- made of two real values ---------------------------------------------------------------------------------
 
 elementwise(
     aten.complex.default,
@@ -122,8 +120,7 @@ def _polar(size: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.complex(size * torch.cos(angle), size * torch.sin(angle))
 
 
-# -- angle and direction
-# ------------------------------------------------------------------------------------------------------------
+# -- angle and direction -------------------------------------------------------------------------------------
 
 
 def _angle_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

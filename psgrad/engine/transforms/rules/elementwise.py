@@ -20,8 +20,7 @@ from psgrad.engine.transforms.rules.families import (
 )
 from psgrad.engine.transforms.rules.registry import constant, define
 
-# -- arithmetic
-# ------------------------------------------------------------------------------------------------------------
+# -- arithmetic ----------------------------------------------------------------------------------------------
 
 elementwise(
     aten.add.Tensor,
@@ -307,8 +306,7 @@ elementwise(aten.clamp_max.Tensor, x0=_AT_MOST[0], x1=_AT_MOST[1])
 elementwise(aten.clamp.Tensor, x0=_between(0), x1=_between(1), x2=_between(2))
 
 
-# -- functions of one variable
-# --------------------------------------------------------------------------------------------------
+# -- functions of one variable -------------------------------------------------------------------------------
 
 elementwise(
     aten.abs.default, x0=lambda out, x: lambda g: g * (torch.sgn(x) if x.dtype.is_complex else torch.sign(x))
@@ -377,8 +375,7 @@ def _sinc_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, g.nan_to_num(0, 0, 0), g) * conj(slope)
 
 
-# -- constants and casts
-# ------------------------------------------------------------------------------------------------------------
+# -- constants and casts -------------------------------------------------------------------------------------
 
 for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
     _packet = getattr(aten, _name)
@@ -481,8 +478,7 @@ def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
     return lambda g: cast(g if g.device == device else aten._to_copy.default(g, device=device), dtype)
 
 
-# -- in place, on batched values
-# ------------------------------------------------------------------------------------------------------
+# -- in place, on batched values -----------------------------------------------------------------------------
 
 
 def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -40,8 +40,7 @@ constant(
     ),
 )
 
-# -- random draws: with randomness='different', one draw over all samples at once
-# ------------------------------------------------
+# -- random draws: with randomness='different', one draw over all samples at once ----------------------------
 
 
 def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -236,8 +235,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     )
 
 
-# -- randomised relu: a slope drawn for each negative element
-# ---------------------------------------------------------------------
+# -- randomised relu: a slope drawn for each negative element ------------------------------------------------
 
 
 def _rrelu(

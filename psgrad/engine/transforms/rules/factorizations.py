@@ -33,8 +33,7 @@ def _real_diagonal(x: torch.Tensor) -> torch.Tensor:
     return torch.real(x.diagonal(0, -2, -1))
 
 
-# -- Cholesky
-# ------------------------------------------------------------------------------------------------------------
+# -- Cholesky ------------------------------------------------------------------------------------------------
 
 
 def _cholesky_back(factor: torch.Tensor, upper: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -64,8 +63,7 @@ if hasattr(aten, "cholesky"):  # superseded by linalg_cholesky_ex, and gone from
     )
 define(aten.linalg_cholesky_ex.default, vjp={0: _cholesky_ex_back}, batch=leading)
 
-# -- QR
-# ------------------------------------------------------------------------------------------------------------
+# -- QR ------------------------------------------------------------------------------------------------------
 
 
 def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list[Any]], torch.Tensor]:
@@ -113,8 +111,7 @@ def _qr_batch(batch: Any, op: Op, a: torch.Tensor, mode: str = "reduced") -> Any
 define(aten.linalg_qr.default, vjp={0: _qr_back}, batch=_qr_batch, instead=_qr_instead)
 define(aten.geqrf.default, batch=leading)  # PyTorch has no derivative of it either
 
-# -- Householder reflections
-# ------------------------------------------------------------------------------------------------------------
+# -- Householder reflections ---------------------------------------------------------------------------------
 
 
 def _reflect(
@@ -147,8 +144,7 @@ def _ormqr(
 
 define(aten.linalg_householder_product.default, aten.ormqr.default, batch=everywhere)
 
-# -- eigenvalues
-# ------------------------------------------------------------------------------------------------------------
+# -- eigenvalues ---------------------------------------------------------------------------------------------
 
 
 def _gaps(values: torch.Tensor) -> torch.Tensor:
@@ -212,8 +208,7 @@ define(
     batch=leading,
 )
 
-# -- singular values
-# ------------------------------------------------------------------------------------------------------------
+# -- singular values -----------------------------------------------------------------------------------------
 
 
 def _svd_back(

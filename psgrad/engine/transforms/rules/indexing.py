@@ -14,8 +14,7 @@ from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
 
-# -- embedding
-# ------------------------------------------------------------------------------------------------------------
+# -- embedding -----------------------------------------------------------------------------------------------
 
 
 def _embedding_back(
@@ -130,8 +129,7 @@ def _embedding_without_padding(h: torch.Tensor, index: torch.Tensor, padding_idx
     )
 
 
-# -- gather and scatter
-# ------------------------------------------------------------------------------------------------------------
+# -- gather and scatter --------------------------------------------------------------------------------------
 
 
 def along(
@@ -276,8 +274,7 @@ def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> t
     )
 
 
-# -- x[i, j, ...]
-# ------------------------------------------------------------------------------------------------------------
+# -- x[i, j, ...] --------------------------------------------------------------------------------------------
 
 
 def _sample_places(batch: Any, x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
@@ -487,8 +484,7 @@ define(
     batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices),
 )
 
-# -- triangles, searching
-# ------------------------------------------------------------------------------------------------------------
+# -- triangles, searching ------------------------------------------------------------------------------------
 
 define(
     aten.tril.default,

@@ -14,8 +14,7 @@ from torch._decomp import decomposition_table
 from psgrad.engine.transforms.rules.families import aten, folded
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 
-# -- upsampling: linear, so each kernel is the other one's derivative
-# -------------------------------------------------------------------
+# -- upsampling: linear, so each kernel is the other one's derivative ----------------------------------------
 
 
 def _upsample_back(backward: Op) -> Any:
@@ -67,8 +66,7 @@ for _name, _axes in (
     )
     replace(_forward.vec)(_by_factors(_forward.default, _axes))
 
-# -- sampling at places that are data themselves
-# ---------------------------------------------------------------------------------------
+# -- sampling at places that are data themselves -------------------------------------------------------------
 
 BILINEAR, NEAREST, BICUBIC = range(3)
 ZEROS, BORDER, REFLECTION = range(3)

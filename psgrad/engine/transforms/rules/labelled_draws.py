@@ -31,8 +31,7 @@ def _declare(program: Program, *ops: Op) -> None:
     programs.update(dict.fromkeys(ops, program))
 
 
-# -- numbers whose distribution is the same for all
-# -----------------------------------------------------------------------------------
+# -- numbers whose distribution is the same for all ----------------------------------------------------------
 
 
 def _normal(draw: Drawer, given: Given) -> torch.Tensor:
@@ -158,8 +157,7 @@ def _bernoulli_of(draw: Drawer, given: Given) -> torch.Tensor:
 
 programs[aten.bernoulli_.Tensor] = _bernoulli_of
 
-# -- layers
-# ------------------------------------------------------------------------------------------------------------
+# -- layers --------------------------------------------------------------------------------------------------
 
 
 def _dropout(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,8 +62,7 @@ constant(
     batch=lambda batch, op, info, name, *, is_matrix: op(batch.raw(info), name, is_matrix=False),
 )
 
-# -- triangular systems
-# -----------------------------------------------------------------------------------------------------------
+# -- triangular systems --------------------------------------------------------------------------------------
 
 
 def _triangular_back(
@@ -101,8 +100,7 @@ def _triangular_solve(
     return solution, a.clone().expand(*solution.shape[:-2], *a.shape[-2:])
 
 
-# -- systems given by a factorisation
-# -------------------------------------------------------------------------------------------------
+# -- systems given by a factorisation ------------------------------------------------------------------------
 
 
 def _cholesky_solve_back(
@@ -184,8 +182,7 @@ def _ldl_solve_batch(
 define(aten.linalg_lu_solve.default, batch=_lu_solve_batch)
 define(aten.linalg_ldl_solve.default, batch=_ldl_solve_batch)
 
-# -- systems and inverses
-# ------------------------------------------------------------------------------------------------------------
+# -- systems and inverses ------------------------------------------------------------------------------------
 
 
 def is_vector(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -246,8 +243,7 @@ def _inverse_back(out: Any, a: torch.Tensor, **kwargs: Any) -> Callable[[list[An
 
 define(aten.linalg_inv_ex.default, vjp={0: _inverse_back}, batch=leading)
 
-# -- the factorisation P L U
-# ------------------------------------------------------------------------------------------------------------
+# -- the factorisation P L U ---------------------------------------------------------------------------------
 
 
 def _plu_back(gl: Any, gu: Any, p: Any, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
@@ -328,8 +324,7 @@ define(
 )
 define(aten.linalg_ldl_factor_ex.default, batch=leading)
 
-# -- determinants
-# ------------------------------------------------------------------------------------------------------------
+# -- determinants --------------------------------------------------------------------------------------------
 
 
 def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
@@ -413,8 +408,7 @@ def _logarithm_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Te
 define(aten._linalg_det.default, vjp={0: _determinant_back}, batch=leading)
 define(aten._linalg_slogdet.default, vjp={0: _logarithm_back}, batch=leading)
 
-# -- pseudoinverse and least squares
-# ------------------------------------------------------------------------------------------------------
+# -- pseudoinverse and least squares -------------------------------------------------------------------------
 
 
 def _pinv_cotangent(g: torch.Tensor, p: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -485,8 +479,7 @@ define(
     instead=_least_squares_of_vectors,
 )
 
-# -- functions of a matrix
-# ------------------------------------------------------------------------------------------------------------
+# -- functions of a matrix -----------------------------------------------------------------------------------
 
 
 def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,8 +11,7 @@ import torch
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, elementwise
 
-# -- x log(y), which is zero where x is
-# -------------------------------------------------------------------------------------------------
+# -- x log(y), which is zero where x is ----------------------------------------------------------------------
 
 
 def _times_log(g: torch.Tensor, x: torch.Tensor, y: Any, op: Any, lowest: int) -> torch.Tensor:
@@ -40,8 +39,7 @@ elementwise(aten.special_xlog1py.default, x0=_xlog1py, x1=lambda out, x, y: lamb
 elementwise(aten.special_xlog1py.other_scalar, x0=_xlog1py)
 elementwise(aten.special_xlog1py.self_scalar, x1=lambda out, x, y: lambda g: g * x / (y + 1))
 
-# -- of a sum of two exponentials
-# ---------------------------------------------------------------------------------------------------------
+# -- of a sum of two exponentials ----------------------------------------------------------------------------
 
 elementwise(
     aten.logaddexp.default,
@@ -54,8 +52,7 @@ elementwise(
     x1=lambda out, x, y: lambda g: g / (1 + torch.pow(2, x - y)),
 )
 
-# -- of odds, and of the gamma function of several dimensions
-# -----------------------------------------------------------------------------
+# -- of odds, and of the gamma function of several dimensions ------------------------------------------------
 
 
 def _logit_back(g: torch.Tensor, x: torch.Tensor, eps: float | None) -> torch.Tensor:

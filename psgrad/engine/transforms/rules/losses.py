@@ -78,8 +78,7 @@ def reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
-# -- negative log-likelihood
-# ------------------------------------------------------------------------------------------------------
+# -- negative log-likelihood ---------------------------------------------------------------------------------
 
 
 @replace(aten.cross_entropy_loss.default)
@@ -430,8 +429,7 @@ def _multilabel_margin_loss(
     ), is_target.reshape(shape)
 
 
-# -- connectionist temporal classification
-# ------------------------------------------------------------------------------------------
+# -- connectionist temporal classification -------------------------------------------------------------------
 
 
 def _ctc_back(
@@ -505,8 +503,7 @@ for _overload in ("default", "Tensor"):
         batch=_ctc_backward_batch,
     )
 
-# -- the chunked linear layer with cross-entropy
-# --------------------------------------------------------------------------------------
+# -- the chunked linear layer with cross-entropy -------------------------------------------------------------
 
 
 def _linear_cross_entropy(

@@ -35,8 +35,7 @@ def h(x: torch.Tensor) -> torch.Tensor:
     return conj(run(aten.transpose.int, x, -2, -1))
 
 
-# -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows
-# ----------------------------------------------------
+# -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows ---------------------------------
 
 
 def _linear_weight(
@@ -87,8 +86,7 @@ def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = 
     return out if bias is None else out + bias
 
 
-# -- the plain products
-# ------------------------------------------------------------------------------------------------------------
+# -- the plain products --------------------------------------------------------------------------------------
 
 define(
     aten.mm.default,
@@ -172,8 +170,7 @@ def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any
     return (bias if beta == 1 else bias * beta) + product
 
 
-# -- matmul, whole
-# ------------------------------------------------------------------------------------------------------------
+# -- matmul, whole -------------------------------------------------------------------------------------------
 
 
 def _matmul_left(
@@ -252,8 +249,7 @@ define(
 )
 
 
-# -- distances
-# ------------------------------------------------------------------------------------------------------------
+# -- distances -----------------------------------------------------------------------------------------------
 
 
 @replace(aten.cdist.default)
@@ -330,8 +326,7 @@ def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     return aten.index.Tensor(aten._cdist_forward.default(x, x, p, by_differences), [first, second])
 
 
-# -- bilinear forms
-# ------------------------------------------------------------------------------------------------------------
+# -- bilinear forms ------------------------------------------------------------------------------------------
 
 
 @replace(aten.bilinear.default)

@@ -15,8 +15,7 @@ from psgrad.engine.transforms.rules.families import aten, cast, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
 
-# -- layer norm
-# ------------------------------------------------------------------------------------------------------------
+# -- layer norm ----------------------------------------------------------------------------------------------
 
 
 def _through_statistics(
@@ -152,8 +151,7 @@ def _layer_norm_backward_batch(
 
 define(aten.native_layer_norm_backward.default, batch=_layer_norm_backward_batch)
 
-# -- group norm
-# ------------------------------------------------------------------------------------------------------------
+# -- group norm ----------------------------------------------------------------------------------------------
 
 
 def _group_norm_back(
@@ -261,8 +259,7 @@ def _group_norm_backward_batch(
 
 define(aten.native_group_norm_backward.default, batch=_group_norm_backward_batch)
 
-# -- batch norm
-# ------------------------------------------------------------------------------------------------------------
+# -- batch norm ----------------------------------------------------------------------------------------------
 
 
 @replace(aten.batch_norm.default)

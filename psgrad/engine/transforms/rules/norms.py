@@ -11,8 +11,7 @@ from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.reductions import axes_of, by_axes, mean_back, spread
 from psgrad.engine.transforms.rules.registry import Op, define
 
-# -- variances
-# ------------------------------------------------------------------------------------------------------------
+# -- variances -----------------------------------------------------------------------------------------------
 
 
 def _var_back(
@@ -69,8 +68,7 @@ define(aten.std.correction, vjp={0: _std_back}, batch=by_axes)
 define(aten.var_mean.correction, vjp={0: _with_mean(_var_back)}, batch=by_axes)
 define(aten.std_mean.correction, vjp={0: _with_mean(_std_back)}, batch=by_axes)
 
-# -- norms of vectors
-# ------------------------------------------------------------------------------------------------------------
+# -- norms of vectors ----------------------------------------------------------------------------------------
 
 
 def norm_of_axes_back(
@@ -134,8 +132,7 @@ def _norm_batch(
 
 define(aten.linalg_vector_norm.default, vjp={0: _norm_back}, batch=_norm_batch)
 
-# -- slices scaled down to a norm
-# -------------------------------------------------------------------------------------------------------
+# -- slices scaled down to a norm ----------------------------------------------------------------------------
 
 
 def _renorm_back(out: torch.Tensor, x: torch.Tensor, order: float, dim: int, maxnorm: float) -> Any:

@@ -100,8 +100,7 @@ define(aten.adaptive_max_pool2d_backward.default, vjp={0: _picked(2)}, batch=poo
 define(aten.adaptive_max_pool3d_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
 
 
-# -- fractional max pooling: the places are drawn outside and come as an argument
-# -----------------------------------------------------
+# -- fractional max pooling: the places are drawn outside and come as an argument ----------------------------
 
 
 def _fractional_back(backward: Op) -> Any:
@@ -135,8 +134,7 @@ for _axes in (2, 3):
     define(_forward, vjp={0: _fractional_back(_backward)}, batch=_fractional_batch(_axes))
     define(_backward, vjp={0: _picked(_axes)}, batch=_fractional_batch(_axes))
 
-# -- averages
-# ------------------------------------------------------------------------------------------------------------
+# -- averages ------------------------------------------------------------------------------------------------
 
 
 def _avg_back(backward: Op) -> Any:

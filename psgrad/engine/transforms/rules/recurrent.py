@@ -169,8 +169,7 @@ def _gru_cell(x: Tensor, hidden: Tensor, *weights: Tensor | None) -> Tensor:
     return step(projected, (hidden,))[0]
 
 
-# -- packed sequences
-# ------------------------------------------------------------------------------------------------------------
+# -- packed sequences ----------------------------------------------------------------------------------------
 
 
 @replace(aten._pack_padded_sequence.default)

@@ -330,8 +330,7 @@ def _cumprod_of_others(x: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tens
 define(aten.cumprod.default, vjp={0: _cumprod_back}, batch=shifted(1))
 
 
-# -- truth values and places: no derivative
-# ---------------------------------------------------------------------------------------------
+# -- truth values and places: no derivative ------------------------------------------------------------------
 
 
 def _one_axis(

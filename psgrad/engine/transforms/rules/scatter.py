@@ -16,8 +16,7 @@ from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.indexing import along, fit
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
 
-# -- sums, means, products and extremes by place
-# ----------------------------------------------------------------------------------
+# -- sums, means, products and extremes by place -------------------------------------------------------------
 
 
 def _reduce(
@@ -210,8 +209,7 @@ def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, 
         )
 
 
-# -- places of the flattened tensor
-# ---------------------------------------------------------------------------------------------------
+# -- places of the flattened tensor --------------------------------------------------------------------------
 
 
 @replace(aten.take.default)

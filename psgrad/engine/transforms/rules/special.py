@@ -28,8 +28,7 @@ def no_derivative(operator: str, argument: str) -> Maker:
     return maker
 
 
-# -- of one variable
-# ------------------------------------------------------------------------------------------------------------
+# -- of one variable -----------------------------------------------------------------------------------------
 
 SQRT_2PI = math.sqrt(2 * math.pi)
 
@@ -74,8 +73,7 @@ def _over(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(at_zero, 0.5, out / torch.where(at_zero, torch.ones_like(x), x))
 
 
-# -- of two variables
-# ------------------------------------------------------------------------------------------------------------
+# -- of two variables ----------------------------------------------------------------------------------------
 
 elementwise(
     aten.igamma.default,
@@ -110,8 +108,7 @@ def _mantissa_back(out: Any, x: torch.Tensor) -> Any:
 
 define(aten.frexp.Tensor, vjp={0: _mantissa_back}, batch=elementwise_batch)
 
-# -- Bessel functions and polynomials, which PyTorch takes for constants
-# ----------------------------------------------------------------
+# -- Bessel functions and polynomials, which PyTorch takes for constants -------------------------------------
 
 elementwise(aten.special_bessel_j0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_j1(x))
 elementwise(

@@ -195,8 +195,7 @@ def test_what_members_say_is_what_each_model_says() -> None:
         )
 
 
-# -- a function of the user's
-# ------------------------------------------------------------------------------------------------------------
+# -- a function of the user's --------------------------------------------------------------------------------
 
 
 def test_a_training_function_sees_the_rows_that_are_left_and_their_labels() -> None:
@@ -228,8 +227,7 @@ def test_models_of_another_shape_are_refused() -> None:
         Members.of([nn.Linear(3, 2), nn.Linear(3, 4)])
 
 
-# -- newton
-# ------------------------------------------------------------------------------------------------------------
+# -- newton --------------------------------------------------------------------------------------------------
 
 DECAY = 0.01
 NEWTON = Recipe(optimizer="newton", weight_decay=DECAY)

@@ -51,8 +51,7 @@ def datamodel(
     return scores, drawn, outcomes
 
 
-# -- resampled correlations
-# ------------------------------------------------------------------------------------------------------------
+# -- resampled correlations ----------------------------------------------------------------------------------
 
 
 def with_ties(random: np.random.Generator, shape: tuple[int, ...], levels: int) -> np.ndarray:
@@ -123,8 +122,7 @@ def test_intervals_cover_the_true_score_as_often_as_they_say(noise: float) -> No
     assert (by_percentiles > most) == (noise < 1)
 
 
-# -- linear datamodeling score
-# -----------------------------------------------------------------------------------------------------------
+# -- linear datamodeling score -------------------------------------------------------------------------------
 
 
 def test_the_true_datamodel_scores_one_its_opposite_minus_one_and_chance_nothing() -> None:
@@ -212,8 +210,7 @@ def test_sums_are_over_the_rows_that_are_in() -> None:
     ]
 
 
-# -- leave-one-out
-# ------------------------------------------------------------------------------------------------------------
+# -- leave-one-out -------------------------------------------------------------------------------------------
 
 
 def test_leave_one_out_is_scipys_correlation_and_line() -> None:
@@ -261,8 +258,7 @@ def test_removals_are_the_highest_and_others_at_random() -> None:
     assert choose_removals(own, 500, 10, np.random.default_rng(1)).tolist() == list(range(100))
 
 
-# -- mislabels
-# ------------------------------------------------------------------------------------------------------------
+# -- mislabels -----------------------------------------------------------------------------------------------
 
 
 def test_flips_are_as_many_as_asked_each_to_another_class_that_occurs() -> None:
@@ -334,8 +330,7 @@ def test_suspicion_is_what_the_formulas_say() -> None:
         assert found["margin"][row] == pytest.approx(np.delete(z, y).max() - z[y])
 
 
-# -- removals
-# ------------------------------------------------------------------------------------------------------------
+# -- removals ------------------------------------------------------------------------------------------------
 
 
 def test_the_strongest_are_those_with_the_largest_scores() -> None:

@@ -49,8 +49,7 @@ INPUTS, LABELS = classified(14)
 QUERIES, ASKED = classified(5, seed=2)
 
 
-# -- controls
-# ------------------------------------------------------------------------------------------------------------
+# -- controls ------------------------------------------------------------------------------------------------
 
 
 def test_controls_are_what_sklearn_and_a_loop_say() -> None:
@@ -120,8 +119,7 @@ def test_controls_that_there_are_none_of_are_named() -> None:
     assert PENULTIMATE not in lookup
 
 
-# -- finished models
-# ------------------------------------------------------------------------------------------------------------
+# -- finished models -----------------------------------------------------------------------------------------
 
 
 class Memory(dict[str, Any]):
@@ -200,8 +198,7 @@ def test_seeds_of_places_are_all_different() -> None:
     )
 
 
-# -- methods as matrices
-# ------------------------------------------------------------------------------------------------------------
+# -- methods as matrices -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ def verdict(game: Game) -> Verdict:
     return judge(game.play(), events, DELTA, 0.95, smallest_epsilon(profile_of(events), DELTA))
 
 
-# -- what is right passes
-# ------------------------------------------------------------------------------------------------------------
+# -- what is right passes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,7 @@ def test_scores_of_canaries_that_are_in_and_out_lie_a_sensitivity_apart(relation
     assert played.simulated.mean() == pytest.approx(played.scores[~played.inside].mean(), abs=0.1)
 
 
-# -- what is wrong is found
-# ------------------------------------------------------------------------------------------------------------
+# -- what is wrong is found ----------------------------------------------------------------------------------
 
 
 def test_half_the_noise_is_found() -> None:
@@ -178,8 +176,7 @@ def test_a_count_that_says_nothing_is_no_alarm() -> None:
     assert found.epsilon > 2
 
 
-# -- records go along
-# ------------------------------------------------------------------------------------------------------------
+# -- records go along ----------------------------------------------------------------------------------------
 
 
 def records_source(rows: np.ndarray) -> GradientSource:
@@ -219,8 +216,7 @@ def test_canaries_add_to_the_records_and_leave_the_source_alone() -> None:
     assert mixed.records.below.tolist() == [False] * 6
 
 
-# -- canaries
-# ------------------------------------------------------------------------------------------------------------
+# -- canaries ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ def epsilon_of_gaussian(mu: float) -> float:
     return high
 
 
-# -- any mechanism
-# ------------------------------------------------------------------------------------------------------------
+# -- any mechanism -------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 200), st.data(), st.floats(0, 6))
@@ -109,8 +108,7 @@ def test_counts_that_can_not_be_are_refused() -> None:
         Guesses(9, 4, 5)
 
 
-# -- a whole profile
-# ------------------------------------------------------------------------------------------------------------
+# -- a whole profile -----------------------------------------------------------------------------------------
 
 
 def largest_probability(profile: Profile, m: int, r: int, v: int) -> float:
@@ -168,8 +166,7 @@ def test_the_least_error_is_that_of_the_best_test() -> None:
         assert best * (1 - 2e-3) - 1e-9 <= profile.least_error(success) <= best * (1 + 1e-9)
 
 
-# -- attacks
-# ------------------------------------------------------------------------------------------------------------
+# -- attacks -------------------------------------------------------------------------------------------------
 
 
 def test_guesses_go_by_the_scores() -> None:

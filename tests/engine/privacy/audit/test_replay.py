@@ -169,8 +169,7 @@ def test_the_count_of_an_adaptive_bound_keeps_to_its_own(change: Any) -> None:
     assert (found.count_distance, found.count_sensitivity) == (0.5, 0.5)
 
 
-# -- mistakes
-# ------------------------------------------------------------------------------------------------------------
+# -- mistakes ------------------------------------------------------------------------------------------------
 
 
 def test_a_bound_that_is_not_kept_to_is_found() -> None:
@@ -243,8 +242,7 @@ def test_half_the_noise_is_not_for_this_check_to_find() -> None:
     assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one", noise=HalfNoise(1.3)).holds
 
 
-# -- the tape
-# ------------------------------------------------------------------------------------------------------------
+# -- the tape ------------------------------------------------------------------------------------------------
 
 
 def numbers_of(generator: Generator) -> list[Any]:
