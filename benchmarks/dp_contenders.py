@@ -42,10 +42,13 @@ class Training:
     """What is trained and how: the same for everybody.
 
     Attributes:
-        model: as it is before the first step; everybody trains a copy. records: how many the dataset has.
-        sample_rate: the chance of each to be in a batch. bound: the norm that each record's gradient is
-        clipped to. noise_multiplier: the noise on the sum of gradients has this many times the bound as its
-        standard deviation. learning_rate, momentum: of torch.optim.SGD.
+        model: as it is before the first step; everybody trains a copy.
+        records: how many the dataset has.
+        sample_rate: the chance of each to be in a batch.
+        bound: the norm that each record's gradient is clipped to.
+        noise_multiplier: the noise on the sum of gradients has this many times the bound as its standard
+            deviation.
+        learning_rate, momentum: of torch.optim.SGD.
     """
 
     model: nn.Module

@@ -70,9 +70,10 @@ class Resolution:
 
     Attributes:
         smallest: how many samples must be flagged at once at the least; fewer outliers than that can't be
-        flagged. None: none can ever be. smallest_p: group -> its smallest possible p-value, 1 / (n + 1).
+            flagged. None: none can ever be.
+        smallest_p: group -> its smallest possible p-value, 1 / (n + 1).
         smallest_of: group -> how many samples, of all groups together, must be flagged for one of this group
-        to be among them; None: never.
+            to be among them; None: never.
     """
 
     smallest: int | None

@@ -201,9 +201,10 @@ def detect(
     """How strange each row is: [n] float64, larger is stranger; NaN for a row that is not finite.
 
     Args:
-        name, options: as of `detector_from`. rows: [n, k] projected gradients. reference: [m, k] of trusted
-        samples, projected by the same projection, to which the detector is fitted; None to fit it to
-            `rows` themselves.
+        name, options: as of `detector_from`.
+        rows: [n, k] projected gradients.
+        reference: [m, k] of trusted samples, projected by the same projection, to which the detector is
+            fitted; None to fit it to `rows` themselves.
         seed: of what is drawn.
 
     Scores of the rows that a detector was fitted to are not those of new rows of the same kind (a row is its

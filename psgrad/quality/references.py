@@ -113,10 +113,13 @@ class Reference:
     """Trusted samples, a row each.
 
     Attributes:
-        kind: 'baseline', 'run' or 'data'. source: the file or folder, as the config names it. scores: [n]
-        float64, NaN where a sample has none. labels: [n] text, its group, before small groups are joined.
-        fingerprints: [n] text. rows: [n, k], what detectors look at; None where that is not at hand. caveats:
-        what a reader of the verdict must know of it.
+        kind: 'baseline', 'run' or 'data'.
+        source: the file or folder, as the config names it.
+        scores: [n] float64, NaN where a sample has none.
+        labels: [n] text, its group, before small groups are joined.
+        fingerprints: [n] text.
+        rows: [n, k], what detectors look at; None where that is not at hand.
+        caveats: what a reader of the verdict must know of it.
     """
 
     kind: str

@@ -30,7 +30,9 @@ class MeasureResult(ShortRepr):
     Attributes:
         name, title, formula, unit: for headings; source: paper and page.
         meanings: column of the table of samples -> what it says, with its unit.
-        numbers: of the dataset, by name (plain JSON values). tables: by name. arrays: by name.
+        numbers: of the dataset, by name (plain JSON values).
+        tables: by name.
+        arrays: by name.
     """
 
     name: str

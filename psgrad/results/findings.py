@@ -50,16 +50,18 @@ class Finding:
     """One rule that names one sample: a line of findings.jsonl.
 
     Attributes:
-        rule: a key of RULES. level: how grave. id, index: of the sample; index is its row, from 0.
+        rule: a key of RULES.
+        level: how grave.
+        id, index: of the sample; index is its row, from 0.
         fingerprint: 32 hexadecimal digits of the rule and the sample's id or content, not of its row or its
-        values: the same finding has
-            the same one in every run.
-        message: a sentence for people. reasons: short texts, from the table. group: of the sample, where
-        samples are grouped. values: column -> number, those that bear on it (the score that samples are
-        judged by, grad_norm, loss, p_value, q_value,
-            outlier_score); None where it is no finite number.
+            values: the same finding has the same one in every run.
+        message: a sentence for people.
+        reasons: short texts, from the table.
+        group: of the sample, where samples are grouped.
+        values: column -> number, those that bear on it (the score that samples are judged by, grad_norm,
+            loss, p_value, q_value, outlier_score); None where it is no finite number.
         state: 'new'; 'known', in the baseline; 'ignored', by an entry of the ignore list, whose reason is
-        `ignored_because`.
+            `ignored_because`.
     """
 
     rule: str
@@ -101,13 +103,15 @@ class CheckResult(ShortRepr):
     """The gate's verdict on a run.
 
     Attributes:
-        outcomes: one for each rule that the config sets. findings: the gravest rule first; of a rule those
-        that are new first, then by rank, then by row; at most FINDINGS_OF_A_RULE of each. warnings: sentences
-        (baseline entries that are gone, ignore entries that expired). run: the run folder's path, as given.
-        samples: how many the run has. facts: 'counts', rule -> state -> how many, those beyond `findings`
-        included; 'partial', a sentence where the run looked at
-            a part of the dataset, else None; 'baseline' and 'ignore', the files, or None; 'score', the column
-            that samples are judged by; 'exit_code'.
+        outcomes: one for each rule that the config sets.
+        findings: the gravest rule first; of a rule those that are new first, then by rank, then by row; at
+            most FINDINGS_OF_A_RULE of each.
+        warnings: sentences (baseline entries that are gone, ignore entries that expired).
+        run: the run folder's path, as given.
+        samples: how many the run has.
+        facts: 'counts', rule -> state -> how many, those beyond `findings` included; 'partial', a sentence
+            where the run looked at a part of the dataset, else None; 'baseline' and 'ignore', the files, or
+            None; 'score', the column that samples are judged by; 'exit_code'.
     """
 
     outcomes: tuple[GateOutcome, ...]
@@ -167,10 +171,13 @@ class BaselineChange(ShortRepr):
     """What saving did to a baseline.
 
     Attributes:
-        baseline: as it is now. path: of its file.
-        dropped: entries that the run no longer finds. taken: findings that were taken in.
+        baseline: as it is now.
+        path: of its file.
+        dropped: entries that the run no longer finds.
+        taken: findings that were taken in.
         refused: findings that were not, as a baseline only shrinks unless it is told to grow.
-        first: whether there was none before. reference_kept: whether the scores are those of an earlier run.
+        first: whether there was none before.
+        reference_kept: whether the scores are those of an earlier run.
     """
 
     baseline: Baseline
@@ -202,20 +209,21 @@ class Comparison(ShortRepr):
     """Two runs of `psgrad analyze`, A and B.
 
     Attributes:
-        a, b: the run folders. score: the column that is compared; `tail`, its suspect end. counts:
-        'samples_a', 'samples_b'; 'common', in both; 'came', in B alone; 'went', in A alone; of the common
-        'rose' and 'fell', whose
-            percentile is higher or lower in B; 'entered' and 'left', that B lists and A does not, and the
-            other way round.
+        a, b: the run folders.
+        score: the column that is compared; `tail`, its suspect end.
+        counts: 'samples_a', 'samples_b'; 'common', in both; 'came', in B alone; 'went', in A alone; of the
+            common 'rose' and 'fell', whose percentile is higher or lower in B; 'entered' and 'left', that B
+            lists and A does not, and the other way round.
         spearman: rank correlation of the score over the common samples that have one in both; None for fewer
-        than two, or equal scores. changes: a row a sample with CHANGE_COLUMNS, of each `change` (came, went,
-        rose, fell) the first few: those that moved furthest,
-            and those that rank first in their run. Percentiles are among the common samples, 100 the most
-            suspect; `moved` is their difference, in percentage points; `list` says whether the sample entered
-            or left the review list, or the outliers.
+            than two, or equal scores.
+        changes: a row a sample with CHANGE_COLUMNS, of each `change` (came, went, rose, fell) the first few:
+            those that moved furthest, and those that rank first in their run. Percentiles are among the
+            common samples, 100 the most suspect; `moved` is their difference, in percentage points; `list`
+            says whether the sample entered or left the review list, or the outliers.
         groups: a row a group of the common samples: group, samples, spearman, median_a, median_b, entered,
-        left; empty without groups. common: score_a and score_b of the common samples, for the plot. warnings:
-        what makes the two hard to compare.
+            left; empty without groups.
+        common: score_a and score_b of the common samples, for the plot.
+        warnings: what makes the two hard to compare.
     """
 
     a: str

@@ -286,16 +286,20 @@ class EvaluationResult(ShortRepr):
     """How the methods did.
 
     Attributes:
-        kind: 'lds', 'loo', 'mislabel' or 'removal'. method: the config's, with which the others are compared.
+        kind: 'lds', 'loo', 'mislabel' or 'removal'.
+        method: the config's, with which the others are compared.
         table: one row a method or control (for removal, one a number of removed examples, too), with
-        `method`, `control` (bool) and
-            EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
+            `method`, `control` (bool) and EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
         facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
-        names of evaluation.json. details: one row a method and query (lds, loo, removal) or set of flips
-        (mislabel): what the means are made of. points: of loo, one row a removal and query: predicted and
-        actual rise, by the config's method. curves: of lds with tuning, method -> damping -> the score on the
-        tuning subsets and queries. notes: sentences for people. unit: what a rise is a rise of, in words.
-        folder: of the run. manifest: what manifest.json holds.
+            names of evaluation.json.
+        details: one row a method and query (lds, loo, removal) or set of flips (mislabel): what the means are
+            made of.
+        points: of loo, one row a removal and query: predicted and actual rise, by the config's method.
+        curves: of lds with tuning, method -> damping -> the score on the tuning subsets and queries.
+        notes: sentences for people.
+        unit: what a rise is a rise of, in words.
+        folder: of the run.
+        manifest: what manifest.json holds.
     """
 
     kind: str

@@ -146,10 +146,10 @@ class AuditBound:
     """What one method says of epsilon.
 
     Attributes:
-        method: which one, in words. epsilon: the largest that it refutes, at the audit's delta. noise: the
-        noise that there is at most, as a share of what is declared; None for a method that knows no
-        mechanism, infinite
-            where it refutes nothing.
+        method: which one, in words.
+        epsilon: the largest that it refutes, at the audit's delta.
+        noise: the noise that there is at most, as a share of what is declared; None for a method that knows
+            no mechanism, infinite where it refutes nothing.
         evidence: what was counted, in words.
     """
 
@@ -177,7 +177,9 @@ class NeighbourPair:
 
     Attributes:
         pair: how they differ, in words.
-        distance: between their clipped sums. sensitivity: what it may be. ratio: the one over the other.
+        distance: between their clipped sums.
+        sensitivity: what it may be.
+        ratio: the one over the other.
         differing: what is published besides the noisy sums and is not the same for both.
         finite: whether all released numbers are.
         holds: whether all is as declared, up to the rounding of the sums.
@@ -198,14 +200,20 @@ class DPAuditResult(ShortRepr):
 
     Attributes:
         epsilon: the lower bound, wrong with a probability of at most 1 - `confidence` if the mechanism does
-        what it declares. accounted: the epsilon that is accounted for these steps, None where there is none
-        to state; by which accountant: `accountant`. delta, confidence, steps, canaries: what the audit was
-        asked for. guesses, right: of the attack that needs no assumption: how many coins it guessed, how many
-        rightly. declared: whether the guesses leave what is declared standing. reach: the norm of a clipped
-        canary, as a share of the most that a record can have. bounds: epsilon by each method. noise: what it
-        looked like. pairs: neighbours; none where only canaries took part. records: records of the dataset
-        that went along, 0 for canaries alone. Where there are any, this result is NOT PRIVATE. relation,
-        scheme, unit, mechanism: what the guarantee is about. file: where this was written.
+            what it declares.
+        accounted: the epsilon that is accounted for these steps, None where there is none to state; by which
+            accountant: `accountant`.
+        delta, confidence, steps, canaries: what the audit was asked for.
+        guesses, right: of the attack that needs no assumption: how many coins it guessed, how many rightly.
+        declared: whether the guesses leave what is declared standing.
+        reach: the norm of a clipped canary, as a share of the most that a record can have.
+        bounds: epsilon by each method.
+        noise: what it looked like.
+        pairs: neighbours; none where only canaries took part.
+        records: records of the dataset that went along, 0 for canaries alone. Where there are any, this
+            result is NOT PRIVATE.
+        relation, scheme, unit, mechanism: what the guarantee is about.
+        file: where this was written.
     """
 
     epsilon: float

@@ -43,8 +43,9 @@ class GradientIndex:
     never taken for one of this.
 
     Attributes:
-        path: the folder. description: plain values; `rows`, `rows_per_shard` and `checkpoints` are read here,
-        all else is the engine's.
+        path: the folder.
+        description: plain values; `rows`, `rows_per_shard` and `checkpoints` are read here, all else is the
+            engine's.
     """
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:

@@ -103,9 +103,11 @@ class Ledger:
         Args:
             note: what the resume line says besides: the checkpoint's step, the generator, the code's version.
             expected: what the header must say, for a run that goes on with the same data, model, sampling and
-            clipping. mark: what `mark()` gave when the checkpoint was made, among other things (a
-            checkpoint's metadata); None without a checkpoint. seen: what `read` said before the ledger was in
-            hand, where the caller relies on it: it must say the same still.
+                clipping.
+            mark: what `mark()` gave when the checkpoint was made, among other things (a checkpoint's
+                metadata); None without a checkpoint.
+            seen: what `read` said before the ledger was in hand, where the caller relies on it: it must say
+                the same still.
 
         Raises:
             ConfigError: the header says otherwise than `expected`. LedgerError: the ledger is damaged, lacks

@@ -25,8 +25,10 @@ class LedgerContent:
     """What a ledger says.
 
     Attributes:
-        lines: the complete lines in order; the first is the header. digests: the SHA-256 of each. unfinished:
-        what stands after them: the beginning of a line for which nothing was released, mostly empty.
+        lines: the complete lines in order; the first is the header.
+        digests: the SHA-256 of each.
+        unfinished: what stands after them: the beginning of a line for which nothing was released, mostly
+            empty.
         open_ended: whether the last line lacks nothing but its newline.
     """
 
@@ -189,9 +191,11 @@ def require_same(
     """Refuse to go on with the run of something else.
 
     Args:
-        there: what the earlier run wrote down. expected: what this run would write; each of its keys is
-        compared, as JSON. what: where it was written down, for the message. show: whether the message may
-        show the values; False for what is private, such as the data's fingerprint.
+        there: what the earlier run wrote down.
+        expected: what this run would write; each of its keys is compared, as JSON.
+        what: where it was written down, for the message.
+        show: whether the message may show the values; False for what is private, such as the data's
+            fingerprint.
 
     Raises:
         ConfigError: names all that differ.

@@ -56,12 +56,14 @@ def dp_audit(
 
     Args:
         canaries: how many take part, each with gradient coordinates of its own; None for as many as there is
-        room for, up to 5,000. steps: how many steps; None for enough that each canary is drawn about twice,
-        or without records for all that are planned, up to
-            500.
-        confidence: of the lower bound. canaries_only: leave the dataset's records out: faster, and the result
-        is then no secret. output: a folder of its own; None for the config's, with -audit behind its name. A
-        run in the config's folder stays as it is. overwrite: replace an earlier audit there.
+            room for, up to 5,000.
+        steps: how many steps; None for enough that each canary is drawn about twice, or without records for
+            all that are planned, up to 500.
+        confidence: of the lower bound.
+        canaries_only: leave the dataset's records out: faster, and the result is then no secret.
+        output: a folder of its own; None for the config's, with -audit behind its name. A run in the config's
+            folder stays as it is.
+        overwrite: replace an earlier audit there.
 
     Nothing is trained, published or paid for. Raises PsgradError for everything that can be wrong with the
     config, the model, the data or the disk.

@@ -82,13 +82,13 @@ def dp_step(
     """Take private steps: the whole of `psgrad dp-step`.
 
     Args:
-        steps: how many of the planned ones to take now. resume: go on with the run in the config's output
-        folder. Where all planned steps are paid for and the process that paid ended
-            before it could publish, that is done now, and no step is taken.
+        steps: how many of the planned ones to take now.
+        resume: go on with the run in the config's output folder. Where all planned steps are paid for and the
+            process that paid ended before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
         moved: with `resume`, that the folder was moved, and that nothing else goes on with a copy of it: the
-        ledger says so from then on. insecure_deterministic: whether `privacy.noise.seed` may be set, which
-        makes the noise public.
+            ledger says so from then on.
+        insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
     Whatever happens, the ledger has a line for each step of which anything was released.

@@ -213,11 +213,11 @@ def evaluate_influence(
     influence --evaluate`.
 
     Args:
-        kind: 'lds', 'loo', 'mislabel' or 'removal'; the options of each are in influence.evaluate. output: a
-        folder of its own; None for the config's, with the kind behind its name. Scores in the config's folder
-        stay as they are. overwrite: replace an earlier evaluation there. What it has of retrained models is
-        used again where it is still true, so that a run
-            that was stopped goes on where it was.
+        kind: 'lds', 'loo', 'mislabel' or 'removal'; the options of each are in influence.evaluate.
+        output: a folder of its own; None for the config's, with the kind behind its name. Scores in the
+            config's folder stay as they are.
+        overwrite: replace an earlier evaluation there. What it has of retrained models is used again where it
+            is still true, so that a run that was stopped goes on where it was.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data, the training or
     the disk.

@@ -27,8 +27,10 @@ class Prediction:
     """What a chunk will take.
 
     Attributes:
-        seconds: estimated. peak_bytes: the most memory that the pass has at a time beyond the parameters and
-        the chunk's own inputs; its results are in it. input_bytes: of the chunk's inputs and targets.
+        seconds: estimated.
+        peak_bytes: the most memory that the pass has at a time beyond the parameters and the chunk's own
+            inputs; its results are in it.
+        input_bytes: of the chunk's inputs and targets.
         kernels: how many run.
     """
 
@@ -51,9 +53,10 @@ def predict(
 
     Args:
         function: of the parameters and a chunk of samples, for example per_sample_square_norms with its loss
-        bound. inputs, target: rows on the device to compute on, [n, ...]; their values don't matter. chunk:
-        how many rows to predict for, n where it is not said. replayed: for a chunk that is replayed from a
-        record.
+            bound.
+        inputs, target: rows on the device to compute on, [n, ...]; their values don't matter.
+        chunk: how many rows to predict for, n where it is not said.
+        replayed: for a chunk that is replayed from a record.
 
     Raises NotCapturable, or what the function raises on tensors without values, where its course depends on
     data.

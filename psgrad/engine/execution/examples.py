@@ -28,9 +28,11 @@ class Examples:
     measurement of a query.
 
     Attributes:
-        objective: model and scalar; `objective.params` are the parameters that scores are about. read:
-        (start, stop) to these rows, counted from 0 to n - 1. Never called twice at once. count: n. options:
-        of the Stream that takes them chunk by chunk (chunk_size, memory, randomness, capture, compile, say).
+        objective: model and scalar; `objective.params` are the parameters that scores are about.
+        read: (start, stop) to these rows, counted from 0 to n - 1. Never called twice at once.
+        count: n.
+        options: of the Stream that takes them chunk by chunk (chunk_size, memory, randomness, capture,
+            compile, say).
         numbers: [n], which rows of their dataset they are, for messages; None where they are rows 0 to n - 1.
 
     Numbers do not depend on the chunks, but for rounding. Passes over the same examples may not be

@@ -72,8 +72,10 @@ class Loader:
     """The chunks of one run, in order, the next one being made ready meanwhile.
 
     Args:
-        read: (start, stop) to the rows in between. device, dtype: where rows are wanted, and which type
-        fractions have there. Whole numbers stay what they are. say: told, once, why rows are not read ahead.
+        read: (start, stop) to the rows in between.
+        device, dtype: where rows are wanted, and which type fractions have there. Whole numbers stay what
+            they are.
+        say: told, once, why rows are not read ahead.
 
     It goes to a `with` statement, whose end sees the thread off.
     """

@@ -23,17 +23,17 @@ class Objective:
 
     Args:
         model: takes tensors with a leading batch axis. It is neither changed nor copied; its buffers are
-        read. criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
+            read.
+        criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
         autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed precision:
-        model and criterion run
-            under torch.autocast, which leaves delicate operators (softmax, norms, losses) in float32.
-            Parameters, and with them their gradients, stay what they are. None runs all in the parameters'
-            type.
+            model and criterion run under torch.autocast, which leaves delicate operators (softmax, norms,
+            losses) in float32. Parameters, and with them their gradients, stay what they are. None runs all
+            in the parameters' type.
 
     Attributes:
         params: name -> parameter, those that require a gradient; each tensor once, under the first of its
-        names.
+            names.
     """
 
     def __init__(

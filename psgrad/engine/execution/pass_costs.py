@@ -294,10 +294,13 @@ class Course:
     """What a call would do.
 
     Attributes:
-        kernels: in order. operators: how many reached a level of the transforms, whose Python they cost.
+        kernels: in order.
+        operators: how many reached a level of the transforms, whose Python they cost.
         peak_bytes: the most memory that it has at a time, beyond its arguments and what it takes from
-        outside; results are in it. result_bytes: what is left of that in the end. argument_bytes: the memory
-        of its arguments. result: what it returned, tensors without values in it.
+            outside; results are in it.
+        result_bytes: what is left of that in the end.
+        argument_bytes: the memory of its arguments.
+        result: what it returned, tensors without values in it.
     """
 
     kernels: tuple[Kernel, ...]

@@ -63,7 +63,8 @@ class Replay:
         say: told why chunks are not replayed.
 
     Attributes:
-        chunks: how many were replayed. how: in which way.
+        chunks: how many were replayed.
+        how: in which way.
     """
 
     def __init__(

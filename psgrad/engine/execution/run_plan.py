@@ -58,12 +58,17 @@ class Forecast:
     """What a run will take.
 
     Attributes:
-        parameters: in the model's order. rows: of the dataset. chunk_size: rows at a time. seconds: of all
-        passes, without reading the data where it takes longer than they do. chunk_seconds: of one.
-        peak_bytes: what a chunk's pass has at its highest beyond parameters and inputs. input_bytes: of a
-        chunk. parameter_bytes: of the model's parameters that are followed. replayed: whether chunks will be
-        replayed from a record. why: in words. obstacle: why the pass could not be followed without running
-        it; None where it could.
+        parameters: in the model's order.
+        rows: of the dataset.
+        chunk_size: rows at a time.
+        seconds: of all passes, without reading the data where it takes longer than they do.
+        chunk_seconds: of one.
+        peak_bytes: what a chunk's pass has at its highest beyond parameters and inputs.
+        input_bytes: of a chunk.
+        parameter_bytes: of the model's parameters that are followed.
+        replayed: whether chunks will be replayed from a record.
+        why: in words.
+        obstacle: why the pass could not be followed without running it; None where it could.
     """
 
     parameters: tuple[ParameterPlan, ...]

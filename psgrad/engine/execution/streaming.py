@@ -68,24 +68,25 @@ class Stream:
     """The gradients of rows of a dataset, in chunks that fit in memory.
 
     Args:
-        loss: (params, inputs, target) of one sample to (loss, aux); see Objective. params: name -> parameter,
-        on the device to compute on. read: (start, stop) to the rows in between. It is never called twice at
-        once, yet from a thread of its own where it can be. chunk_size: samples at a time; 'auto' takes what
-        fits `memory` by the prediction of plan.py. Where there are few rows, or the
-            pass can't be followed without running it, a small chunk comes first, and its factors are
-            measured.
-        memory: bytes that an automatic chunk may take; None for a share of what is free. randomness: as for
-        vmap. capture: whether chunks of one size may be replayed from a record of the first ones, where there
-        are many to come; 'off'
-            runs each by itself.
+        loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
+        params: name -> parameter, on the device to compute on.
+        read: (start, stop) to the rows in between. It is never called twice at once, yet from a thread of its
+            own where it can be.
+        chunk_size: samples at a time; 'auto' takes what fits `memory` by the prediction of plan.py. Where
+            there are few rows, or the pass can't be followed without running it, a small chunk comes first,
+            and its factors are measured.
+        memory: bytes that an automatic chunk may take; None for a share of what is free.
+        randomness: as for vmap.
+        capture: whether chunks of one size may be replayed from a record of the first ones, where there are
+            many to come; 'off' runs each by itself.
         compile: 'inductor' has the record compiled.
         say: told about each retry, and why chunks are not replayed or read ahead, in a sentence.
 
     Attributes:
-        chunk_size: samples at a time, as things stand. retries: how often memory ran out. at_need: called
-        when it does, to give back
-            what others keep. draws: the reader's random draws by record (see privacy/record_draws.py); None
-            without.
+        chunk_size: samples at a time, as things stand.
+        retries: how often memory ran out.
+        at_need: called when it does, to give back what others keep.
+        draws: the reader's random draws by record (see privacy/record_draws.py); None without.
     """
 
     def __init__(

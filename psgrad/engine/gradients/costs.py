@@ -47,19 +47,25 @@ class Machine:
     """The constants of one device, in seconds, bytes and floating-point operations (a multiply-add is two).
 
     Attributes:
-        name: which device it is, in words. origin: where the constants come from: 'measured', 'built in', or
-        a file. product: dtype -> operations a second of a large matrix product. thin_rows, thin_columns,
-        thin_inner: the share of that rate where this axis is 1, 4, 16, 64, 256 long and the others are large.
-        matrix_seconds: of one more small matrix in a batched product. stream: (bytes of the result, bytes
-        moved a second) of an elementwise product into fresh memory, by rising size. scattered: bytes moved a
-        second where an index says where (gathers, scatters, pooling, sorting). transcendental: results a
-        second of exponentials and their like. pooling: places a second of the larger side of a pooling
-        window's pass. convolution: share of the product rate that a convolution reaches; grouped_convolution:
-        with the samples as its groups. attention: share of the product rate that fused attention reaches.
-        call_seconds: of one kernel on nearly nothing. operator_seconds: of the Python of one operator in the
-        transforms, forward and back, where a pass is not replayed. kernel_seconds: of the Python around one
-        kernel there. asynchronous: whether calls return before their kernels are done, so that Python and
-        kernels overlap.
+        name: which device it is, in words.
+        origin: where the constants come from: 'measured', 'built in', or a file.
+        product: dtype -> operations a second of a large matrix product.
+        thin_rows, thin_columns, thin_inner: the share of that rate where this axis is 1, 4, 16, 64, 256 long
+            and the others are large.
+        matrix_seconds: of one more small matrix in a batched product.
+        stream: (bytes of the result, bytes moved a second) of an elementwise product into fresh memory, by
+            rising size.
+        scattered: bytes moved a second where an index says where (gathers, scatters, pooling, sorting).
+        transcendental: results a second of exponentials and their like.
+        pooling: places a second of the larger side of a pooling window's pass.
+        convolution: share of the product rate that a convolution reaches; grouped_convolution: with the
+            samples as its groups.
+        attention: share of the product rate that fused attention reaches.
+        call_seconds: of one kernel on nearly nothing.
+        operator_seconds: of the Python of one operator in the transforms, forward and back, where a pass is
+            not replayed.
+        kernel_seconds: of the Python around one kernel there.
+        asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.
     """
 
     name: str

@@ -18,7 +18,9 @@ class Flat:
     """The order of parameters along the columns of a matrix.
 
     Attributes:
-        shapes: name -> shape, in order. columns: name -> its columns. size: p, how many numbers in all.
+        shapes: name -> shape, in order.
+        columns: name -> its columns.
+        size: p, how many numbers in all.
     """
 
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:

@@ -75,13 +75,13 @@ def per_sample_gradients(
 
     Args:
         loss: the loss of one sample, without a batch axis: a real tensor of shape (); with `has_aux` a pair
-        of it and a pytree
-            of tensors.
-        params: name -> parameter, shared by all samples. batch: pytrees of tensors with a sample axis, n
-        long. in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
-        randomness: as for `vmap`. settle: whether gradients that are smaller than their factors (of a
-        convolution on large images, of a small layer over many
-            positions) are written out at once, and the factors dropped.
+            of it and a pytree of tensors.
+        params: name -> parameter, shared by all samples.
+        batch: pytrees of tensors with a sample axis, n long.
+        in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
+        randomness: as for `vmap`.
+        settle: whether gradients that are smaller than their factors (of a convolution on large images, of a
+            small layer over many positions) are written out at once, and the factors dropped.
 
     Nothing of the size n x parameters is made here, nor by a query that does not ask for it, unless it is the
     smaller.

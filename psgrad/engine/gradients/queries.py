@@ -194,9 +194,8 @@ class PerSampleGradients:
 
         Args:
             step: (state, name, samples, block) to the next state; block [k, *shape] holds the gradients in
-            the parameter `name` of
-                the samples that the slice names. It is called for each parameter, and block by block in the
-                samples' order.
+                the parameter `name` of the samples that the slice names. It is called for each parameter, and
+                block by block in the samples' order.
             initial: the first state.
 
         The largest entry of each sample's gradient:
@@ -259,10 +258,11 @@ class SquareNorms:
     """What is left of per-sample gradients when only their norms were wanted.
 
     Attributes:
-        by_parameter: name -> [n] float64, the squared norms. losses, aux: as in PerSampleGradients.
-        computed_as: name -> how its norms were computed. absolute: name -> [n] float64, what the rounding of
-        norms and sums is proportional to (`bounded_sums.absolute_sum`); empty where
-            nobody asked for it.
+        by_parameter: name -> [n] float64, the squared norms.
+        losses, aux: as in PerSampleGradients.
+        computed_as: name -> how its norms were computed.
+        absolute: name -> [n] float64, what the rounding of norms and sums is proportional to
+            (`bounded_sums.absolute_sum`); empty where nobody asked for it.
     """
 
     by_parameter: dict[str, torch.Tensor]

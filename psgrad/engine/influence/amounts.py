@@ -67,9 +67,11 @@ def continued(
     times the fit's inverse.
 
     Args:
-        fitted: multiplies with an inverse of the summed training loss's curvature. rows: [k] places in the
-        training set. weight_decay: of training, on the mean loss. steps: at most. seconds: after the first
-        step so many more are taken as fit into these, by the time that one took.
+        fitted: multiplies with an inverse of the summed training loss's curvature.
+        rows: [k] places in the training set.
+        weight_decay: of training, on the mean loss.
+        steps: at most.
+        seconds: after the first step so many more are taken as fit into these, by the time that one took.
 
     All 1 + k trainings take the same steps, so that the weights differ by the row alone. A step that raises
     an objective is halved, and the next one is tried at twice its length; where no length lowers the

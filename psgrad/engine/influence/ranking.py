@@ -23,8 +23,9 @@ class Strongest:
 
     Attributes:
         values: [2, k, m] float64, proponents (falling) and opponents (rising); 0 where there are fewer than
-        k. rows: [2, k, m] int64; -1 where there are fewer than k. extras: name -> [2, k, m]: what else was
-        said of these pairs.
+            k.
+        rows: [2, k, m] int64; -1 where there are fewer than k.
+        extras: name -> [2, k, m]: what else was said of these pairs.
     """
 
     def __init__(self, k: int, m: int) -> None:

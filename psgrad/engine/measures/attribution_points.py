@@ -25,9 +25,10 @@ class Place:
     """One tensor that attribution is about.
 
     Attributes:
-        input: which of the model's inputs it belongs to, counted from 0. module: the embedding that looks
-        this input's ids up, by name; None where the input holds floats, and is the tensor itself. call: which
-        of that embedding's calls in a forward pass, counted from 0.
+        input: which of the model's inputs it belongs to, counted from 0.
+        module: the embedding that looks this input's ids up, by name; None where the input holds floats, and
+            is the tensor itself.
+        call: which of that embedding's calls in a forward pass, counted from 0.
     """
 
     input: int
@@ -216,7 +217,8 @@ class Point:
     """A chunk of k samples, and what may be asked of the scalar along the way to them.
 
     Attributes:
-        values: where the samples lie. rows: [k] int64, which samples they are.
+        values: where the samples lie.
+        rows: [k] int64, which samples they are.
     """
 
     scalar: Scalar

@@ -38,8 +38,9 @@ class Ensemble:
 
     Attributes:
         objective: of any one of them, in whose model weights are swapped; its summary is what is kept of an
-        output. params: name -> [T, *shape], those that gradients are taken in. fixed: name -> [T, *shape],
-        frozen parameters and buffers.
+            output.
+        params: name -> [T, *shape], those that gradients are taken in.
+        fixed: name -> [T, *shape], frozen parameters and buffers.
     """
 
     objective: Objective

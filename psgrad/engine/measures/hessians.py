@@ -98,9 +98,10 @@ def extreme_eigenvalues(
     are not finite are NaN.
 
     Args:
-        products: [k, m, p] to [k, m, p]: each matrix times m vectors of its own. starts: [k, p]: the first
-        vectors; what a matrix does to all that is orthogonal to its own stays unseen. iterations: at most,
-        and at most p.
+        products: [k, m, p] to [k, m, p]: each matrix times m vectors of its own.
+        starts: [k, p]: the first vectors; what a matrix does to all that is orthogonal to its own stays
+            unseen.
+        iterations: at most, and at most p.
 
     Parlett, "The Symmetric Eigenvalue Problem" (1998), chapter 13; the bound: theorem 4.5.1.
     """

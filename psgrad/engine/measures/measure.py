@@ -36,15 +36,20 @@ class Setting:
     """What is measured: the samples, the model, and what is known of them before the first pass.
 
     Attributes:
-        examples: n samples as the model sees them, with the training loss. kind: of the loss: 'class' (one of
-        C classes a sample), 'token' (a class a position), 'binary', 'value', 'custom'. targets: [n] int64,
-        the classes of the samples where they are at hand; None where they come with the rows only, or are no
-        classes. classes: C; None where the loss knows none. ignore_index: the target of positions that do not
-        count. moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there
-        are none. seed: of everything that a measure draws. shows_inputs: whether inputs of samples, and
-        pictures over them, may be kept (`report.include_inputs`). say: told what a person should know, in a
-        sentence. shared: what measures of one run make together (a mean gradient), by a name that they agree
-        on.
+        examples: n samples as the model sees them, with the training loss.
+        kind: of the loss: 'class' (one of C classes a sample), 'token' (a class a position), 'binary',
+            'value', 'custom'.
+        targets: [n] int64, the classes of the samples where they are at hand; None where they come with the
+            rows only, or are no classes.
+        classes: C; None where the loss knows none.
+        ignore_index: the target of positions that do not count.
+        moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there are
+            none.
+        seed: of everything that a measure draws.
+        shows_inputs: whether inputs of samples, and pictures over them, may be kept
+            (`report.include_inputs`).
+        say: told what a person should know, in a sentence.
+        shared: what measures of one run make together (a mean gradient), by a name that they agree on.
     """
 
     examples: Examples
@@ -67,9 +72,9 @@ class Gathered:
     """What a measure knows once all samples have passed.
 
     Attributes:
-        columns: name -> [n]: further columns of the table of samples. numbers: of the whole dataset, by name:
-        plain numbers, texts, lists and dicts of them; NaN and None are written as null. They go
-            into measures.json under the measure's name.
+        columns: name -> [n]: further columns of the table of samples.
+        numbers: of the whole dataset, by name: plain numbers, texts, lists and dicts of them; NaN and None
+            are written as null. They go into measures.json under the measure's name.
         tables: name -> column -> values: measures/<name>.parquet.
         arrays: name -> tensor: measures/<name>.safetensors, one file a measure.
     """
@@ -85,12 +90,11 @@ class OwnPass:
     """A pass over the samples that a measure makes by itself.
 
     Attributes:
-        name: of the pass, unlike those of all others; lower-case letters, digits and dashes. run: (start,
-        chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order. chunk_size is how
-        many rows the
-            first pass took at a time; a pass that needs more memory a row takes fewer (`Examples.sized`). It
-            is called again, with the rows that are missing, where a run goes on that was interrupted: what it
-            says of a row may not depend on the rows before it.
+        name: of the pass, unlike those of all others; lower-case letters, digits and dashes.
+        run: (start, chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order.
+            chunk_size is how many rows the first pass took at a time; a pass that needs more memory a row
+            takes fewer (`Examples.sized`). It is called again, with the rows that are missing, where a run
+            goes on that was interrupted: what it says of a row may not depend on the rows before it.
     """
 
     name: str

@@ -23,7 +23,8 @@ class Projected:
     """The projected gradients of the samples that are finite.
 
     Attributes:
-        rows: [m, k]. places: [m] int64, which samples they are.
+        rows: [m, k].
+        places: [m] int64, which samples they are.
         exact: whether nothing was projected: a row is the whole gradient.
     """
 

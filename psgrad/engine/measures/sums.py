@@ -92,8 +92,9 @@ class GradientSums:
 
     Attributes:
         groups: how many sums there are: C and one for samples of no class, or 1 where nobody asks for
-        classes. counts: [groups] int64, samples with finite numbers. squares: [parameters] float64, the sums
-        of their squared norms.
+            classes.
+        counts: [groups] int64, samples with finite numbers.
+        squares: [parameters] float64, the sums of their squared norms.
     """
 
     def __init__(self, setting: Setting, owner: Measure) -> None:

@@ -139,13 +139,16 @@ class RecordStreams:
 
     Args:
         records, take: as for RecordReader, which takes `options`, too (combine, augment, copies, source,
-        draws). loss: of one row, (params, inputs, target) to (loss, aux). params: name -> parameter. make: a
-        record's loss and its reader to a stream. randomness: of the rows of a record among each other, as for
-        vmap.
+            draws).
+        loss: of one row, (params, inputs, target) to (loss, aux).
+        params: name -> parameter.
+        make: a record's loss and its reader to a stream.
+        randomness: of the rows of a record among each other, as for vmap.
 
     Attributes:
-        options: as given. drawn: the records of the batch in hand, in the order in which its source has them.
-        There is one batch at a time.
+        options: as given.
+        drawn: the records of the batch in hand, in the order in which its source has them. There is one batch
+            at a time.
     """
 
     def __init__(

@@ -139,7 +139,8 @@ class RecordColumns:
     """What is known of each record of a batch, on the CPU. NOT PRIVATE.
 
     Attributes:
-        norms: [n] float64, the norm of the gradient in all parameters. losses: [n].
+        norms: [n] float64, the norm of the gradient in all parameters.
+        losses: [n].
         factors: [n, groups] float64, what the gradient was multiplied by; 0 for a record that was left out.
         below: [n] bool, whether the norm was at most the bound, in every group.
     """
@@ -189,9 +190,8 @@ class ClippedSum:
 
     Attributes:
         sums: name -> [*shape] float64 on the parameters' device; int64, in steps of the grid, where the
-        clipping has one. Always finite.
-            They become a parameter's type with noise on them, not before: rounding to float32 would move a
-            sum of N records by N * 2^-24 of the bound.
+            clipping has one. Always finite. They become a parameter's type with noise on them, not before:
+            rounding to float32 would move a sum of N records by N * 2^-24 of the bound.
         records: what is known of each record.
     """
 

@@ -55,12 +55,13 @@ class Clipping:
     """What is done to each record's gradient before it is summed.
 
     Attributes:
-        groups: the parameters of each, no parameter in two. rule: 'clip' multiplies by min(1, bound / norm)
-        (Abadi et al., "Deep Learning with Differential Privacy", 2016); 'automatic' by
-            bound / (norm + stability), whatever the norm (Bu, Wang, Zha and Karypis, "Automatic Clipping",
-            2023, AUTO-S).
-        stability: what the automatic rule adds to the norm. grid: the step of the integer grid that each
-        clipped record is rounded to, for discrete noise; None for none.
+        groups: the parameters of each, no parameter in two.
+        rule: 'clip' multiplies by min(1, bound / norm) (Abadi et al., "Deep Learning with Differential
+            Privacy", 2016); 'automatic' by bound / (norm + stability), whatever the norm (Bu, Wang, Zha and
+            Karypis, "Automatic Clipping", 2023, AUTO-S).
+        stability: what the automatic rule adds to the norm.
+        grid: the step of the integer grid that each clipped record is rounded to, for discrete noise; None
+            for none.
 
     Raises ConfigError for bounds, a stability or a grid that are no positive numbers, and for a parameter in
     two groups.
@@ -293,11 +294,12 @@ class AdaptiveBound:
     """A bound, and how it moves from step to step. What it is made of is noised, so the bound is public.
 
     Attributes:
-        bound: the bound of the step to come, in units of the norm. quantile: the share of records whose norm
-        is to be below it. learning_rate: the bound is multiplied by exp(-learning_rate * (share below -
-        quantile)). count_multiplier: the standard deviation of the count's noise, in records; sigma_b in the
-        paper. The count moves by 1/2 where a
-            record comes or goes, so as a multiple of its sensitivity the noise is twice this number.
+        bound: the bound of the step to come, in units of the norm.
+        quantile: the share of records whose norm is to be below it.
+        learning_rate: the bound is multiplied by exp(-learning_rate * (share below - quantile)).
+        count_multiplier: the standard deviation of the count's noise, in records; sigma_b in the paper. The
+            count moves by 1/2 where a record comes or goes, so as a multiple of its sensitivity the noise is
+            twice this number.
 
     Raises ConfigError for numbers outside of their range.
     """

@@ -231,9 +231,11 @@ def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) ->
     """A generator by name.
 
     Args:
-        kind: 'aes' or 'torch'. seed: the noise can be repeated by whoever knows it, so that nothing is
-        private any more: for tests alone. The name tells it. position: with a seed: how many steps were taken
-        before, so that a run that goes on does not repeat their noise.
+        kind: 'aes' or 'torch'.
+        seed: the noise can be repeated by whoever knows it, so that nothing is private any more: for tests
+            alone. The name tells it.
+        position: with a seed: how many steps were taken before, so that a run that goes on does not repeat
+            their noise.
 
     Raises ConfigError for another kind.
     """

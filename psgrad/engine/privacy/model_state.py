@@ -48,12 +48,12 @@ class ModelState:
 
     Args:
         roots: the model, and the loss. From there on these are followed (`reached.py`): attributes of modules
-        and of other objects
-            (`__dict__` and `__slots__`), class attributes of the user's classes, dicts, lists, sets, deques
-            and tuples, what functions have as closures, defaults and attributes, the globals that the user's
-            own functions name, tensors and numpy arrays, by their bits. Caches of functools are emptied,
-            where they are the user's own. Parameters, and tensors and arrays of the same memory, are not put
-            back: only the optimiser changes them, and a write into one while a record is computed is refused.
+            and of other objects (`__dict__` and `__slots__`), class attributes of the user's classes, dicts,
+            lists, sets, deques and tuples, what functions have as closures, defaults and attributes, the
+            globals that the user's own functions name, tensors and numpy arrays, by their bits. Caches of
+            functools are emptied, where they are the user's own. Parameters, and tensors and arrays of the
+            same memory, are not put back: only the optimiser changes them, and a write into one while a
+            record is computed is refused.
 
     What is not seen: globals of installed packages, what objects keep outside of Python (iterators, files),
     writes by numpy into parameters, and those by `.data` or numpy into tensors on a GPU or above 64 MiB.

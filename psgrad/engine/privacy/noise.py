@@ -29,9 +29,10 @@ class Noise:
     sensitivity in each coordinate.
 
     Args:
-        multiplier: z; 0 adds nothing, and epsilon is infinite. mechanism: 'gaussian' draws in float64, and
-        rounds what is released to a public grid (`rounding.py`); 'discrete_gaussian' draws
-            integers on the grid that each clipped record is rounded to (Clipping.grid), and is exact.
+        multiplier: z; 0 adds nothing, and epsilon is infinite.
+        mechanism: 'gaussian' draws in float64, and rounds what is released to a public grid (`rounding.py`);
+            'discrete_gaussian' draws integers on the grid that each clipped record is rounded to
+            (Clipping.grid), and is exact.
 
     Raises:
         ConfigError: the multiplier is negative or not finite, or there is no such mechanism.
@@ -69,9 +70,8 @@ class Noise:
 
         Args:
             sums: float32 or float64; for discrete noise int64, multiples of the grid. All tensors that are
-            released have to be among
-                them, and whatever was summed into them was clipped by `clipping`. Zeros where the batch is
-                empty.
+                released have to be among them, and whatever was summed into them was clipped by `clipping`.
+                Zeros where the batch is empty.
 
         Returns:
             Tensors like the sums, multiples of `grid_of` the standard deviation; for discrete noise float64,

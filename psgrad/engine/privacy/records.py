@@ -114,19 +114,20 @@ class RecordReader:
     """Reads drawn records for a Stream, whose rows are then numbers 0, 1, ... in what was drawn.
 
     Args:
-        records: which rows are whose. take: the rows of the dataset with these numbers, in this order.
-        combine: whether a record's gradient is the average or the sum of its rows'. augment: one row's
-        inputs, without a sample axis, to those of a changed copy. copies: copies of each row, averaged inside
-        the record. The rows themselves take no part beside their copies. source: what the messages call
-        `augment`. width: rows that every record is filled up to, at least as many as one has with its copies;
-        1 has no axis of rows. None fills
-            up to the longest record that is read at once.
+        records: which rows are whose.
+        take: the rows of the dataset with these numbers, in this order.
+        combine: whether a record's gradient is the average or the sum of its rows'.
+        augment: one row's inputs, without a sample axis, to those of a changed copy.
+        copies: copies of each row, averaged inside the record. The rows themselves take no part beside their
+            copies.
+        source: what the messages call `augment`.
+        width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no
+            axis of rows. None fills up to the longest record that is read at once.
         draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on
-        other records, also where
-            `take` or `augment` draw from the global generators of PyTorch, NumPy or Python, which are seeded
-            for each row and copy and set back, or from those that the draws know as the code's own; and the
-            loss draws by record. Without, these draw as they would anyway, and a private sum of records that
-            draw has no bound.
+            other records, also where `take` or `augment` draw from the global generators of PyTorch, NumPy or
+            Python, which are seeded for each row and copy and set back, or from those that the draws know as
+            the code's own; and the loss draws by record. Without, these draw as they would anyway, and a
+            private sum of records that draw has no bound.
 
     Attributes:
         copies: of each row; 1 where there is no augmentation.

@@ -87,9 +87,9 @@ def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float)
 
     Args:
         steps: (noise multiplier z, how many steps have it). A record moves a sum by 1 / z deviations at most.
-        Where it does in one number,
-            what lies in the last 1 / z deviations before the end tells of it, and has the probability of a
-            normal number beyond reach - 1 / z. A thousandth of delta is left for that.
+            Where it does in one number, what lies in the last 1 / z deviations before the end tells of it,
+            and has the probability of a normal number beyond reach - 1 / z. A thousandth of delta is left for
+            that.
     """
     steps = [(multiplier, count) for multiplier, count in steps if multiplier > 0]
     if (
@@ -127,7 +127,7 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
 
     Args:
         inputs, target: a few rows of the dataset, [n, ...] each, on the model's device; two at least, four or
-        more see more.
+            more see more.
 
     In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch
     normalisation in train mode, running statistics, power iteration); a row's loss must be the same again

@@ -55,7 +55,8 @@ class Snapshot:
 
         Args:
             tensors: what `tensors_of` gives for a model, or a part of it that has every parameter the
-            optimiser has. metadata: NaN and infinities are no JSON (ValueError from `to_bytes`).
+                optimiser has.
+            metadata: NaN and infinities are no JSON (ValueError from `to_bytes`).
         """
         return cls(
             dict(tensors),

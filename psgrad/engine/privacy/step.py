@@ -64,12 +64,11 @@ def private_sum(
 
     Args:
         adaptive: makes the bound of `clipping` follow a quantile of the norms. `noise.multiplier` is then
-        what the step costs in all:
-            a part of it goes to the count of the norms below the bound, and the sum gets a little more noise
-            in turn.
-        expected_batch_size: the public divisor of that count; needed with `adaptive`. pay: called once when
-        the clipped sum is there and nothing of it has been seen: the place to write the ledger. If it raises,
-            nothing is released.
+            what the step costs in all: a part of it goes to the count of the norms below the bound, and the
+            sum gets a little more noise in turn.
+        expected_batch_size: the public divisor of that count; needed with `adaptive`.
+        pay: called once when the clipped sum is there and nothing of it has been seen: the place to write the
+            ledger. If it raises, nothing is released.
     """
     clipping, noise = sharing_with_count(clipping, noise, adaptive)
     clipped = source(clipping)
@@ -132,10 +131,12 @@ class PrivateTraining:
 
     Args:
         parameters: name -> the parameters to train, under the names that the sources' sums have. Nothing else
-        changes. source: record numbers of a batch, sorted, to its gradients. records: how many records there
-        are. noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted
-        with. optimizer: over these parameters and no others, from torch.optim. taken: steps that were taken
-        before.
+            changes.
+        source: record numbers of a batch, sorted, to its gradients.
+        records: how many records there are.
+        noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted with.
+        optimizer: over these parameters and no others, from torch.optim.
+        taken: steps that were taken before.
 
     Raises ConfigError where the optimiser has others, whose gradients would get no noise.
     """

@@ -43,8 +43,8 @@ def capture(
 
     Args:
         function: takes and returns pytrees of tensors and Python values, and does nothing else that has to be
-        repeated. What it
-            reads from outside (a module's buffers) is read anew at each call, in place changes included.
+            repeated. What it reads from outside (a module's buffers) is read anew at each call, in place
+            changes included.
         example: arguments to record for at once.
         compile: 'inductor' hands each record to PyTorch's compiler, which takes seconds to a minute.
         say: told, once, why calls run as they are; by default a warning.

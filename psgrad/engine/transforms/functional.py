@@ -28,8 +28,7 @@ def functional_call(
 
     Args:
         parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. What the
-        module puts in the place of
-            one of its tensors is found in the dict afterwards, if it is one.
+            module puts in the place of one of its tensors is found in the dict afterwards, if it is one.
         args: a tuple of positional arguments; anything else is taken as the only one.
         tie_weights: a tensor given for one name of a tied parameter stands for all its names.
         strict: whether all names must be given, and no others.

@@ -21,10 +21,11 @@ def jvp(
 
     Args:
         func: a function of pytrees of floating-point tensors that returns a pytree of tensors (with
-        `has_aux`, a pair of it and
-            anything).
-        primals: a tuple, the arguments. tangents: a tuple of the same structure, shapes and dtypes. strict:
-        whether an output that does not depend on the primals is an error; its tangent is zero otherwise.
+            `has_aux`, a pair of it and anything).
+        primals: a tuple, the arguments.
+        tangents: a tuple of the same structure, shapes and dtypes.
+        strict: whether an output that does not depend on the primals is an error; its tangent is zero
+            otherwise.
 
     Returns (value, tangent of the value), with `has_aux` (value, tangent, aux). `torch.no_grad()` inside
     `func` is no obstacle.

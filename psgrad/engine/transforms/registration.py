@@ -33,15 +33,15 @@ def register_rule(
 
     Args:
         op: `torch.ops.mine.f` (or one of its overloads), its name "mine::f", or what
-        `torch.library.custom_op` returned. vjp: by argument (name or position), `lambda out, *args: lambda g:
-        ...` from the result's cotangent to the argument's, linear in
-            `g`. None says that the derivative is zero. An argument that is left out has no rule: an error
-            where its derivative is wanted.
+            `torch.library.custom_op` returned.
+        vjp: by argument (name or position), `lambda out, *args: lambda g: ...` from the result's cotangent to
+            the argument's, linear in `g`. None says that the derivative is zero. An argument that is left out
+            has no rule: an error where its derivative is wanted.
         jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to what it adds to
-        the result's; where it is left
-            out, forward mode transposes `vjp`.
+            the result's; where it is left out, forward mode transposes `vjp`.
         batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once
-        (docs/guides/adding-an-operator.md). constant: the result has zero derivative in all arguments.
+            (docs/guides/adding-an-operator.md).
+        constant: the result has zero derivative in all arguments.
         replace: whether rules that are there already give way.
 
     Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were

@@ -31,14 +31,17 @@ def vmap(
     """`func` over an axis of its arguments that it does not see.
 
     Args:
-        func: a function of tensors (pytrees of them); it is called once, with one axis less. in_dims: which
-        axis of each positional argument is mapped: an int, None (not mapped), or a tuple with one entry an
-            argument, each an int, None, or a structure that is a prefix of the argument's. Keyword arguments
-            are never mapped.
+        func: a function of tensors (pytrees of them); it is called once, with one axis less.
+        in_dims: which axis of each positional argument is mapped: an int, None (not mapped), or a tuple with
+            one entry an argument, each an int, None, or a structure that is a prefix of the argument's.
+            Keyword arguments are never mapped.
         out_dims: where the axis stands in each output; None for an output that does not depend on mapped
-        arguments. randomness: 'error', 'same' (one draw for all) or 'different' (a draw for each, as a
-        batched program would draw). chunk_size: at most so many at a time; the outputs are joined. axis_name:
-        a name for the axis, by which `func` may look at other samples: see psum, pmean, all_gather.
+            arguments.
+        randomness: 'error', 'same' (one draw for all) or 'different' (a draw for each, as a batched program
+            would draw).
+        chunk_size: at most so many at a time; the outputs are joined.
+        axis_name: a name for the axis, by which `func` may look at other samples: see psum, pmean,
+            all_gather.
 
     Where `func` branches on a truth value or a whole number (`if`, `.item()`), and samples disagree, it runs
     once for the samples of each outcome, and the outputs are joined in the samples' order.

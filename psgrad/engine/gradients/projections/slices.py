@@ -83,8 +83,8 @@ class Slice:
     """Some entries of some samples' gradients of one parameter. The slices of a gradient add up to it.
 
     Attributes:
-        values: [m, q]
-        places: q places in the parameter, row-major: a range where they are neighbours, else int64 [q].
+        values: [m, q] places: q places in the parameter, row-major: a range where they are neighbours, else
+            int64 [q].
         samples: whose they are: a slice of the samples, or int64 [m] without repetition.
     """
 
@@ -113,8 +113,9 @@ def slices(
     the next is asked for.
 
     Args:
-        room: how many values a slice may have, where it can be helped. width: how many places a slice of a
-        table's looked-up rows may have: samples that looked up none of them don't take part.
+        room: how many values a slice may have, where it can be helped.
+        width: how many places a slice of a table's looked-up rows may have: samples that looked up none of
+            them don't take part.
     """
     term, places = placed.term.at(samples, dtype), Places(placed.layout)
     first = samples.start or 0

@@ -105,7 +105,8 @@ class _Sides:
         """The matrices for a term whose places are pairs (i, j), i * count + j in its own order.
 
         Args:
-            first: int64 [m], the values of i that are asked for. count: the j's.
+            first: int64 [m], the values of i that are asked for.
+            count: the j's.
 
         Returns:
             The matrix for i [m, k], that for j [count, k'], and whether i goes along the parameter's columns

@@ -34,7 +34,9 @@ class Basis:
     """One parameter, or a part of it, with its bias, as matrices [g, a, b] that are rotated: left^T M right.
 
     Attributes:
-        name, shape: the parameter's. form: how it lies as matrices. bias: what is appended to them.
+        name, shape: the parameter's.
+        form: how it lies as matrices.
+        bias: what is appended to them.
         left, right: [g, a, a] and [g, b, b] float64, orthogonal; None for the identity.
     """
 
@@ -180,8 +182,9 @@ class Block:
     """(right kron left) diag(values) (right kron left)^T, the mean-form curvature of one weight and its bias.
 
     Attributes:
-        basis: the bases, and how the parameters lie as matrices [g, a, b]. values: [g, a, b] float64, the
-        mean over samples of the squares of their gradients' elements in these bases.
+        basis: the bases, and how the parameters lie as matrices [g, a, b].
+        values: [g, a, b] float64, the mean over samples of the squares of their gradients' elements in these
+            bases.
     """
 
     basis: Basis

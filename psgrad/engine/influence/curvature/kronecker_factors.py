@@ -143,9 +143,9 @@ class Sums:
 
     Attributes:
         moments: for each use of a parameter float64 tensors: `left` [g, a, a] and `right` [g, b, b], the
-        second moments of its factors
-            (absent where a side is too large); `left_sum` [g, a], `right_sum` [g, b] and `positions` [],
-            those with a one that would be appended; `one_hot` [a], how often a table's rows were looked up.
+            second moments of its factors (absent where a side is too large); `left_sum` [g, a], `right_sum`
+            [g, b] and `positions` [], those with a one that would be appended; `one_hot` [a], how often a
+            table's rows were looked up.
         vectors: name -> [p, p] float64, the second moment of a small parameter's gradient.
         ties: whether each of them held for all of the samples.
     """

@@ -42,7 +42,9 @@ class CurvatureProducts(ABC):
 
     Attributes:
         how: where its products come from, in words for a manifest.
-        flat: the order of the parameters. count: n. weight_decay: as given.
+        flat: the order of the parameters.
+        count: n.
+        weight_decay: as given.
     """
 
     how: ClassVar[str]
@@ -104,8 +106,11 @@ class RowProducts(CurvatureProducts):
     """Products with the mean over n samples of sums of j j' over each one's rows j, plus a weight decay.
 
     Args:
-        flat: the order of the parameters. count: n. chunks: of each chunk of samples the rows in each
-        parameter; one in which all rows are zero is left out. weight_decay: what is added to the diagonal.
+        flat: the order of the parameters.
+        count: n.
+        chunks: of each chunk of samples the rows in each parameter; one in which all rows are zero is left
+            out.
+        weight_decay: what is added to the diagonal.
     """
 
     how = "rows kept"

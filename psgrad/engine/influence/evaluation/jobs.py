@@ -169,12 +169,14 @@ class Recipe:
     """A training from fresh weights.
 
     Attributes:
-        optimizer: sgd, adam and adamw are torch.optim's. newton minimises a convex objective exactly. epochs,
-        batch_size: passes over the rows, in shuffled order, the last batch of a pass being the rest.
-        learning_rate: of the first step. schedule: constant, or falling to zero by the last step, linearly or
-        as half a cosine. momentum: of sgd. weight_decay: the optimiser's own. newton adds n * weight_decay /
-        2 * |theta|^2 to the sum of the losses, where n counts the whole
-            training set whichever rows are left out: the objective that removals are predicted for.
+        optimizer: sgd, adam and adamw are torch.optim's. newton minimises a convex objective exactly.
+        epochs, batch_size: passes over the rows, in shuffled order, the last batch of a pass being the rest.
+        learning_rate: of the first step.
+        schedule: constant, or falling to zero by the last step, linearly or as half a cosine.
+        momentum: of sgd.
+        weight_decay: the optimiser's own. newton adds n * weight_decay / 2 * |theta|^2 to the sum of the
+            losses, where n counts the whole training set whichever rows are left out: the objective that
+            removals are predicted for.
         tolerance: newton ends where no entry of the gradient of the mean loss is larger.
         together: how many models are trained at once.
     """

@@ -41,10 +41,11 @@ class LDSScore:
 
     Attributes:
         mean: over all queries, of the rank correlation over subsets; one that is not defined counts as 0.
-        interval: of the mean, by resampling the subsets, which all queries share. undefined: queries without
-        a correlation: their scores are not finite, or the same for all subsets. per_query: [m], NaN where
-        undefined. ahead, ahead_interval: how far the main method is ahead, and the interval of this paired
-        difference; None for the main one.
+        interval: of the mean, by resampling the subsets, which all queries share.
+        undefined: queries without a correlation: their scores are not finite, or the same for all subsets.
+        per_query: [m], NaN where undefined.
+        ahead, ahead_interval: how far the main method is ahead, and the interval of this paired difference;
+            None for the main one.
     """
 
     mean: float
@@ -86,9 +87,11 @@ def lds(
     """The score of each method.
 
     Args:
-        scores: name -> [n, m], positive where a row helps a query. subsets: [S, n] bool, the rows that models
-        were trained on. outcomes: [S, R, m], the queries' measurements, larger being worse, of R seeds. main:
-        the method that the others are compared with. seed: of the resamples.
+        scores: name -> [n, m], positive where a row helps a query.
+        subsets: [S, n] bool, the rows that models were trained on.
+        outcomes: [S, R, m], the queries' measurements, larger being worse, of R seeds.
+        main: the method that the others are compared with.
+        seed: of the resamples.
     """
     truth = -outcomes.mean(1)
     sums = {name: subset_sums(matrix, subsets) for name, matrix in scores.items()}
@@ -162,12 +165,13 @@ class LOOScore:
     """Of one method, over the removals.
 
     Attributes:
-        pearson, spearman: means over the queries; a correlation that is not defined counts as 0. interval: of
-        the mean of the first, by
-            resampling the removals.
+        pearson, spearman: means over the queries; a correlation that is not defined counts as 0.
+        interval: of the mean of the first, by resampling the removals.
         slope, intercept: of actual on predicted rises, over all removals and queries: 1 and 0 for a method
-        that keeps its unit. pooled: the correlation of all removals and queries at once. undefined: queries
-        without a correlation. per_query: [m] Pearson, NaN where undefined.
+            that keeps its unit.
+        pooled: the correlation of all removals and queries at once.
+        undefined: queries without a correlation.
+        per_query: [m] Pearson, NaN where undefined.
     """
 
     pearson: float
@@ -186,7 +190,8 @@ def leave_one_out(
     """The score of each method.
 
     Args:
-        scores: name -> [n, m]. removed: [k] the rows that were left out, one at a time.
+        scores: name -> [n, m].
+        removed: [k] the rows that were left out, one at a time.
         rises: [k, m] how much larger each query's measurement is without that row.
         seed: of the resamples.
     """

@@ -44,8 +44,8 @@ def minimise(
     """The minimum of (1/k) (sum of the losses of k rows + n * weight_decay / 2 * |theta|^2), for each job.
 
     Args:
-        params: name -> [K, *shape], where the search begins. fixed: the rest of the models' state, name ->
-        [K, ...].
+        params: name -> [K, *shape], where the search begins.
+        fixed: the rest of the models' state, name -> [K, ...].
 
     Returns the parameters, and the mean loss [K] there. Raises InfluenceError where the objective is not
     strictly convex, has too many parameters for a Hessian, or is not minimised to the recipe's tolerance.

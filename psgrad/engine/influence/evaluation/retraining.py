@@ -232,8 +232,9 @@ def measured(
 
     Args:
         fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. What was kept
-        under another is not used. together: models to a batch, which is what an interruption can cost. tell:
-        called with the number of models that are done.
+            under another is not used.
+        together: models to a batch, which is what an interruption can cost.
+        tell: called with the number of models that are done.
     """
     parts = []
     # Models of one size come together, whatever their order: a batch is trained at once.

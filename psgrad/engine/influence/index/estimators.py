@@ -123,8 +123,7 @@ class RowInfluence(OfRows):
 
     Args:
         of: whether g is the gradient of the loss (M is then the projected empirical Fisher), or that of the
-        margin: TRAK, whose scores are
-            those of -df, and go with weights -dl/df.
+            margin: TRAK, whose scores are those of -df, and go with weights -dl/df.
         damping: lam; None for `relative_damping` times the mean eigenvalue of M / n.
 
     Raises InfluenceError where M / n + lam I has no inverse, or lam is negative.

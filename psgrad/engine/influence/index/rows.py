@@ -36,15 +36,17 @@ class Projector:
 
     Args:
         kind: as in `psgrad.engine.gradients`; 'none' keeps every number. 'two-sided' has columns of its own
-        for each parameter. dimension: columns; of 'two-sided' columns for each parameter, rounded down to a
-        square. Where a gradient has no more numbers than
-            that, nothing is projected: a projection to as many columns would add noise and save nothing.
+            for each parameter.
+        dimension: columns; of 'two-sided' columns for each parameter, rounded down to a square. Where a
+            gradient has no more numbers than that, nothing is projected: a projection to as many columns
+            would add noise and save nothing.
         seed, number: of the run, and of the checkpoint.
         params: name -> tensor of the parameter's shape.
 
     Attributes:
-        width: k, columns of a row. noise: for gradients x and y that are orthogonal, the standard deviation
-        of <Px, Py> / (|x| |y|), at most; 0 where nothing is projected.
+        width: k, columns of a row.
+        noise: for gradients x and y that are orthogonal, the standard deviation of <Px, Py> / (|x| |y|), at
+            most; 0 where nothing is projected.
 
     Raises ConfigError for a kind that is not known or a dimension below 1.
     """

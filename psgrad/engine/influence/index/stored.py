@@ -24,9 +24,9 @@ class IndexSpec:
     """What an index keeps of each training example.
 
     Args:
-        dimension, projection, seed: as of `TRAK`. features: 'loss' for the gradients of the loss, or 'margin'
-        for those of the margin, from which the former follow: for TRAK, where
-            the loss is a function of the margin.
+        dimension, projection, seed: as of `TRAK`.
+        features: 'loss' for the gradients of the loss, or 'margin' for those of the margin, from which the
+            former follow: for TRAK, where the loss is a function of the margin.
         dtype: of the numbers on the disk. Halves are kept relative to the largest number of their row.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 

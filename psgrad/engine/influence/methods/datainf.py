@@ -37,9 +37,8 @@ class DataInf(Method):
 
     Attributes:
         damping: lam, the same for all parameters; None for `relative_damping` times the mean square of the
-        parameter's gradients'
-            elements, parameter by parameter. Where neither is given: none with a weight decay and a model
-            that is affine in its parameters, and a tenth of the mean square else.
+            parameter's gradients' elements, parameter by parameter. Where neither is given: none with a
+            weight decay and a model that is affine in its parameters, and a tenth of the mean square else.
         weight_decay: of training, on the mean loss; it is part of the curvature.
     """
 

@@ -41,13 +41,12 @@ class EKFAC(Method):
 
     Attributes:
         fisher: what the curvature's rows are. 'sampled': `draws` random rows of the Gauss-Newton matrix for
-        each training example, which
-            are what gradients for labels that the model draws itself are; 'exact': all of its rows;
-            'empirical': the gradients of the training loss.
-        draws, seed: of 'sampled'. damping: lam, the same for all blocks; None for `relative_damping` times
-        the mean eigenvalue, block by block. Where neither is
-            given: none with a weight decay and a model that is affine in its parameters, and a tenth of the
-            mean eigenvalue else.
+            each training example, which are what gradients for labels that the model draws itself are;
+            'exact': all of its rows; 'empirical': the gradients of the training loss.
+        draws, seed: of 'sampled'.
+        damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by
+            block. Where neither is given: none with a weight decay and a model that is affine in its
+            parameters, and a tenth of the mean eigenvalue else.
         weight_decay: of training, on the mean loss; it is part of the curvature.
     """
 

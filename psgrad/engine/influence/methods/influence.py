@@ -68,33 +68,30 @@ class Influence(Method):
 
     Attributes:
         curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss
-        also the Fisher information),
-            'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
+            also the Fisher information), 'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
         solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and
-        'arnoldi' take products
-            with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another
-            estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is predicted to be the least
-            work that fits into memory (solvers/work.py).
+            'arnoldi' take products with C alone, and 'arnoldi' inverts C along its leading eigenvectors only,
+            which is another estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is predicted
+            to be the least work that fits into memory (solvers/work.py).
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
-        is zero for a convex problem
-            (a model that is affine in its parameters, with a weight decay or a curvature that has an
-            inverse), whose scores are then amounts; and one mean eigenvalue for all others, which ranks best
-            on networks (docs/explanation/influence.md).
+            is zero for a convex problem (a model that is affine in its parameters, with a weight decay or a
+            curvature that has an inverse), whose scores are then amounts; and one mean eigenvalue for all
+            others, which ranks best on networks (docs/explanation/influence.md).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
         leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For
-        gauss_newton, by exact, dual
-            or conjugate_gradient, which estimates it. On networks it lowers the agreement with retraining.
-            None: where the damping is zero by default, for the Hessian, too, which is the same matrix there.
+            gauss_newton, by exact, dual or conjugate_gradient, which estimates it. On networks it lowers the
+            agreement with retraining. None: where the damping is zero by default, for the Hessian, too, which
+            is the same matrix there.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the
-        output that the step leads
-            to, to first order in the parameters (fits/output.py). It brings out what a large change of a
-            confident query is. 'auto': the latter where the damping is zero by default, and to first order
-            for scores by layer.
+            output that the step leads to, to first order in the parameters (fits/output.py). It brings out
+            what a large change of a confident query is. 'auto': the latter where the damping is zero by
+            default, and to first order for scores by layer.
         tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and
-        products at most (arnoldi: the size
-            of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none',
-            'diagonal', 'nystroem', or 'auto', which is the last for less than a hundred queries.
-        rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50. seed: of what these draw.
+            products at most (arnoldi: the size of its Krylov space); None for 200, 5000 and 200.
+        preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', or 'auto', which is the last
+            for less than a hundred queries.
+        rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50.
+        seed: of what these draw.
     """
 
     name = "influence"

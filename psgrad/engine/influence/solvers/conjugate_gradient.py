@@ -74,7 +74,8 @@ def nystroem(
 
     Args:
         apply: products with the matrix without the damping, [k, p] to [k, p].
-        size: p. seed: of the random vectors.
+        size: p.
+        seed: of the random vectors.
 
     Raises InfluenceError where the matrix has no more positive eigenvalues than that, and there is no
     damping. Frangella, Tropp and Udell, "Randomized Nystroem Preconditioning" (2021), algorithms 2.1 and 5.1.
@@ -123,12 +124,15 @@ def conjugate_gradient(
     """Solve A x = b for each of k right-hand sides, A symmetric positive definite.
 
     Args:
-        apply: A times each of some vectors, [k, p] to [k, p] float64; the damping is A's. rhs: [k, p].
-        tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end. iterations:
-        at most, for each block of right-hand sides. preconditioner: P, near A; None for none. block: so many
-        right-hand sides at a time; None for as many as fit in memory. spectrum: whether A's extreme
-        eigenvalues are looked for first, for some tens of products with one vector. say: told when the
-        tolerance is not reached.
+        apply: A times each of some vectors, [k, p] to [k, p] float64; the damping is A's.
+        rhs: [k, p].
+        tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
+        iterations: at most, for each block of right-hand sides.
+        preconditioner: P, near A; None for none.
+        block: so many right-hand sides at a time; None for as many as fit in memory.
+        spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one
+            vector.
+        say: told when the tolerance is not reached.
 
     Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and
     _median, converged, unconverged (how many right-hand sides), preconditioner, and with `spectrum` ritz_min

@@ -28,8 +28,8 @@ class Inverse:
     """(matrix + shift I)^-1 of a symmetric matrix [p, p] float64.
 
     Attributes:
-        lower: the Cholesky factor [p, p]. largest, smallest: the ends of the matrix's own spectrum, shift
-        left out.
+        lower: the Cholesky factor [p, p].
+        largest, smallest: the ends of the matrix's own spectrum, shift left out.
     """
 
     lower: torch.Tensor

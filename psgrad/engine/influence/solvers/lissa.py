@@ -42,12 +42,16 @@ def lissa(
     """Solve A x = b for k right-hand sides by x <- x + (b - A x) / scale, A symmetric positive definite.
 
     Args:
-        apply: A with its damping times each of some vectors, [k, p] to [k, p] float64. rhs: [k, p].
-        tolerance: of |b - A x| / |b|, for every right-hand side. iterations: at most. seconds: what it may
-        take; the number of terms is predicted from the spectrum, and their time from the first. None for any
-        time. scale: above half of A's largest eigenvalue; None for a little more than the largest that
-        Lanczos finds. say: told when the tolerance is not reached, and why: terms or time are used up, or the
-        residual falls no more.
+        apply: A with its damping times each of some vectors, [k, p] to [k, p] float64.
+        rhs: [k, p].
+        tolerance: of |b - A x| / |b|, for every right-hand side.
+        iterations: at most.
+        seconds: what it may take; the number of terms is predicted from the spectrum, and their time from the
+            first. None for any time.
+        scale: above half of A's largest eigenvalue; None for a little more than the largest that Lanczos
+            finds.
+        say: told when the tolerance is not reached, and why: terms or time are used up, or the residual falls
+            no more.
 
     Returns x [k, p] float64 and facts: iterations, relative_residual_max and _median (of the x returned),
     converged, unconverged, scale, ritz_min, ritz_max. It takes about log(1 / tolerance) times A's condition

@@ -142,8 +142,8 @@ class _Neighbours:
     is made.
 
     Attributes:
-        means: [m] float64, mean distance to the nearest. near: [m, count] int64, which rows they are, nearest
-        first, -1 for none.
+        means: [m] float64, mean distance to the nearest.
+        near: [m, count] int64, which rows they are, nearest first, -1 for none.
     """
 
     def __init__(self, rows: torch.Tensor, by_angle: bool, count: int, most: int, seed: int) -> None:

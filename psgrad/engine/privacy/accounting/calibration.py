@@ -126,9 +126,10 @@ def adaptive_multiplier(multiplier: float, count_multiplier: float) -> float:
     "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871, theorem 1).
 
     Args:
-        multiplier: z, which is what is accounted. count_multiplier: sigma_b. The recentred count moves by
-        1/2, so that its multiplier is 2 * sigma_b: its noise must have the
-            standard deviation 2 * sigma_b * (how far the recentred count moves under the relation).
+        multiplier: z, which is what is accounted.
+        count_multiplier: sigma_b. The recentred count moves by 1/2, so that its multiplier is 2 * sigma_b:
+            its noise must have the standard deviation 2 * sigma_b * (how far the recentred count moves under
+            the relation).
 
     Raises ConfigError where the count alone costs as much as both may.
     """

@@ -34,9 +34,11 @@ class Epsilon:
 
     Attributes:
         value: epsilon, at least 0; infinite where a step had no noise. None where this accountant does not
-        cover the steps. why_not: the reason for None. order: of the moments that gave it (RDP). interval:
-        between the losses that the distribution was rounded to (PLD). note: what makes the value larger than
-        it need be, where something does.
+            cover the steps.
+        why_not: the reason for None.
+        order: of the moments that gave it (RDP).
+        interval: between the losses that the distribution was rounded to (PLD).
+        note: what makes the value larger than it need be, where something does.
     """
 
     value: float | None

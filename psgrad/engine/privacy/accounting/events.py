@@ -53,8 +53,8 @@ class StepEvent:
 
     Attributes:
         noise_multiplier: z; the noise has standard deviation z * sensitivity on the sum, where the
-        sensitivity is that of the relation
-            (doubled where a record is replaced). With an adaptive bound, what sum and count cost together.
+            sensitivity is that of the relation (doubled where a record is replaced). With an adaptive bound,
+            what sum and count cost together.
         sampling: how the batch was drawn.
         relation: which datasets are neighbours.
         mechanism: continuous noise, or noise on the integers.

@@ -47,10 +47,10 @@ class Bound:
     """What one method refutes.
 
     Attributes:
-        method: a key of METHODS. epsilon: the largest epsilon that is refuted, at the audit's delta; 0 where
-        none is. noise: the noise that there is at most, as a share of the declared noise; None for a method
-        that knows no mechanism. 1 or more:
-            what is declared stands.
+        method: a key of METHODS.
+        epsilon: the largest epsilon that is refuted, at the audit's delta; 0 where none is.
+        noise: the noise that there is at most, as a share of the declared noise; None for a method that knows
+            no mechanism. 1 or more: what is declared stands.
         evidence: the guesses or rates behind it, in words.
     """
 
@@ -66,9 +66,9 @@ class Verdict:
 
     Attributes:
         epsilon: a lower bound on epsilon at `delta`, wrong with a probability of at most 1 - `confidence`:
-        the best of the methods'. declared: whether what is declared stands. `epsilon` is then below the
-        accounted one. guesses: of the best strategy against any mechanism: how many guesses, and how many
-        right.
+            the best of the methods'.
+        declared: whether what is declared stands. `epsilon` is then below the accounted one.
+        guesses: of the best strategy against any mechanism: how many guesses, and how many right.
     """
 
     epsilon: float

@@ -232,7 +232,8 @@ class Played:
     """A game that is over.
 
     Attributes:
-        scores: [m] how much each canary seems to be in. inside: [m] bool, the coins.
+        scores: [m] how much each canary seems to be in.
+        inside: [m] bool, the coins.
         simulated: scores of canaries that are out, of noise that is as declared.
         noise: whether the noise was as declared.
         reach: the canaries' clipped norm, as a share of a record's.

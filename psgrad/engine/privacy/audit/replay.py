@@ -122,17 +122,19 @@ class Replayed:
     are real.
 
     Attributes:
-        pair: how the neighbour differs, in words. distance: between the two clipped sums, before noise; in
-        L2. Infinite or NaN where a sum is not finite. sensitivity: what it may be. over: by how much the
-        distance in a clipping group exceeds what it may be there, in the group that is the worst; below 0
-        where none
-            does.
+        pair: how the neighbour differs, in words.
+        distance: between the two clipped sums, before noise; in L2. Infinite or NaN where a sum is not
+            finite.
+        sensitivity: what it may be.
+        over: by how much the distance in a clipping group exceeds what it may be there, in the group that is
+            the worst; below 0 where none does.
         tolerance: by how much records that are in both batches may take it further, whose gradients are
-        rounded otherwise in other company;
-            0 where one batch is empty, as a record's own part has no tolerance.
+            rounded otherwise in other company; 0 where one batch is empty, as a record's own part has no
+            tolerance.
         count_distance, count_sensitivity: the same of the count that an adaptive bound follows; None without
-        one. differing: what is published besides the noisy sums and is not the same for both. finite: whether
-        all released numbers are.
+            one.
+        differing: what is published besides the noisy sums and is not the same for both.
+        finite: whether all released numbers are.
     """
 
     pair: str
@@ -187,10 +189,10 @@ def record_replay(
 
     Args:
         source, neighbour: the two batches. Draws of common records are the same by the caller's choice of
-        them. public: what would be published of a step besides its noisy sums, as name -> value. The names
-        and shapes of the sums, the
-            sensitivity, the noise's standard deviation and the number of random draws are looked at in any
-            case.
+            them.
+        public: what would be published of a step besides its noisy sums, as name -> value. The names and
+            shapes of the sums, the sensitivity, the noise's standard deviation and the number of random draws
+            are looked at in any case.
         computed_in: the narrowest type in which gradients are computed.
 
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
