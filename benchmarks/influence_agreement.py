@@ -39,7 +39,7 @@ from influence_ours import scores
 from torch import Tensor, nn
 
 from psgrad.engine.gradients.flat import Flat, as_gradients
-from psgrad.engine.influence.index.rows import Projector
+from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.methods.influence import Influence

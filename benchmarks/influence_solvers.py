@@ -36,11 +36,11 @@ from torch import nn
 from torch.nn import functional
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import LARGEST_MATRIX, Influence
 from psgrad.engine.influence.solvers import costs
 from psgrad.engine.influence.solvers.costs import Work
-from psgrad.engine.influence.solvers.direct import kernel
 
 SOLVERS = ("exact", "dual", "conjugate_gradient")
 STEPS, HUNDREDS = 100, 5
@@ -121,7 +121,7 @@ def _row(
     seconds, fitted = processor_seconds(run, rounds)
     row = {"solver": solver, "operations": operations, "seconds": seconds, "rate": operations / seconds}
     if solver == "dual":
-        row["kernel_seconds"] = processor_seconds(lambda: kernel(fitted.setting.rows()), rounds)[0]
+        row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.setting.rows()), rounds)[0]
     if solver == "conjugate_gradient":
         behind = (
             costs._PRECONDITIONER if case.queries < costs._MANY else 0

@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import continued
 from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import JoinedBlock, Strongest, joined_scores

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.bounded_sums import bounded_sum
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import NormsByName, Pass, per_sample_square_norms, settled

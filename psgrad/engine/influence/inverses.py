@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.output_rows import OutputRows, gram_matrix, jacobian_rows, output_factors
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.curvature.matrices import loss_hessian, sum_of_outer_products
 from psgrad.engine.influence.curvature.products import CurvatureProducts, curvature_products
-from psgrad.engine.influence.curvature.rows import OutputRows, jacobian_rows, output_factors
 from psgrad.engine.influence.leverage import (
     Corrected,
     Damping,
@@ -33,7 +33,7 @@ from psgrad.engine.influence.leverage import (
 )
 from psgrad.engine.influence.leverage_estimate import estimated_leverage, vectors_that_fit
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
-from psgrad.engine.influence.solvers.direct import Inverse, KernelInverse, combinations, kernel, products
+from psgrad.engine.influence.solvers.direct import Inverse, KernelInverse, combinations, products
 from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError
 
@@ -138,7 +138,7 @@ class ByKernel(Invertible):
     @classmethod
     def fit(cls, setting: Setting) -> ByKernel:
         rows = setting.rows()
-        return cls(setting, rows, kernel(rows), _coefficients(rows))
+        return cls(setting, rows, gram_matrix(rows), _coefficients(rows))
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByKernel:
         fitted = ByKernel(self.setting.damped(damping, relative), self.rows, self.matrix, self.coefficients)

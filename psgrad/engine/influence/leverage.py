@@ -31,8 +31,8 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Batch
 from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.curvature.products import Curvature
-from psgrad.engine.influence.curvature.rows import gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.errors import ConfigError, InfluenceError
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.memory import free_memory
-from psgrad.engine.influence.curvature.rows import JacobianRows, gauss_newton_rows, jacobian_rows
+from psgrad.engine.execution.output_rows import JacobianRows, gauss_newton_rows, jacobian_rows
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.leverage import Leverage, output_products
 from psgrad.engine.influence.solvers.direct import combinations
 

@@ -18,9 +18,10 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Batch
-from psgrad.engine.execution.memory import free_memory, is_out_of_memory
+from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns, Stream, on_the_cpu
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.base import key_of, normals, signs, streams, words_at
 from psgrad.engine.measures.measure import Arrays, Measure

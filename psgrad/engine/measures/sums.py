@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.flat import Flat, Vectors

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from psgrad.engine.execution import memory
-from psgrad.engine.execution.memory import chunk_budget, free_host_memory, free_memory, is_out_of_memory
+from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
+from psgrad.engine.free_memory import free_host_memory, free_memory
 
 ROOT = Path(__file__).parents[3]
 GIB = 1 << 30

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.index.rows import Projector
+from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from tests.engine.gradients.matrices import projected
 from tests.oracles import one_sample_gradients

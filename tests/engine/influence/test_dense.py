@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.influence.curvature.matrices import loss_hessian, own_products, sum_of_outer_products
-from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from tests.engine.influence import problems
 from tests.engine.influence.problems import (
     classified,

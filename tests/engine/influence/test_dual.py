@@ -110,7 +110,7 @@ def test_on_trained_digits_it_is_the_exact_solve() -> None:
 def test_rows_are_held_against_one_another_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     training, queries, *_ = setup("softmax")
     want = scores(fit(Influence(solver="dual"), training), queries)
-    monkeypatch.setattr("psgrad.engine.influence.solvers.direct._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
+    monkeypatch.setattr("psgrad.engine.execution.output_rows._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
     np.testing.assert_allclose(
         scores(fit(Influence(solver="dual"), training), queries),
         want,

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.influence.curvature.kronecker_blocks import Block
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
-from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, dense
 from tests.engine.influence.problems import (

@@ -141,7 +141,7 @@ def of_rank(rank: int) -> Tensor:
 
 def test_a_determinant_has_a_derivative_at_every_matrix() -> None:
     """Samples of every rank, side by side: what one of them can't be divided by must not reach the others."""
-    exactly_singular = torch.tensor([[1.0, 2, 3], [2, 4, 6], [1, 0, 1]], dtype=torch.float64)
+    exactly_singular = torch.tensor([[1.0, 2, 4], [2, 4, 8], [1, 0, 1]], dtype=torch.float64)
     matrices = torch.stack(
         [of_rank(0), exactly_singular, of_rank(1), of_rank(2), of_rank(3), torch.eye(3, dtype=torch.float64)]
     )
@@ -150,7 +150,7 @@ def test_a_determinant_has_a_derivative_at_every_matrix() -> None:
 
 
 def test_a_determinant_has_a_second_derivative_where_it_is_zero() -> None:
-    a = torch.tensor([[1.0, 2, 3], [2, 4, 6], [1, 0, 1]], dtype=torch.float64)
+    a = torch.tensor([[1.0, 2, 4], [2, 4, 8], [1, 0, 1]], dtype=torch.float64)
     assert float(torch.linalg.det(a)) == 0
     second = vmap(hessian(torch.linalg.det))(torch.stack([a, of_rank(3)]))
     expected = torch.stack([torch.autograd.functional.jacobian(cofactors, x) for x in (a, of_rank(3))])

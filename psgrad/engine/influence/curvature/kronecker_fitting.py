@@ -16,19 +16,19 @@ from functools import partial
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.gradients.per_sample import per_sample_gradients
-from psgrad.engine.gradients.projections.base import key_of, signs, streams, words_at
-from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, Block, sum_of_squares
-from psgrad.engine.influence.curvature.kronecker_factors import Covariances, Form, Sums, Use, cover
-from psgrad.engine.influence.curvature.rows import (
+from psgrad.engine.execution.output_rows import (
     LARGEST_OUTPUT,
     OutputDerivatives,
     OutputRows,
     gauss_newton_rows,
     output_size,
 )
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.per_sample import per_sample_gradients
+from psgrad.engine.gradients.projections.base import key_of, signs, streams, words_at
+from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, Block, sum_of_squares
+from psgrad.engine.influence.curvature.kronecker_factors import Covariances, Form, Sums, Use, cover
 from psgrad.errors import InfluenceError
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.output_rows import OutputRows
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.influence.curvature.row_blocks import Shared, part_of
-from psgrad.engine.influence.curvature.rows import OutputRows
 from psgrad.engine.transforms import grad, linearize, vmap
 
 # Columns of a product of a matrix with itself that are computed at once: only what lies on or below the

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.index.estimators import RowCosines, RowProducts, require_parameters
-from psgrad.engine.influence.index.rows import Of, Projector, RowBlock, RowSource, projected_rows
+from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource, projected_rows
 from psgrad.engine.influence.index.stored import Store, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, Products, TracIn

@@ -1,17 +1,12 @@
 """Training gradients as rows of k numbers: how they are made, and what their methods ask of them.
 
-The map from a gradient to its row of an index: a random projection of one checkpoint, or the gradient as it
-is.
-
 The model's output as one number that the loss is a function of: what TRAK takes gradients of, in place of the
 loss.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -20,102 +15,10 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided
-from psgrad.engine.gradients.flat import Flat
-from psgrad.engine.influence.method import Per
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.transforms import grad_and_value
-from psgrad.errors import ConfigError, InfluenceError
-
-Kind = Literal["none", "sparse", "rademacher", "gaussian", "two-sided"]
-KINDS = ("none", "sparse", "rademacher", "gaussian", "two-sided")
-
-
-class Projector:
-    """P of [k, p], with E[<Px, Py>] = <x, y>: the same for training examples and queries of one checkpoint,
-    another for each checkpoint.
-
-    Args:
-        kind: as in `psgrad.engine.gradients`; 'none' keeps every number. 'two-sided' has columns of its own
-            for each parameter.
-        dimension: columns; of 'two-sided' columns for each parameter, rounded down to a square. Where a
-            gradient has no more numbers than that, nothing is projected: a projection to as many columns
-            would add noise and save nothing.
-        seed, number: of the run, and of the checkpoint.
-        params: name -> tensor of the parameter's shape.
-
-    Attributes:
-        width: k, columns of a row.
-        noise: for gradients x and y that are orthogonal, the standard deviation of <Px, Py> / (|x| |y|), at
-            most; 0 where nothing is projected.
-
-    Raises ConfigError for a kind that is not known or a dimension below 1.
-    """
-
-    def __init__(
-        self, kind: str, dimension: int, seed: int, number: int, params: Mapping[str, torch.Tensor]
-    ) -> None:
-        if kind not in KINDS:
-            raise ConfigError(f"a projection of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
-        if isinstance(dimension, bool) or not isinstance(dimension, int) or dimension < 1:
-            raise ConfigError(f"a projection to {dimension!r} columns", expected="a whole number, at least 1")
-        self.flat = Flat(params)
-        side = math.isqrt(dimension)
-        width = side * side * len(self.flat.shapes) if kind == "two-sided" else dimension
-        self.projection: Projection | None = None
-        if kind != "none" and width < self.flat.size:
-            own = seed_of(seed, number)
-            self.projection = {
-                "sparse": lambda: Sparse(dimension, seed=own),
-                "rademacher": lambda: Rademacher(dimension, seed=own),
-                "gaussian": lambda: Gaussian(dimension, seed=own),
-                "two-sided": lambda: TwoSided(side, side, seed=own),
-            }[kind]()
-        self.width = self.flat.size if self.projection is None else width
-        self.noise = 0.0 if self.projection is None else dimension**-0.5
-        if isinstance(self.projection, TwoSided):
-            # of l r' and m s' with l = m: <Al, Al> has a second moment of at most 1 + 2 / left, <Br, Bs> one
-            # of 1 / right
-            self.noise = math.sqrt((1 + 2 / side) / side)
-
-    def __call__(self, gradients: PerSampleGradients) -> torch.Tensor:
-        """[n, k] of n gradients, float32 or, where they are, float64."""
-        return (
-            self.flat.join(gradients.materialise())
-            if self.projection is None
-            else gradients.project(self.projection)
-        )
-
-    def columns(self, per: Per) -> dict[str, slice | list[int]]:
-        """Label -> its columns. Raises InfluenceError where the columns are all parameters' together."""
-        if per == "total":
-            return {"": slice(0, self.width)}
-        if self.projection is None:
-            columns = self.flat.columns
-        elif self.projection.per == "parameter":
-            columns = self.projection.columns(self.flat.shapes)
-        else:
-            raise InfluenceError(
-                f"scores by layer were asked of gradients whose {self.projection.kind} projection adds all"
-                " parameters up",
-                expected="columns of their own for each parameter",
-                next_step="use projection: two-sided or none, or leave `layers` out",
-            )
-        if per == "parameter":
-            return dict(columns)
-        groups: dict[str, list[int]] = {}
-        for name, found in columns.items():
-            groups.setdefault(name.rpartition(".")[0], []).extend(range(found.start, found.stop))
-        return dict(groups)
-
-
-def seed_of(seed: int, number: int) -> int:
-    """The seed of checkpoint `number`'s projection: projections of different checkpoints, and of different
-    seeds, share nothing.
-    """
-    return int.from_bytes(
-        hashlib.sha256(f"psgrad checkpoint {number} of seed {seed}".encode()).digest()[:7], "little"
-    )
-
+from psgrad.errors import InfluenceError
 
 # What may be left of the loss's slope that the margin does not explain, relative, squared.
 _UNEXPLAINED = 1e-4

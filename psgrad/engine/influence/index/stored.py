@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.index.rows import BLOCK, Kind, Of, Projector, RowBlock, moments
+from psgrad.engine.gradients.projections.projector import Kind, Projector
+from psgrad.engine.influence.index.rows import BLOCK, Of, RowBlock, moments
 from psgrad.errors import ConfigError, InfluenceError
 
 DType = Literal["float64", "float32", "float16", "bfloat16"]

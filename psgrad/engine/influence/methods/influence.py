@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
-from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
 from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, Setting, default_damping
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method

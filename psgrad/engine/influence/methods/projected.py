@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.projections.projector import Kind, Projector
 from psgrad.engine.influence.index.estimators import RowInfluence
-from psgrad.engine.influence.index.rows import Kind, Projector, RowsInMemory, RowSource
+from psgrad.engine.influence.index.rows import RowsInMemory, RowSource
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.errors import InfluenceError
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from psgrad.engine.execution.memory import free_memory
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.solvers.spectrum import (
     ROUNDING,
     assert_finite,

@@ -15,7 +15,6 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.influence.curvature.rows import OutputRows
 from psgrad.engine.influence.solvers.spectrum import extremes, random_block
 from psgrad.errors import InfluenceError
 
@@ -128,25 +127,6 @@ def _no_inverse(
     )
 
 
-# Bytes that rows may take that are held against all others at once.
-_SLAB_BYTES = 1 << 30
-
-
-def kernel(rows: Examples) -> torch.Tensor:
-    """[N, N] float64, on the rows' device: the inner products of all rows with one another. Only the lower
-    half is exact in its order of rounding; the whole is symmetric up to that.
-    """
-    each = rows.per_sample if isinstance(rows, OutputRows) else 1
-    step = max(1, _SLAB_BYTES // (8 * rows.flat.size * each))
-    whole = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    for start in range(0, rows.count, step):
-        stop = min(start + step, rows.count)
-        slab = _gradients(rows, start, stop)
-        for found_rows, found in rows.each(lambda gradients, slab=slab: {"products": gradients.inner(slab)}):  # type: ignore[misc]
-            whole[found_rows, start * each : stop * each] = found["products"].to(whole.device)
-    return whole
-
-
 def products(rows: Examples, vectors: PerSampleGradients) -> torch.Tensor:
     """[N, k] float64, on the CPU: each row's inner product with each of k vectors."""
     return torch.cat(
@@ -217,7 +197,3 @@ class KernelInverse:
                 .unbind(-1)
             )
         )
-
-
-def _gradients(rows: Examples, start: int, stop: int) -> PerSampleGradients:
-    return rows.gradients(start, stop) if isinstance(rows, OutputRows) else rows.stream.gradients(start, stop)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.influence.solvers.direct import kernel
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.engine.measures.projected import COLUMN, Projected
 from psgrad.engine.measures.sums import block_sums, interval, resampled, shared_sums
@@ -252,7 +252,7 @@ class CovarianceSpectrum(Measure):
             )
         total = float(rows["grad_norm"][found.places].square().sum())
         if self._sums is None:
-            products = kernel(examples).cpu()[found.places][:, found.places]
+            products = gram_matrix(examples).cpu()[found.places][:, found.places]
             values, method, noise = (
                 _eigenvalues(_centred(products)),
                 "exact, by the samples' inner products",

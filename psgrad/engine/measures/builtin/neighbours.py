@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from psgrad.engine.execution.memory import free_host_memory
+from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.influence.index.rows import Projector
+from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.engine.measures.projected import COLUMN, Projected, spread
 from psgrad.errors import MeasureError

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.curvature.rows import JacobianRows
-from psgrad.engine.influence.solvers.direct import kernel
+from psgrad.engine.execution.output_rows import JacobianRows, gram_matrix
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.projected import chosen_rows, examples_at
 from psgrad.engine.transforms import vmap
@@ -93,7 +92,7 @@ class NTK(Measure):
         jacobians = JacobianRows(
             some.objective, some.read, some.count, some.options, some.numbers, per_sample=outputs
         )
-        whole = kernel(jacobians).cpu()
+        whole = gram_matrix(jacobians).cpu()
         whole = (whole + whole.t()) / 2
         blocks = whole.reshape(n, outputs, n, outputs)
         trace_kernel = blocks.diagonal(dim1=1, dim2=3).mean(2)

@@ -31,6 +31,8 @@ from psgrad.errors import InfluenceError
 # the second derivative is a difference of such.
 _ROUNDING = 1e-7
 _CANCELLED = 64 * torch.finfo(torch.float64).eps
+# Bytes that rows may take that are held against all others at once.
+_SLAB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -298,3 +300,22 @@ def _assert_one_tensor(output: Any) -> None:
 class _Numbered:
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor | None
+
+
+def gram_matrix(rows: Examples) -> torch.Tensor:
+    """[N, N] float64, on the rows' device: the inner products of all rows with one another. Only the lower
+    half is exact in its order of rounding; the whole is symmetric up to that.
+    """
+    each = rows.per_sample if isinstance(rows, OutputRows) else 1
+    step = max(1, _SLAB_BYTES // (8 * rows.flat.size * each))
+    whole = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for start in range(0, rows.count, step):
+        stop = min(start + step, rows.count)
+        slab = _gradients(rows, start, stop)
+        for found_rows, found in rows.each(lambda gradients, slab=slab: {"products": gradients.inner(slab)}):  # type: ignore[misc]
+            whole[found_rows, start * each : stop * each] = found["products"].to(whole.device)
+    return whole
+
+
+def _gradients(rows: Examples, start: int, stop: int) -> PerSampleGradients:
+    return rows.gradients(start, stop) if isinstance(rows, OutputRows) else rows.stream.gradients(start, stop)
