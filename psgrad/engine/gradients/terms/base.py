@@ -203,6 +203,22 @@ class Term(ABC):
         """
         return False
 
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        """Groups, rows and columns of a sum of outer products as matrices; None for any other kind."""
+        return None
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the first factor of the outer products is one-hot: `factors` are then the rows [n, t, b]
+        and the index [n, t].
+        """
+        return False
+
+    def as_product(self) -> Term:
+        """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
+        raise NotImplementedError
+
     def square_sums(self) -> torch.Tensor | None:
         """[*shape] float64: the sum over samples of the squares of the value's elements; None if not by
         factors.

@@ -203,6 +203,11 @@ class Convolution(Term):
         )
         return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
 
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        groups = self.geometry.groups
+        return groups, self.shape[0] // groups, self.weight_shape[1:].numel()
+
     def simplified(self) -> Term:
         """A convolution with windows of one element has its patches in the input."""
         return self.as_product() if math.prod(self.shape[2:]) == 1 and self.geometry.groups == 1 else self

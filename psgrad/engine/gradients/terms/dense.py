@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Dense(Term):
-    """A stored value: biases, affine parameters, what has no factors, and what is smaller than its factors."""
+    """A stored value: biases, affine parameters, values without factors or smaller than their factors."""
 
     value: torch.Tensor  # [n, *shape]
     materialised: bool = False  # whether it had factors

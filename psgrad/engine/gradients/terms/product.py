@@ -131,6 +131,13 @@ class Product(Term):
     def is_outer_product(self) -> bool:
         return self.left.shape[2] == 1
 
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        return self.shape  # type: ignore[return-value]
+
+    def as_product(self) -> Product:
+        return self
+
     def square_sums(self) -> torch.Tensor | None:
         """Of one outer product per sample: sum_n (l_n r_n^T)^2 = (L^2)^T (R^2)."""
         if not self.is_outer_product:

@@ -138,6 +138,14 @@ class Rows(Term):
     def describe(self) -> str:
         return "materialise" if self._table_is_smaller else "index"
 
+    @property
+    def is_lookup(self) -> bool:
+        return True
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        return (1, *self.shape)  # type: ignore[return-value]
+
     def square_sums(self) -> torch.Tensor:
         total = torch.zeros(self.count, self.rows.shape[2], dtype=torch.float64, device=self.device)
         for block in blocks(self.samples, 24 * self.rows[:1].numel(), self.device):
@@ -359,7 +367,7 @@ class Rows(Term):
 
 @dataclass
 class _Cut:
-    """Rows whose columns are cut into the atoms of a layout. The axis of the table must be whole, and alone."""
+    """Rows whose columns are cut into the atoms of a layout; the axis of the table is whole and alone."""
 
     index: torch.Tensor  # [n, t]
     rows: torch.Tensor  # [n, t, *columns]
