@@ -294,8 +294,8 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
 def prepare(
     run: Setup, measures: list[Measure], count: int, say: Callable[[str], None]
 ) -> tuple[Setting, list[Measure]]:
-    """(what is measured, all measures of the run), with the model's summary being what they keep of an
-    output.
+    """(what is measured, all measures of the run). The objective of its examples keeps of an output what the
+    measures ask for.
 
     `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
     loss or the data.
@@ -303,8 +303,9 @@ def prepare(
     everywhere = [GradientNorms(), Predictions(summary_for(run.criterion.kind, run.criterion.ignore_index))]
     every = [*everywhere, *measures]
     targets = run.reader.samples.targets
+    objective = run.objective.with_summary(partial(joined_summary, every))
     setting = Setting(
-        examples=Examples(run.objective, run.reader, count, run.stream_options(say)),
+        examples=Examples(objective, run.reader, count, run.stream_options(say)),
         kind=run.criterion.kind,
         targets=(
             torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None
@@ -319,7 +320,6 @@ def prepare(
     for measure in every:
         measure.prepare(setting)
     _require_one_draw(run, every)
-    run.objective.summary = partial(joined_summary, every)
     return setting, every
 
 

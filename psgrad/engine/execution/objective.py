@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -60,6 +61,18 @@ class Objective:
                 next_step="set requires_grad=True on the parameters to look at",
             )
         self._slots = tied_slots(model, self.params)
+
+    def with_scalar(self, criterion: Criterion, summary: Summary | None = None) -> Objective:
+        """A new objective: the same model and parameters, another scalar of (output, target), another
+        summary.
+        """
+        other = copy.copy(self)
+        other.criterion, other.summary = criterion, summary
+        return other
+
+    def with_summary(self, summary: Summary | None) -> Objective:
+        """A new objective with another summary."""
+        return self.with_scalar(self.criterion, summary)
 
     def precision(self) -> AbstractContextManager[Any]:
         """What model and criterion run under.

@@ -68,4 +68,4 @@ def _made_real(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, An
         or not (result.is_floating_point() or result.is_complex())
     ):
         return result
-    return DeferredGradient.of(Dense(batch.physical(result), written_out=True, lost_at=lost), result.shape)
+    return DeferredGradient.of(Dense(batch.physical(result), materialised=True, lost_at=lost), result.shape)

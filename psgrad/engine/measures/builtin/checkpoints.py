@@ -68,11 +68,7 @@ class Moments(Measure):
 
     def passes(self) -> Sequence[OwnPass]:
         examples, moments = self._setting.examples, self._setting.moments
-        model = self._with_summary(
-            Objective(
-                examples.objective.model, examples.objective.criterion, autocast=examples.objective.autocast
-            )
-        )
+        model = self._with_summary(examples.objective)
         self._grouping = grouped(examples, model, len(moments), examples.stream.chunk_size)
         found, first = [], 0
         for size in self._grouping.sizes:
@@ -102,8 +98,7 @@ class Moments(Measure):
         return there.stream.run(len(examples), [Asking(first)], ensemble, start)
 
     def _with_summary(self, objective: Objective) -> Objective:
-        objective.summary = moment_summary(self._setting.kind, self._setting.ignore_index)
-        return objective
+        return objective.with_summary(moment_summary(self._setting.kind, self._setting.ignore_index))
 
 
 def _pass_name(first: int, size: int) -> str:
