@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.reports.page import facts_of, made_words
-from psgrad.workflows.identity import command_line, origin, revision_of
+from psgrad.workflows.running import command_line, origin, revision_of
 from tests.private_workplace import PrivateWorkplace
 from tests.reports.frames import MANIFEST
 from tests.workplace import Workplace
@@ -108,8 +108,8 @@ def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
             "2026-01-04T00:00:00+00:00",
         ]
     )
-    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: next(times))
-    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: "2026-02-02T00:00:00+00:00")
+    monkeypatch.setattr("psgrad.workflows.running.now", lambda: next(times))
+    monkeypatch.setattr("psgrad.workflows.running.now", lambda: "2026-02-02T00:00:00+00:00")
     for options in ((), ("--resume",)):
         private_workplace.succeeded(*options)
         manifest = json.loads(

@@ -15,6 +15,7 @@ from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.rows import Samples
+from psgrad.inputs.shown import input_of, vocabulary_of
 from psgrad.quality.gates import share_of
 from psgrad.reports.analyze_page import write_report
 from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
@@ -22,21 +23,11 @@ from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.wording import LOSSES_IN_NATS, listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
-from psgrad.workflows.identity import (
-    NAMES,
-    Clock,
-    describe_run,
-    identity,
-    measure_specs,
-    names_of,
-    recorded,
-    reopen,
-    require_judged_alike,
-)
-from psgrad.workflows.influence_ranking import input_of, vocabulary_of
+from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, reopen, require_judged_alike
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Passes, about_rows
+from psgrad.workflows.running import Clock, describe_run, recorded
 from psgrad.workflows.setup import set_up
 
 _PICTURES = 40
@@ -66,7 +57,7 @@ def analyze(
     with clock("load"):
         measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
-        run = set_up(config)
+        run = set_up(config).with_rows_described()
         count = limited(len(run.samples), limit)
         setting, every = prepare(
             run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))

@@ -20,7 +20,6 @@ from psgrad.errors import ConfigError
 from psgrad.reports.costs import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress
 from psgrad.storage import PrivateRunFolder
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_setup import (
     PrivateSetup,
@@ -30,6 +29,7 @@ from psgrad.workflows.private_setup import (
     set_up_privately,
     unit_in_words,
 )
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 Say = Callable[[Progress], None]
 

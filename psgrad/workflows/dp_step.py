@@ -39,7 +39,6 @@ from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.wording import LOSSES_IN_NATS
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.plan import curve_points
 from psgrad.workflows.private_setup import (
     PrivateSetup,
@@ -59,7 +58,7 @@ from psgrad.workflows.private_statement import (
     software,
     weights_note,
 )
-from psgrad.workflows.setup import held
+from psgrad.workflows.running import Clock, describe_run, held, recorded
 
 Say = Callable[[Progress], None]
 

@@ -16,6 +16,7 @@ from psgrad.engine.influence.method import Fitted, Screened, screened
 from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
+from psgrad.inputs.shown import input_of
 from psgrad.reports.costs import duration
 from psgrad.results import InfluenceResult, Progress
 from psgrad.results.influence import (
@@ -27,9 +28,8 @@ from psgrad.results.influence import (
     shown_rows,
 )
 from psgrad.storage import RunFolder
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.influence_index import open_index, screened_rows
-from psgrad.workflows.influence_ranking import Rankings, check_removals, input_of, marked_beyond_loss, rank
+from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     chosen_rows,
@@ -38,6 +38,7 @@ from psgrad.workflows.influence_setup import (
     told_of_queries,
     unit_of,
 )
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 Say = Callable[[Progress], None]
 

@@ -43,9 +43,9 @@ from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluati
 from psgrad.storage import RunFolder
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.influence import described, without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
 

@@ -15,8 +15,9 @@ from psgrad.engine.influence.method import Screened
 from psgrad.errors import ConfigError, OutputError
 from psgrad.results import IndexResult, Progress
 from psgrad.storage.gradient_index import GradientIndex
-from psgrad.workflows.identity import Clock, hashes_of
+from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
+from psgrad.workflows.running import Clock
 from psgrad.workflows.setup import Setup
 
 Say = Callable[[Progress], None]

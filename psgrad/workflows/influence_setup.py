@@ -31,9 +31,10 @@ from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, Mod
 from psgrad.inputs.code import describe_failure, resolve
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
+from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.setup import CheckedReader, Setup, class_count, draws_at_random, set_up
+from psgrad.workflows.setup import Setup, class_count, draws_at_random, load, setup_of
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -192,7 +193,9 @@ def first_run(config: Config) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
-    run = set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    run = setup_of(
+        load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    )
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they"

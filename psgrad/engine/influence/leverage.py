@@ -30,7 +30,6 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Batch
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.curvature.products import Curvature
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
@@ -224,9 +223,7 @@ def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
     def product(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
         return (output.reshape(-1) * cotangent).sum()
 
-    objective = Objective(training.objective.model, product, autocast=training.objective.autocast)
-    objective.params = training.params
-    return Examples(objective, read, training.count, training.options, training.numbers)
+    return replace(training, objective=training.objective.with_scalar(product), read=read)
 
 
 @dataclass(frozen=True)
