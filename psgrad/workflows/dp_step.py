@@ -120,13 +120,12 @@ def dp_step(
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
         setup.began.require_unwritten()
-    facts = {**describe_run("dp-step", setup.run, check), "hashes": hashes}
+    manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
         folder = PrivateRunFolder.create(config.output, overwrite)
-        folder.write_manifest(
-            {**facts, "state": "running"}
-        )  # before the ledger: who resumes must know the data again
+        # Before the ledger: a process that resumes the run must recognise the data.
+        folder.write_manifest(replace(manifest, state="running").content())
         snapshot = None
     else:
         was = require_same_data(folder, hashes)
@@ -138,9 +137,9 @@ def dp_step(
             )
         require_same(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
-        facts["hashes"] = was
+        manifest = replace(manifest, hashes=was)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
-    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, facts, clock):
+    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, manifest, clock):
         notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
         folder.remove_leftovers()
         training = PrivateTraining(
@@ -163,7 +162,6 @@ def dp_step(
         run = Run(setup, base, folder, ledger, training, lost=taken - saved)
         with clock("steps"):
             run.take(steps, progress)
-        facts["timings"] = clock.seconds
         with clock("accounting"):
             return run.finish([note for note in notes if note is not None])
 

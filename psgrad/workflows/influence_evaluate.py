@@ -237,8 +237,8 @@ def evaluate_influence(
     with clock("screening"):
         setup, _ = without_nonfinite(setup, known=None, say=say)
     folder = RunFolder.create(path, overwrite)
-    facts = describe_run("influence-evaluation", setup.run, check) | described(setup)
-    with recorded(folder, facts, clock):
+    manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
+    with recorded(folder, manifest, clock) as record:
         with clock("evaluation"):
             bench = bench_of(setup, folder, progress)
             found = _WAYS[kind](bench)
@@ -253,10 +253,10 @@ def evaluate_influence(
             points=found.points,
             curves=found.curves,
             notes=[*bench.notes, *dict.fromkeys(said)],
-            manifest=facts,
+            manifest=record.manifest.content(),
         )
-        facts["evaluation"] = evaluation_content(result)
-        facts["timings"] = clock.seconds
+        facts = record.add(evaluation=evaluation_content(result), timings=clock.seconds)
+        result = replace(result, manifest=facts)
         write_files(result, folder)
     return result
 

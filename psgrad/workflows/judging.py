@@ -81,19 +81,17 @@ class Judging:
             "score": self._outliers.score,
         }
 
-    def measure(self, folder: RunFolder, say: Say) -> None:
-        """Measure the dataset that is the reference, where one is. What is finished is kept in the run's
-        folder, as its own rows are.
+    def reference(self, folder: RunFolder, say: Say) -> Reference | None:
+        """The trusted samples with their scores; None where there are none. A dataset is measured now, and
+        what is finished of it is kept in the run's folder, as the run's own rows are.
         """
-        if self._trusted is not None:
-            self._found = self._measure(self._trusted, folder, say)
+        return self._found if self._trusted is None else self._measure(self._trusted, folder, say)
 
-    def judge(self, measured: Measured) -> Judged:
-        """The verdict on what was measured."""
+    def judge(self, measured: Measured, reference: Reference | None) -> Judged:
+        """The verdict on what was measured, against the trusted samples."""
         frame = measured.table
         if self._of_data is not None and self._units is not None:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
-        reference = self._found
         relative = [each for each in self._measures if each.looks_twice or each.name in _RELATIVE]
         is_relative = self._outliers.score in _RELATIVE_COLUMNS or any(
             _gives(each, self._outliers.score) for each in relative

@@ -44,8 +44,6 @@ from psgrad.workflows.setup import Setup, draws_at_random
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "token_accuracy"})
 # The measure whose rows detectors judge.
 PROJECTED = "projected_gradients"
-# Measures that take a sample's gradient again in passes of their own.
-_ASK_AGAIN = ("vog", "moments")
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
 
 
@@ -334,9 +332,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     much memory is free; what differs from checkpoint to checkpoint would be the draws.
     """
     twice = [
-        each.name
-        for each in measures
-        if each.looks_twice or any(name in _ASK_AGAIN for name in (each.name, *each.needs))
+        each.name for each in measures if each.looks_twice or each.name == "vog" or "moments" in each.needs
     ]
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(

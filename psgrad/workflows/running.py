@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -23,18 +24,12 @@ import torch
 
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.inputs.code import module_of
+from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.storage.folders import RunFolder
 from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.setup import Setup
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-
-
-def origin(base: Path) -> dict[str, Any]:
-    """created: now, UTC. command_line: of psgrad, None where it was called from Python. revision:
-    `revision_of` the folder `base`.
-    """
-    return {"created": now(), "command_line": command_line(), "revision": revision_of(base)}
 
 
 def now() -> str:
@@ -103,79 +98,87 @@ class Clock:
 
 def describe_run(
     command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
-) -> dict[str, Any]:
+) -> RunManifest:
     """What manifest.json says of a run before it starts. `specs` name code that it runs besides its model's,
     loss's and data's.
     """
-    config, loaded = run.config, run.loaded
+    config, loaded, device = run.config, run.loaded, str(run.device)
     parameters = list(loaded.model.parameters())
-    return {
-        "version": 1,
-        "command": command,
-        **origin(config.base),
-        "config": config.model_dump(mode="json"),
-        "config_folder": str(config.base),  # what the paths in it are relative to
-        "versions": {
+    made = module_of(config.data.factory) if config.data.factory else None
+    if run.device.type != "cpu":
+        device = f"{device} ({torch.cuda.get_device_name(run.device)})"
+    return RunManifest(
+        command=command,
+        created=now(),
+        command_line=command_line(),
+        revision=revision_of(config.base),
+        config=config.model_dump(mode="json"),
+        config_folder=str(config.base),
+        versions={
             "psgrad": version("psgrad"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "model": {
-            "factory": config.model.factory,
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-            "checkpoint": config.model.checkpoint,
-            "sha256": loaded.sha256,
-            "notes": loaded.notes,
-            "modules_imported": [
+        model=ModelFacts(
+            factory=config.model.factory,
+            parameters=sum(p.numel() for p in parameters),
+            trainable=sum(p.numel() for p in parameters if p.requires_grad),
+            checkpoint=config.model.checkpoint,
+            sha256=loaded.sha256,
+            notes=loaded.notes,
+            modules_imported=[
                 *loaded.modules_imported,
                 *run.criterion.modules_imported,
-                *([module_of(config.data.factory)] if config.data.factory else []),
+                *([] if made is None else [made]),
             ],
-        },
-        "data": {"source": config.data.path or config.data.factory, "fingerprint": run.samples.fingerprint},
-        "hashes": hashes_of(run, specs),
-        "engine": {
-            "device": (
-                str(run.device)
-                if run.device.type == "cpu"
-                else f"{run.device} ({torch.cuda.get_device_name(run.device)})"
-            ),
-            "dtype": config.engine.dtype,
-            "threads": torch.get_num_threads(),
-        },
-        "self_check": (
-            {"samples": 0, "reason": "the model draws at random in train mode"}
-            if check is None
-            else {"samples": len(check.rows), "rows": check.rows, "worst_relative_error": check.worst}
-            | ({"worst_error_of_autocast": check.worst_rounding} if check.rounding else {})
         ),
-        "contains_private_statistics": True,
-    }
+        data=DataFacts(config.data.path or config.data.factory, run.samples.fingerprint),
+        hashes=hashes_of(run, specs),
+        engine=EngineFacts(device, config.engine.dtype, torch.get_num_threads()),
+        self_check=(
+            SelfCheckFacts(reason="the model draws at random in train mode")
+            if check is None
+            else SelfCheckFacts(
+                len(check.rows),
+                rows=check.rows,
+                worst_relative_error=check.worst,
+                worst_error_of_autocast=check.worst_rounding if check.rounding else None,
+            )
+        ),
+    )
+
+
+class Record:
+    """The manifest of a run that is going on; `add` has more of it said when the run ends."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self.manifest = manifest
+
+    def add(self, **parts: Any) -> dict[str, Any]:
+        """Say these parts of the manifest, too; returns what the file will hold."""
+        self.manifest = replace(self.manifest, **parts)
+        return self.manifest.content()
 
 
 @contextmanager
-def recorded(folder: RunFolder, facts: dict[str, Any], clock: Clock) -> Iterator[None]:
+def recorded(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator[Record]:
     """Keeps manifest.json true to what has happened: running, finished, failed or interrupted.
 
-    `created` is when the run began, whichever process goes on with it, and `finished` when it came to its
-    end.
+    `created` is when the run began, whichever process continues it, and `finished` when it came to its end.
     """
-    facts["created"] = folder.manifest().get("created") or facts["created"]
-    folder.write_manifest({**facts, "state": "running"})
+    record = Record(replace(manifest, created=folder.manifest().get("created") or manifest.created))
+    folder.write_manifest(replace(record.manifest, state="running").content())
     try:
-        yield
+        yield record
     except BaseException as error:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        try:
-            counts = {"finished_samples": folder.rows}
-            folder.write_manifest(
-                {**facts, "state": state, "error": str(error), "counts": counts, "timings": clock.seconds}
-            )
-        except Exception:
-            pass  # the disk may be full, and what has gone wrong first is what the user must hear
+        counts = Counts(finished_samples=folder.rows)
+        record.add(state=state, error=str(error), counts=counts, timings=clock.seconds)
+        with suppress(Exception):  # the disk may be full, and the user must read what went wrong first
+            folder.write_manifest(record.manifest.content())
         raise
-    folder.write_manifest({**facts, "state": "finished", "finished": now(), "timings": clock.seconds})
+    ended = replace(record.manifest, state="finished", finished=now(), timings=clock.seconds)
+    folder.write_manifest(ended.content())
 
 
 @contextmanager
