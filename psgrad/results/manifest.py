@@ -276,6 +276,11 @@ class RunManifest:
         return self.outliers or OutlierFacts()
 
     @property
+    def score(self) -> str:
+        """The column that decided who is an outlier, as the config names it."""
+        return str(self.setting("analyze", "outliers", "score") or "grad_norm")
+
+    @property
     def partial(self) -> str | None:
         """A part of a sentence where the run looked at a part of its dataset."""
         looked, there = self.counts.samples or 0, self.counts.in_dataset or 0

@@ -15,6 +15,7 @@ from psgrad.quality.comparison import changes_of, counts_of, groups_of, matched,
 from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
 from psgrad.reports.analyze_page import write_report
 from psgrad.results.findings import Comparison
+from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run, read_columns
 from psgrad.wording import told
@@ -30,7 +31,7 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     Raises DataError for a folder that holds no finished run, and for two runs that have no sample in common.
     """
     theirs, ours = finished_manifest(a), finished_manifest(b)
-    (score_a, tail_a, _), (score, tail, by) = _judged_by(theirs), _judged_by(ours)
+    (score_a, tail_a, _), (score, tail, by) = map(_judged_by, map(read_manifest, (theirs, ours)))
     warnings = []
     if (score_a, tail_a) != (score, tail):
         warnings.append(
@@ -73,9 +74,9 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     )
 
 
-def _judged_by(manifest: Mapping[str, Any]) -> tuple[str, str, str | None]:
-    outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
-    return outliers.get("score") or "grad_norm", outliers.get("tail") or "upper", outliers.get("group_by")
+def _judged_by(run: RunManifest) -> tuple[str, str, str | None]:
+    outliers = run.setting("analyze", "outliers") or {}
+    return run.score, outliers.get("tail") or "upper", outliers.get("group_by")
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -95,12 +96,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             else []
         )
     for name, manifest in (("A", a), ("B", b)):
-        counts = manifest.get("counts", {})
-        looked, there = counts.get("samples", 0), counts.get("in_dataset", 0)
-        if looked < there:
-            words.append(
-                f"{name} is PARTIAL: it looked at the first {looked:,} of {there:,} samples (--limit)"
-            )
+        if partial := read_manifest(manifest).partial:
+            words.append(f"{name} is PARTIAL: it {partial}")
     return words + [
         f"{name} {UNIDENTIFIED}"
         for name, measured in (("A", before), ("B", after))
@@ -110,11 +107,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _data_of(manifest: Mapping[str, Any]) -> str:
     """The hash of what the rows of a run hold; of an older one the hash of its data's file."""
-    return str(
-        manifest.get("identity", {}).get("data (its content)")
-        or manifest.get("data", {}).get("fingerprint")
-        or ""
-    )
+    run = read_manifest(manifest)
+    return str((run.identity or {}).get("data (its content)") or run.data.fingerprint or "")
 
 
 @dataclass(frozen=True)
