@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,15 @@ from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
 from psgrad.quality.gates import share_of
 from psgrad.reports.analyze_page import write_report
-from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
+from psgrad.results import (
+    PARAMETER_COLUMNS,
+    AnalyzeResult,
+    MeasureResult,
+    Progress,
+    Say,
+    TopSample,
+    top_samples,
+)
 from psgrad.results.manifest import Counts, EngineFacts
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
@@ -33,8 +41,6 @@ from psgrad.workflows.running import Clock, describe_run, recorded
 from psgrad.workflows.setup import set_up
 
 _PICTURES = 40
-
-Say = Callable[[Progress], None]
 
 
 def analyze(

@@ -1,23 +1,17 @@
-"""`psgrad diff A B`: which samples came, went, rose and fell between two finished runs, without torch.
-
-`psgrad report`: the page and the figures of a finished run, made again from its folder, without torch.
-"""
+"""`psgrad diff A B`: which samples came, went, rose and fell between two finished runs, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from psgrad.errors import DataError
 from psgrad.quality.comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
-from psgrad.reports.analyze_page import write_report
 from psgrad.results.findings import Comparison
 from psgrad.results.manifest import RunManifest, read_manifest
-from psgrad.storage import RunFolder
-from psgrad.storage.finished import finished_manifest, load_run, read_columns
+from psgrad.storage.finished import finished_manifest, read_columns
 from psgrad.wording import told
 
 # Of a hash, for people.
@@ -109,30 +103,3 @@ def _data_of(manifest: Mapping[str, Any]) -> str:
     """The hash of what the rows of a run hold; of an older one the hash of its data's file."""
     run = read_manifest(manifest)
     return str((run.identity or {}).get("data (its content)") or run.data.fingerprint or "")
-
-
-@dataclass(frozen=True)
-class WrittenReport:
-    """page: where report.html is. figures: how many were written to plots/ beside it."""
-
-    page: Path
-    figures: int
-
-
-def report(run: Path, *, output: Path | None = None) -> WrittenReport:
-    """Make report.html and plots/ of the finished run in a folder again, there or in the folder `output`.
-
-    From the same run folder and the same version of psgrad the same bytes come, those that `psgrad analyze`
-    wrote. Raises PsgradError where the folder holds no finished run of `psgrad analyze`, and where the report
-    can't be written.
-    """
-    result = load_run(run)
-    folder = RunFolder(run if output is None else output)
-    written: list[str] = []
-
-    def write(name: str, data: bytes) -> None:
-        folder.write_bytes(name, data)
-        written.append(name)
-
-    write_report(result, write)
-    return WrittenReport(folder.path / "report.html", len(written) - 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, Played, Ve
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.errors import ConfigError
 from psgrad.reports.costs import audit_content
-from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress
+from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_setup import (
@@ -30,8 +29,6 @@ from psgrad.workflows.private_setup import (
     unit_in_words,
 )
 from psgrad.workflows.running import Clock, describe_run, recorded
-
-Say = Callable[[Progress], None]
 
 FILE = "audit.json"
 # More canaries say more, and fewer find a place in small clipping groups.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -33,13 +32,13 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
 from psgrad.reports.words import count
-from psgrad.results import STEP_COLUMNS, DPStepResult, Progress
+from psgrad.results import STEP_COLUMNS, DPStepResult, Progress, Say
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.wording import LOSSES_IN_NATS
-from psgrad.workflows.plan import curve_points
+from psgrad.workflows.dp_plan import curve_points
 from psgrad.workflows.private_setup import (
     PrivateSetup,
     base_multiplier,
@@ -59,8 +58,6 @@ from psgrad.workflows.private_statement import (
     weights_note,
 )
 from psgrad.workflows.running import Clock, describe_run, held, recorded
-
-Say = Callable[[Progress], None]
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 _STEPS = "steps.parquet"

@@ -27,7 +27,8 @@ NAMES = "identity.json"
 changed.
 """
 
-_SHOWN = 4
+# Names in a sentence, and changes in a message.
+_SHOWN, _LISTED = 4, 12
 
 
 def code_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, CodeIdentity]:
@@ -151,24 +152,12 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
             ),
             next_step="begin anew with --overwrite, or another --output",
         )
-    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-    if changed == [_CHECKPOINT]:  # saved again, with the same weights
-        changed = []
-    if changed:
-        parts = _parts_that_differ(path, names_of(run))
-        shown = [
-            f"  {key}: was {told(then.get(key))}, is {told(now.get(key))}{parts.get(key, '')}"
-            for key in changed[:12]
-        ]
-        more = [f"  and {len(changed) - 12} more"] if len(changed) > 12 else []
+    parts = _parts_that_differ(path, names_of(run))
+    changed = _changes(then, now, parts)
+    if list(changed) != [_CHECKPOINT] and changed:  # alone: it was saved again, with the same weights
         raise ConfigError(
-            "\n".join(
-                [
-                    f"the run in {path} was begun with something else, and rows of two runs can't be mixed:",
-                    *shown,
-                    *more,
-                ]
-            ),
+            f"the run in {path} was begun with something else, and rows of two runs can't be mixed:"
+            f"{_listed(changed)}",
             expected="the config, checkpoint, data and code of the run that is to go on",
             next_step="put back what changed; or begin anew with --overwrite, or another --output",
         )
@@ -195,17 +184,30 @@ def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -
         {key: each.get(key) for key in _OF_VERDICT}
         for each in (manifest.get("config", {}).get("analyze", {}), dumped)
     )
-    then, now = _flat(then, "analyze"), _flat(now, "analyze")
-    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    changed = _changes(_flat(then, "analyze"), _flat(now, "analyze"))
     if changed:
-        shown = [f"  {key}: was {told(then.get(key))}, is {told(now.get(key))}" for key in changed[:12]]
         raise ConfigError(
-            "\n".join(
-                [f"the run in {path} is finished, and its samples were judged by other rules:", *shown]
-            ),
+            f"the run in {path} is finished, and its samples were judged by other rules:{_listed(changed)}",
             expected="the rules by which it was judged; its gate alone may be another",
             next_step="run it anew with --overwrite, or another --output; or put back what changed",
         )
+
+
+def _changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], more: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """key -> what of it changed, in words; `more` is added to those of some keys."""
+    return {
+        key: f"was {told(then.get(key))}, is {told(now.get(key))}{(more or {}).get(key, '')}"
+        for key in {**then, **now}
+        if then.get(key) != now.get(key)
+    }
+
+
+def _listed(changed: Mapping[str, str]) -> str:
+    """The first changes, a line each."""
+    lines = [f"\n  {key}: {words}" for key, words in list(changed.items())[:_LISTED]]
+    return "".join(lines) + (f"\n  and {len(changed) - _LISTED} more" if len(changed) > _LISTED else "")
 
 
 def _flat(content: Any, above: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
 from psgrad.reports.costs import duration
-from psgrad.results import InfluenceResult, Progress
+from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
     QUERY_COLUMNS,
     SIGN,
@@ -40,8 +40,6 @@ from psgrad.workflows.influence_setup import (
     unit_of,
 )
 from psgrad.workflows.running import Clock, describe_run, recorded
-
-Say = Callable[[Progress], None]
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6

@@ -38,7 +38,7 @@ from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.rows import Block
 from psgrad.reports.evaluation import evaluation_plots, finite
-from psgrad.results import Progress
+from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
@@ -190,8 +190,6 @@ def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
             bench.notes += [note] if note not in bench.notes else []
     return found
 
-
-Say = Callable[[Progress], None]
 
 _WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
     "lds": evaluate_lds,

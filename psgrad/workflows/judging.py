@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from psgrad.quality.references import (
     require_comparable,
     scored_by,
 )
-from psgrad.results import SAMPLE_COLUMNS, Progress
+from psgrad.results import SAMPLE_COLUMNS, Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.identity import hashes_of, measure_specs
@@ -39,8 +39,6 @@ _PREFIX = "reference-"
 _RELATIVE = ("neighbour_distance",)
 # And columns of others.
 _RELATIVE_COLUMNS = ("vog_z",)
-
-Say = Callable[[Progress], None]
 
 
 class Judging:

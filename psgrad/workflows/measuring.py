@@ -20,7 +20,7 @@ from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondLook
 from psgrad.inputs.reader import digest_of
-from psgrad.results import Progress
+from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
 from psgrad.workflows.measures import joined_columns
@@ -34,7 +34,6 @@ _SECONDS_PER_SHARD = 30.0
 _FIRST, _SECOND = "samples", "samples-again"
 _CHUNK_SIZE = "stream.chunk_size"
 
-Say = Callable[[Progress], None]
 ABOUT_COLUMNS = ("id", "index", "fingerprint", "target")
 About = Callable[[int, int], dict[str, Any]]
 """(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
