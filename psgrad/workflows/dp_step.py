@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -33,14 +32,13 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
 from psgrad.reports.words import count
-from psgrad.results import STEP_COLUMNS, DPStepResult, Progress
+from psgrad.results import STEP_COLUMNS, DPStepResult, Progress, Say
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.wording import LOSSES_IN_NATS
-from psgrad.workflows.identity import Clock, describe_run, recorded
-from psgrad.workflows.plan import curve_points
+from psgrad.workflows.dp_plan import curve_points
 from psgrad.workflows.private_setup import (
     PrivateSetup,
     base_multiplier,
@@ -59,9 +57,7 @@ from psgrad.workflows.private_statement import (
     software,
     weights_note,
 )
-from psgrad.workflows.setup import held
-
-Say = Callable[[Progress], None]
+from psgrad.workflows.running import Clock, describe_run, held, recorded
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 _STEPS = "steps.parquet"
@@ -121,13 +117,12 @@ def dp_step(
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
         setup.began.require_unwritten()
-    facts = {**describe_run("dp-step", setup.run, check), "hashes": hashes}
+    manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
         folder = PrivateRunFolder.create(config.output, overwrite)
-        folder.write_manifest(
-            {**facts, "state": "running"}
-        )  # before the ledger: who resumes must know the data again
+        # Before the ledger: a process that resumes the run must recognise the data.
+        folder.write_manifest(replace(manifest, state="running").content())
         snapshot = None
     else:
         was = require_same_data(folder, hashes)
@@ -139,9 +134,9 @@ def dp_step(
             )
         require_same(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
-        facts["hashes"] = was
+        manifest = replace(manifest, hashes=was)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
-    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, facts, clock):
+    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, manifest, clock):
         notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
         folder.remove_leftovers()
         training = PrivateTraining(
@@ -164,7 +159,6 @@ def dp_step(
         run = Run(setup, base, folder, ledger, training, lost=taken - saved)
         with clock("steps"):
             run.take(steps, progress)
-        facts["timings"] = clock.seconds
         with clock("accounting"):
             return run.finish([note for note in notes if note is not None])
 

@@ -24,7 +24,7 @@ from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import ConfigError
 from psgrad.reports.privacy import guarantee
-from psgrad.results import STEP_KEYS
+from psgrad.results.privacy import StepStatement
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import differences, place_of, require_in_place
 from psgrad.storage.ledger_lines import require_same
@@ -260,7 +260,7 @@ class Statement:
         return line
 
     def step(self, ledger: Ledger, *, final: bool, model_sha256: str | None = None) -> dict[str, Any]:
-        """The content of public/step.json, of all that the ledger has: STEP_KEYS. Without `final` the slow
+        """The content of public/step.json, of all that the ledger has. Without `final` the slow
         accountant is left out.
 
         model_sha256: of the weights that go with it, public/model.safetensors.
@@ -279,49 +279,48 @@ class Statement:
         )
         latest = lines[-1] if lines else self._before_any_step()
         why_not = {"epsilon_rdp": why_no_number(rdp), "epsilon_pld": why_no_number(pld)}
-        step = {
-            "format": _STEP_FORMAT,
-            "versions": software(),
-            "guarantee": None,  # said below, of the rest
-            "steps": len(lines),
-            "planned_steps": privacy.steps,
-            "epsilon_rdp": rdp.value,
-            "epsilon_pld": pld.value,
-            "delta": privacy.delta,
-            "relation": privacy.relation,
-            "unit": unit_in_words(privacy),
-            "scheme": self.setup.sampling.scheme,
-            "sample_rate": self.setup.sampling.sample_rate,
-            "noise_multiplier": latest["noise_multiplier"],
-            "sensitivity": latest["sensitivity"],
-            "noise_std": latest["noise_std"],
-            "expected_batch_size": privacy.expected_batch_size,
-            "mechanism": privacy.noise.mechanism,
-            "rounding": self._rounding(lines),
-            "generator": self.generator.name,
-            "insecure_deterministic": privacy.noise.seed is not None,
-            "clipping": ledger.header["clipping"],
-            "adaptive": ledger.header["adaptive"],
-            "sampling": self.setup.sampling.describe(),
-            "schedule": schedule_of(privacy).describe(),
-            "optimizer": privacy.optimizer.model_dump(),
-            "trainable": self.setup.trainable,
-            "target_epsilon": privacy.noise.target_epsilon,
-            "planned_epsilon_rdp": planned_rdp.value,
-            "planned_epsilon_pld": planned_pld.value,
-            "rdp_order": rdp.order,
-            "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
-            "accounting_notes": {
+        step = StepStatement(
+            format=_STEP_FORMAT,
+            versions=software(),
+            guarantee=None,  # said below, of the rest
+            steps=len(lines),
+            planned_steps=privacy.steps,
+            epsilon_rdp=rdp.value,
+            epsilon_pld=pld.value,
+            delta=privacy.delta,
+            relation=privacy.relation,
+            unit=unit_in_words(privacy),
+            scheme=self.setup.sampling.scheme,
+            sample_rate=self.setup.sampling.sample_rate,
+            noise_multiplier=latest["noise_multiplier"],
+            sensitivity=latest["sensitivity"],
+            noise_std=latest["noise_std"],
+            expected_batch_size=privacy.expected_batch_size,
+            mechanism=privacy.noise.mechanism,
+            rounding=self._rounding(lines),
+            generator=self.generator.name,
+            insecure_deterministic=privacy.noise.seed is not None,
+            clipping=ledger.header["clipping"],
+            adaptive=ledger.header["adaptive"],
+            sampling=self.setup.sampling.describe(),
+            schedule=schedule_of(privacy).describe(),
+            optimizer=privacy.optimizer.model_dump(),
+            trainable=self.setup.trainable,
+            target_epsilon=privacy.noise.target_epsilon,
+            planned_epsilon_rdp=planned_rdp.value,
+            planned_epsilon_pld=planned_pld.value,
+            rdp_order=rdp.order,
+            why_not={key: reason for key, reason in why_not.items() if reason is not None},
+            accounting_notes={
                 key: found.note
                 for key, found in (("epsilon_rdp", rdp), ("epsilon_pld", pld))
                 if found.note is not None
             },
-            "moved": sum(bool(line.get("moved")) for line in ledger.lines),
-            "ledger": ledger.mark(),
-            "model_sha256": model_sha256,
-        }
-        assert tuple(step) == STEP_KEYS
-        return {**step, "guarantee": guarantee(step)}
+            moved=sum(bool(line.get("moved")) for line in ledger.lines),
+            ledger=ledger.mark(),
+            model_sha256=model_sha256,
+        )
+        return {**step.content(), "guarantee": guarantee(step.content())}
 
     def _rounding(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """The grid of the latest step's released numbers and how it follows, and what floating point may add

@@ -12,7 +12,7 @@ The way of each sample through training: its loss, gradient norm and prediction 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.measures.checkpoint_history import (
@@ -68,7 +67,7 @@ class Moments(Measure):
 
     def passes(self) -> Sequence[OwnPass]:
         examples, moments = self._setting.examples, self._setting.moments
-        model = self._with_summary(examples.objective)
+        model = examples.objective.with_summary(self._summary())
         self._grouping = grouped(examples, model, len(moments), examples.stream.chunk_size)
         found, first = [], 0
         for size in self._grouping.sizes:
@@ -90,15 +89,15 @@ class Moments(Measure):
     def _run(self, first: int, moments: Sequence[Moment], start: int, chunk_size: int) -> Iterator[Columns]:
         """One group of checkpoints, the weights of which are in memory for as long as it passes."""
         examples = self._setting.examples
-        objectives = [self._with_summary(moment.objective()) for moment in moments]
+        objectives = [moment.objective().with_summary(self._summary()) for moment in moments]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
         if len(moments) == 1:
             return there.stream.run(len(examples), [Asking(first)], start=start)
         ensemble = Ensemble.of(objectives[0], [objective.model for objective in objectives])
         return there.stream.run(len(examples), [Asking(first)], ensemble, start)
 
-    def _with_summary(self, objective: Objective) -> Objective:
-        return objective.with_summary(moment_summary(self._setting.kind, self._setting.ignore_index))
+    def _summary(self) -> Callable[[Any, Any], dict[str, torch.Tensor]]:
+        return moment_summary(self._setting.kind, self._setting.ignore_index)
 
 
 def _pass_name(first: int, size: int) -> str:
