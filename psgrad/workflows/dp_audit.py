@@ -14,7 +14,7 @@ import numpy as np
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
-from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, Played, Verdict, judge, play
+from psgrad.engine.privacy.audit import METHODS, AuditVerdict, Canaries, Mechanism, Played, judge, play
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.errors import ConfigError
 from psgrad.reports.costs import audit_content
@@ -222,7 +222,7 @@ def accounted_epsilon(events: Events, delta: float) -> tuple[float | None, str]:
 def result_of(
     setup: PrivateSetup,
     played: Played,
-    verdict: Verdict,
+    verdict: AuditVerdict,
     pairs: list[NeighbourPair],
     accounted: float | None,
     accountant: str,

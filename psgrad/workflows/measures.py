@@ -30,7 +30,7 @@ from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.builtin import known_measures
-from psgrad.engine.measures.builtin.checkpoints import Moments
+from psgrad.engine.measures.builtin.checkpoints import CheckpointOutputs
 from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
 from psgrad.engine.measures.builtin.vog import VoG
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
@@ -40,7 +40,7 @@ from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.inputs.code import describe_failure, resolve
 from psgrad.results.analyze import SAMPLE_COLUMNS
-from psgrad.workflows.checkpoints import moments_of
+from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
@@ -311,7 +311,7 @@ def prepare(
         ),
         classes=run.reader.classes,
         ignore_index=run.criterion.ignore_index,
-        moments=moments_of(run),
+        checkpoints=checkpoints_of(run),
         seed=run.config.analyze.seed,
         shows_inputs=run.config.report.include_inputs,
         say=say,
@@ -333,7 +333,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     twice = [
         each.name
         for each in measures
-        if each.looks_twice or each.name == VoG.name or Moments.name in each.needs
+        if each.looks_twice or each.name == VoG.name or CheckpointOutputs.name in each.needs
     ]
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(

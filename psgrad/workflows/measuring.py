@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.measures.passes import SecondLook
+from psgrad.engine.measures.passes import SecondPass
 from psgrad.results import Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
@@ -87,7 +87,7 @@ class Passes:
         """All passes, and what the measures gathered."""
         count = len(self.setting)
         again = [measure for measure in self.measures if measure.looks_twice]
-        second = SecondLook(again, self.stream)
+        second = SecondPass(again, self.stream)
         first = [*self.measures, second] if again else self.measures
         run = partial(self.stream.run, count, first, often=True)
         table, rows = self._take(_FIRST, first, lambda start: run(start=start), about=self.about)

@@ -80,7 +80,7 @@ def continued(
     convex. A step takes a pass over the training set for each training, and one product with the inverse.
     """
     training = fitted.training
-    search = _Search(training, rows, weight_decay)
+    search = _Objectives(training, rows, weight_decay)
     here = (
         training.flat.join({name: value.unsqueeze(0) for name, value in training.params.items()})
         .double()
@@ -117,11 +117,11 @@ def slopes_without(
     """[k, p] float64, on the CPU: the gradients of the training objectives without each of `rows` [k], at
     weights [k, p] of its own.
     """
-    search = _Search(training, rows, weight_decay)
+    search = _Objectives(training, rows, weight_decay)
     return search.at(torch.cat([torch.zeros_like(weights[:1]), weights]))[1][1:]
 
 
-class _Search:
+class _Objectives:
     """The training objectives with all rows, and without each of some."""
 
     def __init__(self, training: Examples, rows: Sequence[int], weight_decay: float) -> None:

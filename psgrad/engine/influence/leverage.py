@@ -101,7 +101,7 @@ TITLES: dict[Curvature, str] = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class InverseProblem:
     """n (C + (weight_decay + lam) I), C the mean curvature of the training set, lam the damping.
 
     leverage: whether scores are corrected for what a removal does to the curvature. say: told what a person
@@ -123,7 +123,7 @@ class Setting:
         """Whose gradients' outer products add up to n C: for all curvatures but the Hessian."""
         return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
 
-    def damped(self, damping: float | None, relative: float | None) -> Setting:
+    def damped(self, damping: float | None, relative: float | None) -> InverseProblem:
         """The same with another damping, and with nothing to say that was said before."""
         return replace(
             self,
@@ -238,7 +238,7 @@ class _Given:
 class Invertible(Preconditioned):
     """A fit whose scores can be corrected."""
 
-    setting: Setting
+    problem: InverseProblem
 
     def has_leverage(self) -> bool:
         """Whether the rows' leverage can be had."""
@@ -279,7 +279,7 @@ class Corrected(Fitted):
         self.plain = plain
         self.leverage = plain.leverage(root, gradient)
         self.decrements = (coefficients * self.leverage.pull).sum(1) + self.leverage.extra
-        self.leverage.tell(training, plain.setting.say)
+        self.leverage.tell(training, plain.problem.say)
         weights = self.leverage.weights.nan_to_num(0.0)
         self.removed = plain.on(
             with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights

@@ -14,7 +14,7 @@ import torch
 
 from psgrad.engine.execution.loading import placed
 from psgrad.engine.execution.streaming import Columns
-from psgrad.engine.measures.attribution_points import Inputs, Of, Place, Point, Scalar, Values, places_of
+from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
 from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
@@ -151,7 +151,7 @@ class Attribution(Measure):
     def _size(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return sum_of(parts) if self.additive else sum_of([part.square() for part in parts]).sqrt()
 
-    def _require(self, inputs: Inputs, places: list[Place]) -> None:
+    def _require(self, inputs: Inputs, places: list[InputPlace]) -> None:
         fixed = sorted(set(range(len(inputs))) - {place.input for place in places})
         if not places:
             raise MeasureError(

@@ -22,8 +22,8 @@ import torch
 
 from psgrad.engine.execution.objective import Summary
 from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.checkpoint_passes import require_checkpoints as require_checkpoints
 from psgrad.engine.measures.checkpoint_passes import require_labels as require_labels
-from psgrad.engine.measures.checkpoint_passes import require_moments as require_moments
 from psgrad.engine.measures.measure import Arrays
 
 _PREFIX = "moments"
@@ -37,7 +37,7 @@ def column(name: str, first: int) -> str:
 @dataclass(frozen=True)
 class History:
     """names: of the T checkpoints, in the order of training. said: name -> [n, T]: `loss` and `grad_norm`
-    always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see moment_summary).
+    always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see checkpoint_summary).
     """
 
     names: Sequence[str]
@@ -71,7 +71,7 @@ class History:
 
     def whole(self, name: str) -> torch.Tensor:
         """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, as a mean over
-        fewer would compare it with others at other moments of training.
+        fewer would compare it with others at other checkpoints.
         """
         values = self[name]
         return values.where((self.finite & torch.isfinite(values)).all(1, keepdim=True), torch.nan)
@@ -82,7 +82,7 @@ class History:
         return {name: count for name, count in zip(self.names, counts, strict=True) if count}
 
 
-__all__ = ["History", "require_labels", "require_moments"]
+__all__ = ["History", "require_checkpoints", "require_labels"]
 
 
 # Under it, less than a quarter of the ranks' variance is shared.
@@ -132,7 +132,7 @@ def slope(values: torch.Tensor) -> torch.Tensor:
     return (values - values.mean(1, keepdim=True)) @ steps / steps.square().sum()
 
 
-def moment_summary(kind: str, ignore_index: int = -100) -> Summary:
+def checkpoint_summary(kind: str, ignore_index: int = -100) -> Summary:
     """The summary for a kind of loss; what the loss does not have is left out.
 
     confidence: the probability of the label, 0 to 1. right: 1 where the most likely class is the label, else

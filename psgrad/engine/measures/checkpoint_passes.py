@@ -24,7 +24,7 @@ from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.gradients.precision_guard import noting
-from psgrad.engine.measures.measure import Arrays, Measure, Moment, Setting
+from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
 from psgrad.engine.transforms import stack_module_state, vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
 from psgrad.errors import MeasureError
@@ -33,7 +33,7 @@ Vectors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Ensemble:
+class StackedModels:
     """Models of one architecture, which differ in their weights alone.
 
     Attributes:
@@ -48,7 +48,7 @@ class Ensemble:
     fixed: Vectors
 
     @classmethod
-    def of(cls, objective: Objective, models: Sequence[nn.Module]) -> Ensemble:
+    def of(cls, objective: Objective, models: Sequence[nn.Module]) -> StackedModels:
         """From models on one device, `objective` being that of a model like them."""
         stacked = [
             {name: value.detach() for name, value in part.items()} for part in stack_module_state(models)
@@ -56,7 +56,7 @@ class Ensemble:
         return cls(objective, *_parted({**stacked[0], **stacked[1]}, objective))
 
     @classmethod
-    def like(cls, objective: Objective, count: int) -> Ensemble:
+    def like(cls, objective: Objective, count: int) -> StackedModels:
         """The shape of an ensemble of `count` models, for a forecast: each has the weights of the one at
         hand, which are not copied.
         """
@@ -165,13 +165,13 @@ def grouped(examples: Examples, objective: Objective, count: int, chunk_size: in
     budget = chunk_budget(examples.device, examples.options.get("memory"))
     weights = _bytes(objective)
     try:
-        one = _forecast(examples, objective.params, chunk_size, partial(_alone, objective))
-        together = forecast_together(examples, objective, count, chunk_size)
+        one = _predict(examples, objective.params, chunk_size, partial(_alone, objective))
+        together = predict_together(examples, objective, count, chunk_size)
         room = (budget - together.input_bytes) // (together.peak_bytes // count + weights)
         size = min(count, int(room))
         if 1 < size < count:
             size = math.ceil(count / math.ceil(count / size))  # groups of about one size
-            together = forecast_together(examples, objective, size, chunk_size)
+            together = predict_together(examples, objective, size, chunk_size)
     except (
         Exception
         # what a pass does depends on data; or the model fails, and does so again where its row is told
@@ -197,18 +197,18 @@ def _alone(objective: Objective, params: Any, inputs: Any, target: Any) -> Any:
     )
 
 
-def forecast_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Prediction:
+def predict_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Prediction:
     """What a chunk takes when `count` models like this one see it at once, beside their weights."""
-    ensemble = Ensemble.like(objective, count)
+    ensemble = StackedModels.like(objective, count)
 
     def function(both: dict[str, torch.Tensor], inputs: Any, target: Any) -> Any:
         params = {name: both[name] for name in ensemble.params}
         return ensemble.all_at_once(params, {name: both[name] for name in ensemble.fixed}, inputs, target)
 
-    return _forecast(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
+    return _predict(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
 
 
-def _forecast(
+def _predict(
     examples: Examples, params: dict[str, torch.Tensor], chunk_size: int, function: Callable[..., Any]
 ) -> Prediction:
     inputs, target = examples.stream.load(0, 1)
@@ -221,18 +221,18 @@ def _bytes(objective: Objective) -> int:
 
 
 class Resident:
-    """The moments' objectives; loaded once where all of them fit the budget of a chunk, else each time they
+    """The checkpoints' objectives; loaded once where all of them fit the budget of a chunk, else each time they
     are asked for.
 
     Attributes:
         stay: whether they stay in memory.
     """
 
-    def __init__(self, moments: Sequence[Moment], examples: Examples) -> None:
-        self._moments = moments
+    def __init__(self, checkpoints: Sequence[CheckpointModel], examples: Examples) -> None:
+        self._checkpoints = checkpoints
         model = examples.objective.model
         size = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
-        self.stay = size * len(moments) <= chunk_budget(examples.device, examples.options.get("memory"))
+        self.stay = size * len(checkpoints) <= chunk_budget(examples.device, examples.options.get("memory"))
         self._loaded: dict[int, Objective] = {}
 
     def at(self, t: int) -> Objective:
@@ -240,15 +240,15 @@ class Resident:
         if t not in self._loaded:
             if not self.stay:
                 self._loaded.clear()
-            self._loaded[t] = self._moments[t].objective()
+            self._loaded[t] = self._checkpoints[t].objective()
         return self._loaded[t]
 
 
-def require_moments(measure: Measure, setting: Setting, least: int, why: str) -> None:
+def require_checkpoints(measure: Measure, setting: Setting, least: int, why: str) -> None:
     """Raises MeasureError where there are fewer than `least` checkpoints; `why` says what is wrong with
     fewer.
     """
-    count = len(setting.moments)
+    count = len(setting.checkpoints)
     if count < least:
         raise MeasureError(
             f"the measure {measure.name} looks at several checkpoints, and analyze.checkpoints lists"

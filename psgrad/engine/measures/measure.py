@@ -24,7 +24,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Moment:
+class CheckpointModel:
     """One checkpoint of a training run: its name, and the model and loss there, loaded when asked for."""
 
     name: str
@@ -43,7 +43,7 @@ class Setting:
             rows only, or are no classes.
         classes: C; None where the loss knows none.
         ignore_index: the target of positions that do not count.
-        moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there are
+        checkpoints: those of `analyze.checkpoints`, in the order of training; empty where there are
             none.
         seed: of everything that a measure draws.
         shows_inputs: whether inputs of samples, and pictures over them, may be kept
@@ -57,7 +57,7 @@ class Setting:
     targets: torch.Tensor | None = None
     classes: int | None = None
     ignore_index: int = -100
-    moments: Sequence[Moment] = ()
+    checkpoints: Sequence[CheckpointModel] = ()
     seed: int = 0
     shows_inputs: bool = True
     say: Callable[[str], None] = lambda _: None

@@ -31,7 +31,7 @@ from psgrad.errors import MeasureError, TransformError
 _SHARE = 4
 
 
-class SecondLook(Measure):
+class SecondPass(Measure):
     """Goes with the measures of the first pass, keeps its gradients, and makes the second.
 
     Args:

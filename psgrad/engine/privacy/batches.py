@@ -31,7 +31,7 @@ from psgrad.engine.privacy.record_draws import (
     labels_of,
     without_draws,
 )
-from psgrad.engine.privacy.records import RecordReader, Records, Rows, Take
+from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers, Take
 
 GradientSource = Callable[[Clipping], ClippedSum]
 """The clipped sum of one drawn batch, whatever made it."""
@@ -172,7 +172,7 @@ class RecordStreams:
         )
         self._copies = RecordReader(records, take, **options).copies
         self._streams: dict[int, tuple[RecordReader, Stream]] = {}
-        self.drawn: Rows = np.empty(0, dtype=np.int64)
+        self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     def source(self, records: npt.ArrayLike, step: int = 0) -> GradientSource:
         """The clipped sum of these records, none even. step: to which their random draws belong."""
@@ -190,7 +190,7 @@ class RecordStreams:
 
         return source
 
-    def _parts(self, drawn: Rows) -> list[tuple[int, Rows]]:
+    def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
         """(width, records) of each stream that takes part, for records that come longest first.
 
         The shortest ones go along with longer ones where that fills up fewer rows than a pass of their own is
@@ -220,7 +220,7 @@ class RecordStreams:
         return self._streams[width]
 
 
-def _distinct_and_next(widths: Rows) -> tuple[list[int], list[int | None]]:
+def _distinct_and_next(widths: RowNumbers) -> tuple[list[int], list[int | None]]:
     """The widths that occur, in rising order, and beside each the next larger one."""
     distinct = np.unique(widths).tolist()
     return distinct, [*distinct[1:], None]

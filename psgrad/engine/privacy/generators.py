@@ -27,7 +27,7 @@ from torch import Tensor
 from psgrad.engine.privacy.box_muller import REACH, Use, normal_blocks, normals
 from psgrad.errors import ConfigError
 
-Kind = Literal["aes", "torch"]
+GeneratorKind = Literal["aes", "torch"]
 
 _CIPHER_BLOCK = 16
 _PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
@@ -227,7 +227,7 @@ class TorchGenerator(Generator):
             )
 
 
-def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) -> Generator:
+def make_generator(kind: GeneratorKind, *, seed: int | None = None, position: int = 0) -> Generator:
     """A generator by name.
 
     Args:

@@ -203,7 +203,7 @@ def _no_draws_by_record(arrived: str) -> ModelError:
     )
 
 
-class _Watch:
+class _SeedWatch:
     """Whether somebody looks at the global random_draws, and whether a run has seeded them since: they are
     the process's, not a thread's.
     """
@@ -211,7 +211,7 @@ class _Watch:
     watching = seeded = False
 
 
-_watch = _Watch()
+_watch = _SeedWatch()
 
 
 def _require_no_other_draws() -> None:

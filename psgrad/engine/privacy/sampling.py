@@ -209,10 +209,10 @@ def _below(count: int, size: int, generator: Generator) -> np.ndarray:
     return (lots % np.uint64(count)).astype(np.int64)
 
 
-Kind = Literal["constant", "step", "exponential", "list"]
+ScheduleKind = Literal["constant", "step", "exponential", "list"]
 
 # What each kind is made of: all of it is needed, and nothing else may be given.
-SCHEDULE_FIELDS: dict[Kind, tuple[str, ...]] = {
+SCHEDULE_FIELDS: dict[ScheduleKind, tuple[str, ...]] = {
     "constant": (),
     "step": ("every", "factor"),
     "exponential": ("factor",),
@@ -232,15 +232,16 @@ class Schedule:
     Raises ConfigError where a number is missing, is out of range, or belongs to another kind.
     """
 
-    kind: Kind = "constant"
+    kind: ScheduleKind = "constant"
     every: int | None = None
     factor: float | None = None
     multipliers: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
+        if self.kind not in get_args(ScheduleKind):
             raise ConfigError(
-                f"the schedule's kind is {self.kind!r}", expected=f"one of {', '.join(get_args(Kind))}"
+                f"the schedule's kind is {self.kind!r}",
+                expected=f"one of {', '.join(get_args(ScheduleKind))}",
             )
         for name in ("every", "factor", "multipliers"):
             needed = name in SCHEDULE_FIELDS[self.kind]

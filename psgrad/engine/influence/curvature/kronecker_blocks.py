@@ -178,7 +178,7 @@ def _both_sides(
 
 
 @dataclass(frozen=True)
-class Block:
+class KroneckerBlock:
     """(right kron left) diag(values) (right kron left)^T, the mean-form curvature of one weight and its bias.
 
     Attributes:

@@ -138,7 +138,7 @@ class Tie:
 
 
 @dataclass
-class Sums:
+class FactorSums:
     """Of some samples.
 
     Attributes:
@@ -154,7 +154,7 @@ class Sums:
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)
     ties: dict[Tie, bool] = field(default_factory=dict)
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: FactorSums) -> None:
         for use, found in other.moments.items():
             _add(self.moments.setdefault(use, {}), found)
         _add(self.vectors, other.vectors)
@@ -168,22 +168,22 @@ def _add(totals: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None
 
 
 class Covariances:
-    """A measure that gathers `Sums` over the samples of a run. Asked for gradients that are not settled: it
+    """A measure that gathers `FactorSums` over the samples of a run. Asked for gradients that are not settled: it
     needs their factors.
     """
 
     needs_factors = True
 
     def __init__(self) -> None:
-        self.sums = Sums()
-        self._chunk = Sums()
+        self.sums = FactorSums()
+        self._chunk = FactorSums()
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        self._chunk = Sums()
+        self._chunk = FactorSums()
         for name, gradient in gradients.gradients.items():
             terms = factored(gradient)
             for form, found in terms.items():
-                along = _Moments(form)
+                along = _FactorMoments(form)
                 for term in found:
                     along.add(term)
                 self._chunk.moments[name, form] = along.totals
@@ -196,9 +196,9 @@ class Covariances:
 
     def keep(self) -> None:
         self.sums.add(self._chunk)
-        self._chunk = Sums()
+        self._chunk = FactorSums()
 
-    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _Moments) -> None:
+    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _FactorMoments) -> None:
         """Which parameters of the same owner have a gradient that is the sum over positions of one of the
         factors.
         """
@@ -219,7 +219,7 @@ def _same(gradient: DeferredGradient, sums: torch.Tensor) -> bool:
     return bool(((value - sums).abs() <= tolerance).all())
 
 
-class _Moments:
+class _FactorMoments:
     """The moments of one use, and each sample's sums over positions."""
 
     def __init__(self, form: Form) -> None:

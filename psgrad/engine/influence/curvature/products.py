@@ -95,7 +95,7 @@ def curvature_products(
     return found if found is not None else PassProducts(training, curvature, weight_decay, seed)
 
 
-Rows = Mapping[str, Part]
+PartsByName = Mapping[str, Part]
 
 # Intermediates of a product, as a multiple of the block size of the device: its matrices want to be large.
 _BLOCKS = 8
@@ -116,7 +116,7 @@ class RowProducts(CurvatureProducts):
 
     how = "rows kept"
 
-    def __init__(self, flat: Flat, count: int, chunks: list[Rows], weight_decay: float = 0.0) -> None:
+    def __init__(self, flat: Flat, count: int, chunks: list[PartsByName], weight_decay: float = 0.0) -> None:
         super().__init__(flat, count, weight_decay)
         self.chunks = chunks
 
@@ -138,7 +138,7 @@ class RowProducts(CurvatureProducts):
             source, rows = training, 1
         if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
             return None
-        found: list[Rows] = []
+        found: list[PartsByName] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
             parts = {
@@ -149,7 +149,7 @@ class RowProducts(CurvatureProducts):
             found.append(_without_zeros(parts))
             return {}
 
-        chunks: list[Rows] = []
+        chunks: list[PartsByName] = []
         kept = 0
         for done, _ in source.each(keep):
             chunks.append(found.pop())
@@ -192,7 +192,7 @@ class RowProducts(CurvatureProducts):
         return total
 
 
-def _without_zeros(rows: Rows) -> Rows:
+def _without_zeros(rows: PartsByName) -> PartsByName:
     """The same without those that are zero for all samples: a softmax's curvature has one eigenvalue
     of zero.
     """
@@ -204,7 +204,7 @@ def _without_zeros(rows: Rows) -> Rows:
     return rows if bool(alive.all()) else {name: part.only(alive) for name, part in rows.items()}
 
 
-def _pieces(rows: Rows, vectors: torch.Tensor) -> list[slice]:
+def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
     """The samples of a chunk, as slices whose intermediates of a product with vectors [p, k] are of a good
     size.
     """

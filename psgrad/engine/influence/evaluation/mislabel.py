@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.evaluation.jobs import Rows
+from psgrad.engine.influence.evaluation.jobs import LoadedRows
 
 Array = np.ndarray[Any, Any]
 
@@ -134,7 +134,7 @@ RANDOM, LABEL, NEIGHBOUR, PENULTIMATE, LOSS, NORM = (
 
 def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict[str, Array], list[str]]:
     """(name -> [n, m] float64, which controls there are none of and why, in sentences)."""
-    ours, theirs = Rows.of(training), Rows.of(queries)
+    ours, theirs = LoadedRows.of(training), LoadedRows.of(queries)
     n, m = len(ours), len(theirs)
     notes = []
     found = {RANDOM: np.random.default_rng(seed).standard_normal((n, m))}
@@ -173,12 +173,12 @@ def own_controls(training: Examples) -> dict[str, Array]:
     }
 
 
-def has_labels(rows: Rows) -> bool:
+def has_labels(rows: LoadedRows) -> bool:
     """Whether targets are one whole number a row."""
     return rows.target is not None and rows.target.dim() == 1 and not rows.target.is_floating_point()
 
 
-def penultimate(model: nn.Module, rows: Rows) -> torch.Tensor | None:
+def penultimate(model: nn.Module, rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: what goes into the last module with parameters of its own that runs; None where that is
     no tensor, a row a sample.
     """
@@ -208,7 +208,7 @@ def penultimate(model: nn.Module, rows: Rows) -> torch.Tensor | None:
     return seen.reshape(len(rows), -1).double()
 
 
-def _numbers(rows: Rows) -> torch.Tensor | None:
+def _numbers(rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: all inputs that are fractional numbers, side by side."""
     parts = [x.reshape(len(rows), -1).double() for x in rows.inputs if x.is_floating_point()]
     return torch.cat(parts, dim=1) if parts else None

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from psgrad.engine.execution.objective import Criterion
-from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows, stacked_target
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe, stacked_target
 from psgrad.engine.influence.evaluation.newton import minimise
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, stack_module_state, vmap
 from psgrad.errors import InfluenceError, ModelError
@@ -35,7 +35,7 @@ Trainer = Callable[[Sequence[Job]], Members]
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class EnsembleTrainer:
     """The built-in trainer.
 
     fresh: seed to a model with new weights, on the device and in the type to train in. rows: the training
@@ -43,7 +43,7 @@ class Ensemble:
     """
 
     fresh: Fresh
-    rows: Rows
+    rows: LoadedRows
     criterion: Criterion
     recipe: Recipe
 
@@ -142,13 +142,13 @@ class Ensemble:
 
 
 @dataclass(frozen=True)
-class OneByOne:
+class FunctionTrainer:
     """A trainer that hands each model to a function of the user's: (fresh model, inputs, target, seed) to the
     trained model.
     """
 
     fresh: Fresh
-    rows: Rows
+    rows: LoadedRows
     function: Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None, int], nn.Module]
 
     def __call__(self, jobs: Sequence[Job]) -> Members:
@@ -209,7 +209,7 @@ def _require_independent(model: nn.Module) -> None:
         )
 
 
-class Store(Protocol):
+class ResultStore(Protocol):
     """Where finished numbers are kept from one run to the next."""
 
     def load(self, name: str) -> Array | None:
@@ -223,7 +223,7 @@ def measured(
     jobs: Sequence[Job],
     train: Trainer,
     measure: Callable[[Members], Array],
-    store: Store,
+    store: ResultStore,
     fingerprint: str,
     together: int,
     tell: Callable[[int], None] = lambda _: None,

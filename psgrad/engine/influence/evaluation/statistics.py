@@ -134,10 +134,10 @@ def _standard(x: Array) -> Array:
     return found
 
 
-Place = tuple[Examples, Checkpoint]
+CheckpointExamples = tuple[Examples, Checkpoint]
 
 
-def fitted_to(method: Method, places: Sequence[Place]) -> list[Fitted]:
+def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
     """The method at each checkpoint, to the training examples as its model sees them."""
     return [method.fit(training, checkpoint) for training, checkpoint in places]
 
@@ -168,7 +168,7 @@ def has_damping(method: Method) -> bool:
 
 
 def damped(
-    method: Method, fitted: Sequence[Fitted], places: Sequence[Place], relative: float
+    method: Method, fitted: Sequence[Fitted], places: Sequence[CheckpointExamples], relative: float
 ) -> tuple[Method, list[Fitted]]:
     """The method with another damping, relative to the curvature's mean eigenvalue: by the factorisation at
     hand where it allows that, else fitted anew. Raises InfluenceError where the method has no damping.

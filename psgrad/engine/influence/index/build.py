@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.index.estimators import RowCosines, RowProducts, require_parameters
-from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource, projected_rows
-from psgrad.engine.influence.index.stored import Store, StoredRows, encoded, projector_of, spec_of
+from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
+from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource, projected_rows
+from psgrad.engine.influence.index.stored import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
-from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, Products, TracIn
+from psgrad.engine.influence.methods.gradient_products import (
+    GradientCosine,
+    GradientDot,
+    GradientProducts,
+    TracIn,
+)
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import InfluenceError
 
 
 def build_index(
-    store: Store,
+    store: IndexStore,
     load: Callable[[int], Examples],
     *,
     say: Callable[[str], None] = lambda _: None,
@@ -62,7 +67,11 @@ def build_index(
 
 
 def _by_shard(
-    examples: Examples, projector: Projector, of: Of, shards: Sequence[range], wanted: Sequence[int]
+    examples: Examples,
+    projector: Projector,
+    of: Differentiated,
+    shards: Sequence[range],
+    wanted: Sequence[int],
 ) -> Iterator[tuple[int, list[RowBlock]]]:
     """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all
     the rest is missing.
@@ -82,7 +91,7 @@ def _by_shard(
                 held, shard = [], shard + 1
 
 
-def from_index(method: Method, store: Store) -> Method:
+def from_index(method: Method, store: IndexStore) -> Method:
     """The same method, fitted to the rows of an index: `fit` asks nothing of the training examples that it is
     given.
 
@@ -103,7 +112,7 @@ _ANSWERED = (GradientDot, GradientCosine, TracIn, ProjectedInfluence, TRAK)
 
 
 class _Indexed(Method):
-    def __init__(self, method: Method, store: Store) -> None:
+    def __init__(self, method: Method, store: IndexStore) -> None:
         self.method, self.store = method, store
         # of an instance, though a class's elsewhere: it speaks for the method
         self.name, self.unit = method.name, method.unit  # type: ignore[misc]
@@ -127,8 +136,8 @@ def _fitted(method: Method, source: RowSource, training: Examples, checkpoint: C
         case TRAK() | ProjectedInfluence():
             return method.fit_rows(source)
         case GradientCosine():
-            return RowCosines(source)
+            return ProjectedCosines(source)
         case _:
             fitted = method.fit(training, checkpoint)  # which only keeps what it is given
-            assert isinstance(fitted, Products)
-            return RowProducts(source, fitted.factor)
+            assert isinstance(fitted, GradientProducts)
+            return ProjectedProducts(source, fitted.factor)

@@ -14,7 +14,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Kind, Projector
-from psgrad.engine.influence.index.rows import BLOCK, Of, RowBlock, moments
+from psgrad.engine.influence.index.rows import BLOCK, Differentiated, RowBlock, moments
 from psgrad.errors import ConfigError, InfluenceError
 
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -37,12 +37,12 @@ class IndexSpec:
     dimension: int = 2048
     projection: Kind = "sparse"
     seed: int = 0
-    features: Of = "loss"
+    features: Differentiated = "loss"
     dtype: DType = "float32"
     rows_per_shard: int = 4096
 
     def __post_init__(self) -> None:
-        for name, kind in (("projection", Kind), ("features", Of), ("dtype", DType)):
+        for name, kind in (("projection", Kind), ("features", Differentiated), ("dtype", DType)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
                     f"an index with {name}: {getattr(self, name)}",
@@ -59,7 +59,7 @@ class IndexSpec:
                 )
 
 
-class Store(Protocol):
+class IndexStore(Protocol):
     """Where an index is kept: psgrad.storage.gradient_index.GradientIndex."""
 
     @property
@@ -123,7 +123,7 @@ class StoredRows:
     time they are asked for.
     """
 
-    def __init__(self, store: Store, number: int) -> None:
+    def __init__(self, store: IndexStore, number: int) -> None:
         self.store, self.number = store, number
         spec = spec_of(store.description)
         self.of, self.dtype = spec.features, spec.dtype
@@ -151,7 +151,7 @@ class StoredRows:
         )
         return loss, square_norm
 
-    def moment(self, of: Of) -> torch.Tensor:
+    def moment(self, of: Differentiated) -> torch.Tensor:
         found = self.store.read(self.number, None).get(of)
         if found is None:
             raise InfluenceError(

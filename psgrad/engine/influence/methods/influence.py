@@ -16,7 +16,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
-from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, Setting, default_damping
+from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.engine.influence.solvers.conjugate_gradient import (
@@ -175,7 +175,7 @@ class Influence(Method):
                 expected=f"an output of at most {LARGEST_OUTPUT} numbers",
                 next_step="set leverage: false",
             )
-        setting = Setting(
+        problem = InverseProblem(
             training,
             self.curvature,
             self.weight_decay,
@@ -185,15 +185,15 @@ class Influence(Method):
         )
         fitted: ByMatrix | ByKernel | ByProducts
         if solver == "exact":
-            fitted = ByMatrix.fit(setting)
+            fitted = ByMatrix.fit(problem)
             if convex and amounts and not self.weight_decay:
                 fitted = fitted.undamped() or fitted
         elif solver == "dual":
-            fitted = ByKernel.fit(setting)
+            fitted = ByKernel.fit(problem)
         else:
             rough = replace(self, tolerance=max(self.tolerance, ROUGH))
             fitted = ByProducts.fit(
-                setting,
+                problem,
                 getattr(self, f"_{solver}")(checkpoint),
                 getattr(rough, f"_{solver}")(checkpoint),
                 self.seed,
@@ -206,7 +206,7 @@ class Influence(Method):
         if corrected is None:
             corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
         by_output = self.change == "output" or (self.change == "auto" and by_default)
-        fitted.setting = replace(fitted.setting, leverage=corrected)
+        fitted.problem = replace(fitted.problem, leverage=corrected)
         change = "output" if by_output else "gradient"
         fitted.facts = {
             "solver": solver,

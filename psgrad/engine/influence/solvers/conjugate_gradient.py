@@ -145,7 +145,7 @@ def conjugate_gradient(
     """
     rhs = rhs.double()
     assert_finite(rhs)
-    run = _Run(apply, tolerance, iterations, preconditioner)
+    run = _BlockSolver(apply, tolerance, iterations, preconditioner)
     ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
     if ritz is not None and float(ritz.values[0]) < -ROUNDING * float(ritz.values[-1].abs()):
         raise negative_curvature(ritz)
@@ -176,7 +176,7 @@ def conjugate_gradient(
 
 
 @dataclass
-class _Run:
+class _BlockSolver:
     """What the blocks of right-hand sides of one call have in common, and what was seen of A."""
 
     apply: Apply

@@ -25,26 +25,26 @@ from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.measures.checkpoint_history import (
     History,
+    checkpoint_summary,
     column,
     disagreement,
-    moment_summary,
     rank_correlation,
     require_labels,
     slope,
 )
-from psgrad.engine.measures.checkpoint_passes import Ensemble, Grouping, grouped, require_moments
+from psgrad.engine.measures.checkpoint_passes import Grouping, StackedModels, grouped, require_checkpoints
 from psgrad.engine.measures.measure import (
     Arrays,
+    CheckpointModel,
     Gathered,
     Measure,
-    Moment,
     OwnPass,
     Setting,
     require_classes,
 )
 
 
-class Moments(Measure):
+class CheckpointOutputs(Measure):
     """Loss, gradient norm and prediction of each sample at each checkpoint, for the measures that need them;
     not stored afterwards.
     """
@@ -62,22 +62,22 @@ class Moments(Measure):
     )
 
     def prepare(self, setting: Setting) -> None:
-        require_moments(self, setting, 1, "the samples pass at each")
+        require_checkpoints(self, setting, 1, "the samples pass at each")
         self._setting = setting
         self._grouping: Grouping | None = None
 
     def passes(self) -> Sequence[OwnPass]:
-        examples, moments = self._setting.examples, self._setting.moments
+        examples, checkpoints = self._setting.examples, self._setting.checkpoints
         model = self._with_summary(
             Objective(
                 examples.objective.model, examples.objective.criterion, autocast=examples.objective.autocast
             )
         )
-        self._grouping = grouped(examples, model, len(moments), examples.stream.chunk_size)
+        self._grouping = grouped(examples, model, len(checkpoints), examples.stream.chunk_size)
         found, first = [], 0
         for size in self._grouping.sizes:
             found.append(
-                OwnPass(_pass_name(first, size), partial(self._run, first, moments[first : first + size]))
+                OwnPass(_pass_name(first, size), partial(self._run, first, checkpoints[first : first + size]))
             )
             first += size
         return found
@@ -89,20 +89,22 @@ class Moments(Measure):
 
     @property
     def names(self) -> list[str]:
-        return [moment.name for moment in self._setting.moments]
+        return [checkpoint.name for checkpoint in self._setting.checkpoints]
 
-    def _run(self, first: int, moments: Sequence[Moment], start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(
+        self, first: int, checkpoints: Sequence[CheckpointModel], start: int, chunk_size: int
+    ) -> Iterator[Columns]:
         """One group of checkpoints, the weights of which are in memory for as long as it passes."""
         examples = self._setting.examples
-        objectives = [self._with_summary(moment.objective()) for moment in moments]
+        objectives = [self._with_summary(checkpoint.objective()) for checkpoint in checkpoints]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
-        if len(moments) == 1:
+        if len(checkpoints) == 1:
             return there.stream.run(len(examples), [Asking(first)], start=start)
-        ensemble = Ensemble.of(objectives[0], [objective.model for objective in objectives])
+        ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
         return there.stream.run(len(examples), [Asking(first)], ensemble, start)
 
     def _with_summary(self, objective: Objective) -> Objective:
-        objective.summary = moment_summary(self._setting.kind, self._setting.ignore_index)
+        objective.summary = checkpoint_summary(self._setting.kind, self._setting.ignore_index)
         return objective
 
 
@@ -162,11 +164,11 @@ class GraNd(Measure):
     needs: ClassVar[tuple[str, ...]] = ("moments",)
 
     def prepare(self, setting: Setting) -> None:
-        require_moments(self, setting, 2, "at one checkpoint it is grad_norm, which every run has")
+        require_checkpoints(self, setting, 2, "at one checkpoint it is grad_norm, which every run has")
         self._setting = setting
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
+        names = [checkpoint.name for checkpoint in self._setting.checkpoints]
         norms = History.of(names, rows).whole("grad_norm")
         correlation = rank_correlation(norms)
         warning = disagreement(correlation, names, self.name)
@@ -206,11 +208,11 @@ class EL2NOverCheckpoints(Measure):
 
     def prepare(self, setting: Setting) -> None:
         require_classes(self, setting)
-        require_moments(self, setting, 2, "at one checkpoint it is el2n")
+        require_checkpoints(self, setting, 2, "at one checkpoint it is el2n")
         self._setting = setting
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
+        names = [checkpoint.name for checkpoint in self._setting.checkpoints]
         errors = History.of(names, rows).whole("el2n")
         correlation = rank_correlation(errors)
         warning = disagreement(correlation, names, self.name)
@@ -257,11 +259,11 @@ class Forgetting(Measure):
 
     def prepare(self, setting: Setting) -> None:
         require_labels(self, setting)
-        require_moments(self, setting, 2, "nothing is forgotten at one")
+        require_checkpoints(self, setting, 2, "nothing is forgotten at one")
         self._setting = setting
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
+        names = [checkpoint.name for checkpoint in self._setting.checkpoints]
         right = History.of(names, rows).whole("right")  # [n, T]
         known = torch.isfinite(right).all(1)
         learnt = (right > 0).any(1)
@@ -321,11 +323,11 @@ class Trajectory(Measure):
     needs: ClassVar[tuple[str, ...]] = ("moments",)
 
     def prepare(self, setting: Setting) -> None:
-        require_moments(self, setting, 2, "one point is no way")
+        require_checkpoints(self, setting, 2, "one point is no way")
         self._setting = setting
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
+        names = [checkpoint.name for checkpoint in self._setting.checkpoints]
         history = History.of(names, rows)
         columns = {
             "loss_slope": slope(history.whole("loss")),

@@ -61,7 +61,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """What a game says, with all methods together.
 
     Attributes:
@@ -81,7 +81,7 @@ class Verdict:
 
 def judge(
     played: Played, events: Events, delta: float, confidence: float, accounted: float | None
-) -> Verdict:
+) -> AuditVerdict:
     """Hold a game against the steps that were declared; `accounted` is their epsilon at this delta, None
     where there is none to state.
     """
@@ -107,7 +107,7 @@ def judge(
         )
     less = any(bound.noise is not None and bound.noise < 1 for bound in bounds)
     more = noisy and accounted is not None and any_epsilon > accounted
-    return Verdict(
+    return AuditVerdict(
         max(bound.epsilon for bound in bounds), delta, confidence, not (less or more), tuple(bounds), shown
     )
 

@@ -37,7 +37,7 @@ class DrawsDiffer(PsgradError):
     """
 
 
-class Tape:
+class DrawLog:
     """The random numbers of one step, in the order in which they were asked for."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Tape:
         return _Replaying(self._drawn)
 
 
-class _Told(Generator):
+class _LoggedGenerator(Generator):
     """A generator each of whose draws is one call of `_give(asked, draw)`."""
 
     def __init__(self, name: str, secure: bool, reach: float) -> None:
@@ -82,7 +82,7 @@ class _Told(Generator):
         pass  # what is on the tape is no secret, and is repeated on purpose
 
 
-class _Recording(_Told):
+class _Recording(_LoggedGenerator):
     def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
         super().__init__(generator.name, generator.secure, generator.reach)
         self._generator, self._drawn = generator, drawn
@@ -93,7 +93,7 @@ class _Recording(_Told):
         return found
 
 
-class _Replaying(_Told):
+class _Replaying(_LoggedGenerator):
     def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
         super().__init__("tape", secure=False, reach=math.inf)
         self._drawn, self._next = drawn, 0
@@ -171,7 +171,7 @@ class Replayed:
         return near and counted and self.finite and not self.differing
 
 
-def record_replay(
+def compare_neighbours(
     source: GradientSource,
     neighbour: GradientSource,
     clipping: Clipping,
@@ -198,7 +198,7 @@ def record_replay(
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
     the count that is measured.
     """
-    tape = Tape()
+    tape = DrawLog()
     replaying = tape.replaying()
     seen: list[ClippedSum] = []
     outcomes: list[NoisySum] = []
