@@ -237,7 +237,7 @@ def test_fresh_models_are_told_apart_by_what_they_do() -> None:
     assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
-# -- Rows that are left out -----------------------------------------------------------------------------------
+# -- Rows that are left out ---------------------------------------------------------------
 
 
 ODD = """\

@@ -72,9 +72,7 @@ class Examples:
 
     def with_scalar(self, criterion: Callable[[Any, Any], torch.Tensor]) -> Examples:
         """The same rows and parameters, with another scalar of (output, target) in place of the loss."""
-        objective = Objective(self.objective.model, criterion, autocast=self.objective.autocast)
-        objective.params = self.params
-        return replace(self, objective=objective)
+        return replace(self, objective=self.objective.with_loss(criterion))
 
     def sized(self, chunk_size: int) -> Examples:
         """The same, so many rows at a time."""

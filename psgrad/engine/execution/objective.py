@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -60,6 +61,12 @@ class Objective:
                 next_step="set requires_grad=True on the parameters to look at",
             )
         self._slots = tied_slots(model, self.params)
+
+    def with_loss(self, criterion: Criterion, summary: Summary | None = None) -> Objective:
+        """The same model, parameters and precision with another criterion, and with this summary."""
+        other = copy.copy(self)
+        other.criterion, other.summary = criterion, summary
+        return other
 
     def precision(self) -> AbstractContextManager[Any]:
         """What model and criterion run under.

@@ -29,8 +29,7 @@ from typing import Any, Self
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
-from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.loading import Batch, RowBatch
 from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.curvature.products import Curvature
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
@@ -219,20 +218,14 @@ def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
     """The same rows, with the product of the output and `cotangents` [n, C] as what is differentiated."""
 
     def read(start: int, stop: int) -> Batch:
-        return _Given(training.read(start, stop).inputs, cotangents[start:stop])
+        return RowBatch(training.read(start, stop).inputs, cotangents[start:stop])
 
     def product(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
         return (output.reshape(-1) * cotangent).sum()
 
-    objective = Objective(training.objective.model, product, autocast=training.objective.autocast)
-    objective.params = training.params
-    return Examples(objective, read, training.count, training.options, training.numbers)
-
-
-@dataclass(frozen=True)
-class _Given:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor
+    return Examples(
+        training.objective.with_loss(product), read, training.count, training.options, training.numbers
+    )
 
 
 class Invertible(Preconditioned):

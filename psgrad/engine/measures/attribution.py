@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.loading import joined, placed
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
@@ -123,16 +123,14 @@ class Attribution(Measure):
     def _maps(self, rows: torch.Tensor) -> Arrays:
         """The maps of these rows, on the CPU."""
         stream = self._setting.examples.stream
-        batches = [stream.read(row, row + 1) for row in rows.tolist()]
-        targets = [batch.target for batch in batches if batch.target is not None]
-        joined = tuple(torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True))
-        inputs, target = placed(joined, torch.cat(targets) if targets else None, stream.device, stream.dtype)
+        batch = joined([stream.read(row, row + 1) for row in rows.tolist()])
+        inputs, target = placed(batch.inputs, batch.target, stream.device, stream.dtype)
         found, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
         arrays = {
             f"map_{number}": part.float().cpu() for number, part in self._of_inputs(found, inputs).items()
         }
         ids = {place.input for place in self._scalar.places if place.module is not None}
-        return arrays | {f"ids_{number}": joined[number] for number in sorted(ids)}
+        return arrays | {f"ids_{number}": batch.inputs[number] for number in sorted(ids)}
 
     def _of_inputs(self, found: Values, inputs: Inputs) -> dict[int, torch.Tensor]:
         """input -> [k, *its shape] float64: what its places say of it, together."""

@@ -221,8 +221,8 @@ def _bytes(objective: Objective) -> int:
 
 
 class Resident:
-    """The checkpoints' objectives; loaded once where all of them fit the budget of a chunk, else each time they
-    are asked for.
+    """The checkpoints' objectives; loaded once where all of them fit the memory budget of a chunk, else each
+    time they are asked for.
 
     Attributes:
         stay: whether they stay in memory.

@@ -11,13 +11,13 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns, Stream, on_the_cpu
@@ -189,7 +189,7 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Itera
     stream = Stream(
         loss,
         examples.params,
-        lambda first, stop: _numbered(examples.read(first, stop), first, stop),
+        partial(_numbered, examples),
         **options,
     )
 
@@ -255,14 +255,10 @@ class _WithoutRows:
         return self.objective.loss(params, inputs[:-1], target)
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    inputs: Inputs
-    target: torch.Tensor | None
-
-
-def _numbered(batch: Batch, start: int, stop: int) -> _Numbered:
-    return _Numbered((*batch.inputs, torch.arange(start, stop)), batch.target)
+def _numbered(examples: Examples, start: int, stop: int) -> RowBatch:
+    """The rows start, ..., stop - 1 with their numbers [k] as one more input."""
+    batch = examples.read(start, stop)
+    return RowBatch((*batch.inputs, torch.arange(start, stop)), batch.target)
 
 
 class _AsTheyAre:

@@ -7,13 +7,13 @@ A part of the samples, for measures whose cost grows faster than the number of s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, joined
 
 COLUMN = "projected_gradients"
 
@@ -85,18 +85,6 @@ def examples_at(examples: Examples, rows: torch.Tensor) -> Examples:
     numbers = rows.tolist()
 
     def read(start: int, stop: int) -> Batch:
-        return _joined([examples.read(row, row + 1) for row in numbers[start:stop]])
+        return joined([examples.read(row, row + 1) for row in numbers[start:stop]])
 
     return replace(examples, read=read, count=len(numbers), numbers=examples.numbers_of(rows))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-
-def _joined(parts: Sequence[Batch]) -> Batch:
-    targets = [part.target for part in parts if part.target is not None]
-    inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
-    return _Rows(inputs, torch.cat(targets) if targets else None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -82,6 +82,34 @@ def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> G
         require_classes(measure, setting)
         sums.by_class(measure, setting)
     return sums
+
+
+class MeanGradientMeasure(Measure):
+    """A measure made from the mean gradient, or that of each class: it hands every chunk to the sums that all
+    such measures of a run share, `self._sums`.
+
+    Class attributes:
+        by_class: whether it uses the mean gradient of each class.
+    """
+
+    needs_factors = True
+    by_class: ClassVar[bool] = False
+
+    def prepare(self, setting: Setting) -> None:
+        self._sums = shared_sums(setting, self, self.by_class)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._sums.add(gradients)
+        return {}
+
+    def keep(self) -> None:
+        self._sums.keep()
+
+    def state(self) -> Arrays:
+        return self._sums.state(self)
+
+    def restore(self, state: Arrays) -> None:
+        self._sums.restore(self, state)
 
 
 class GradientSums:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, joined
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
@@ -255,9 +255,7 @@ class RecordReader:
             for row, label in zip(rows, self._labels(chosen, 1), strict=True):
                 self._now.seed(int(label), ROW)
                 parts.append(self._take(row[None]))
-        inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
-        targets = [part.target for part in parts if part.target is not None]
-        return RecordBatch(inputs, torch.cat(targets) if targets else None)
+        return joined(parts)
 
     def _augmented(self, rows: Batch, chosen: RowNumbers) -> RecordBatch:
         made = []

@@ -168,8 +168,8 @@ def _add(totals: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None
 
 
 class Covariances:
-    """A measure that gathers `FactorSums` over the samples of a run. Asked for gradients that are not settled: it
-    needs their factors.
+    """Gathers `FactorSums` over the samples of a stream. It needs gradients that keep their factors
+    (settle=False).
     """
 
     needs_factors = True

@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.transforms import grad_and_value
@@ -90,9 +89,7 @@ def with_margin(examples: Examples) -> Examples:
             "unexplained": (slope + weight * rise).square().sum(),
         }
 
-    objective = Objective(examples.objective.model, margin, summary, autocast=examples.objective.autocast)
-    objective.params = examples.params
-    return replace(examples, objective=objective)
+    return replace(examples, objective=examples.objective.with_loss(margin, summary))
 
 
 def _slope(
