@@ -1,11 +1,6 @@
-"""Influence by the curvature written out.
-
-Influence by the inner products of the curvature's rows.
-
-Influence by products with the curvature, which is never written out.
-
-Scores by the query's output in place of its gradient: the loss itself, at the output that a removal is
-predicted to lead to.
+"""Fits that multiply by the inverse of a damped curvature: `ByMatrix` from the materialised matrix,
+`ByKernel` from the inner products of its rows, `ByProducts` from products with it. `AtOutput` scores by the
+query's loss at the output that a removal is predicted to lead to, in place of its gradient.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
-"""What is inverted, whichever way.
-
-Influence with the one-step leverage correction, on top of a way to invert the curvature.
-
-The one-step leverage correction: what removing an example does to the curvature, too.
+"""The matrix to invert with its damping, and the one-step leverage correction: what the removal of an example
+does to the curvature.
 
 Without example i the Gauss-Newton matrix H loses J_i' L_i J_i. One Newton step on what is left leads to
 H_-i^-1 g_i = H^-1 J_i' (I - L_i M_i)^-1 r_i, with M_i = J_i H^-1 J_i' and g_i = J_i' r_i. So a score is
-corrected by another gradient of the example: that of its output times (I - L_i M_i)^-1 r_i. Where the model
-is linear and the loss quadratic (ridge regression) it is exact.
+corrected by another gradient of the example: that of its output times (I - L_i M_i)^-1 r_i. If the model is
+linear and the loss quadratic (ridge regression) it is exact.
 
 With L_i = S_i S_i' that vector is r_i + S_i w_i, w_i = (I - S_i' M_i S_i)^-1 S_i' M_i r_i, which takes a
 symmetric matrix.
 
 Source: Pregibon, "Logistic Regression Diagnostics" (1981), section 4, for one output; blocks for several
 follow by Woodbury's identity.
-
-How much is added to every eigenvalue of a curvature before it is inverted.
 """
 
 from __future__ import annotations

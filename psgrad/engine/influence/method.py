@@ -1,8 +1,5 @@
-"""What every influence method is: options, a fit to the training set at one checkpoint, and scores that come
-block by block.
-
-Which rows have a loss and a gradient that are finite: one NaN would spoil every curvature that it is summed
-into.
+"""The interface of an influence method: options, a fit to the training set at one checkpoint, and scores in
+blocks of training examples. `screened` finds the rows whose loss and gradient are finite.
 """
 
 from __future__ import annotations

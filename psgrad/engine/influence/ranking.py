@@ -1,6 +1,5 @@
-"""The strongest proponents and opponents of each query, from scores that pass by once.
-
-From methods fitted at several checkpoints to one stream of scores, with their spread.
+"""The largest and smallest scores of each query, from blocks of scores; and the scores of several checkpoints
+joined.
 """
 
 from __future__ import annotations

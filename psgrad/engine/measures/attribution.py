@@ -1,6 +1,5 @@
-"""What a sample's loss, or one of its logits, owes to each part of its input.
-
-What all measures of input attribution share: their pass, their columns, and the maps of the samples that are
+"""The base of the measures of input attribution: which part of a sample's loss, or of one of its logits,
+belongs to which part of its input. It has their pass, their columns, and the maps of the samples that are
 shown.
 """
 

@@ -1,6 +1,6 @@
-"""Where a model takes its inputs in: floats as they are, ids by the embeddings that look them up.
+"""Points in the space of a model's inputs, and the value and gradient of the loss or of a logit there.
 
-Points of a chunk of samples in the space of a model's inputs, and what the model says there.
+Floating-point inputs are points as they are; inputs of ids are points by the embeddings that look them up.
 """
 
 from __future__ import annotations

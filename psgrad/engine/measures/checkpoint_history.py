@@ -1,12 +1,5 @@
-"""What samples say at several checkpoints of a training run, asked once for all measures that follow them
-through training.
-
-What was asked of all samples at all checkpoints.
-
-How far checkpoints agree on the order of the samples, and how a sample's numbers move along them.
-
-What is kept of a sample's output at one checkpoint: how sure the model was of the label, and whether it was
-right.
+"""Loss, gradient norm and prediction of all samples at all checkpoints, and statistics of them: how far
+checkpoints agree on the order of the samples, and the slope of a number over the checkpoints.
 """
 
 from __future__ import annotations

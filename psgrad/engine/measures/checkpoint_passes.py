@@ -1,10 +1,7 @@
-"""Several checkpoints in one pass: their weights stacked, and the per-sample norms mapped over them.
+"""Norms of all samples at several checkpoints in one pass: the weights are stacked and mapped over.
 
-Which checkpoints pass together: as many as fit in memory, where that is priced lower than one after another.
-
-The models of several checkpoints, all of them in memory where they fit there.
-
-Why a measure over checkpoints can't be had.
+`grouped` decides how many checkpoints pass together: as many as fit in memory, if the predicted time is lower
+than that of one after another.
 """
 
 from __future__ import annotations

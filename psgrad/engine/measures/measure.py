@@ -1,9 +1,5 @@
-"""What a measure is: it asks deferred gradients of samples, and answers with columns, a number a sample, and
-with what it gathered.
-
-Why a measure can't be had.
-
-Which samples have finite numbers.
+"""The interface of a measure: it queries deferred gradients of samples, and returns columns, one number for
+each sample, and what it gathered over all samples.
 """
 
 from __future__ import annotations

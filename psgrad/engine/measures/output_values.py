@@ -1,7 +1,5 @@
-"""What the model said of a sample, in one number or two: small enough to keep for every row.
-
-The outputs of a chunk for measures of classes: kept once a sample, whoever asks, and looked at for all
-samples together.
+"""Predictions: one or two numbers of a model's output for each sample; and the outputs of a chunk, shared by
+all measures of classes.
 """
 
 from __future__ import annotations

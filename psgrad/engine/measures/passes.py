@@ -1,11 +1,9 @@
-"""The second pass over the samples: answered from gradients that the first one left in memory, as far as
-there was room for them.
+"""Passes over the samples after the first one: the second pass of measures that compare each sample with all,
+and the pass of a single measure.
 
-Both ways look at the same chunks, so that the numbers are the same to the last bit, wherever a run was
-interrupted.
-
-A pass of a measure's own: something computed of each chunk of samples by a function that knows which rows
-they are.
+The second pass takes gradients that the first one left in memory, if there was space for them, and computes
+the others again. The chunks are the same in both cases, so the numbers are the same to the last bit, also if
+a run was interrupted.
 """
 
 from __future__ import annotations

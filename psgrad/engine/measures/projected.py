@@ -1,7 +1,5 @@
-"""Projected gradients as other measures find them: the rows that count, and how far inner products of them
-can be trusted.
-
-A part of the samples, for measures whose cost grows faster than the number of samples.
+"""Projected gradients as other measures use them: the rows of finite samples and the error of their inner
+products; and a random choice of samples, for measures whose cost grows faster than the number of samples.
 """
 
 from __future__ import annotations

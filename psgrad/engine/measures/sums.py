@@ -1,13 +1,7 @@
-"""Sums of gradients over all samples, made once for all measures of a run that ask for them: the mean
-gradient, and that of each class.
+"""Sums of gradients over all samples, computed once for all measures of a run: the mean gradient, that of
+each class, and bootstrap resamples of sums.
 
-What belongs to one class is summed by itself, and the mean is the mean of these sums, so that asking for both
-costs one pass over the gradients of a chunk.
-
-Gradients that are values, summed class by class and multiplied with a vector of each class, without being put
-in order first.
-
-Bootstrap resamples of sums over samples.
+The mean is the mean of the classes' sums, so both cost one pass over the gradients of a chunk.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Drawn records as a clipped sum, in streams of records about as long: a user of two rows is not filled up to
-a thousand.
+"""Sources of clipped sums: a batch in memory, rows that are read chunk by chunk, and records of several rows.
 
-Sources of clipped sums: a batch in memory, or rows that are read chunk by chunk.
-
-Everything here is private: noise comes later. What a source answers for is that a record, whatever is in it,
-adds no more than its bounds, that the sum is finite, and that a batch may be empty.
+Everything here is private: noise is added later. A source guarantees that a record adds no more than its
+bounds, whatever it holds, that the sum is finite, and that a batch may be empty. Records of several rows are
+read in streams of records of about the same length, so that a user of two rows is not padded to a thousand.
 """
 
 from __future__ import annotations

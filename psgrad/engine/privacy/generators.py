@@ -1,11 +1,10 @@
 """Random numbers for sampling and noise.
 
-The default is AES-256 in counter mode with a key from the operating system: nobody who sees a part of the
-stream can tell the rest of it from noise, which is what a privacy guarantee assumes. torch's Mersenne twister
-and Philox are fast and can be predicted from their output; whoever takes one has that written into the
-ledger.
+The default is AES-256 in counter mode with a key from the operating system: a part of the stream says nothing
+about the rest, which is what a privacy guarantee assumes. torch's Mersenne twister and Philox are fast and
+can be predicted from their output; the ledger says if one of them was used.
 
-A stream is never used twice. The counter only moves on, a forked process changes the key, and a generator is
+A stream is never used twice. The counter only increases, a forked process changes the key, and a generator is
 neither pickled nor copied. The key is never shown.
 """
 

@@ -1,10 +1,8 @@
-"""Records of several rows: all rows of a user, or the augmented copies of a row. What is clipped is a
-record's gradient, not a row's.
+"""Records: rows, all rows of a user, or the augmented copies of a row; and the relation between neighbouring
+datasets. What is clipped is a record's gradient, not a row's.
 
 A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs
 before anything is clipped.
-
-Which datasets count as neighbours: half of what a privacy guarantee says.
 """
 
 from __future__ import annotations

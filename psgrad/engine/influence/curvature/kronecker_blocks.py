@@ -1,8 +1,4 @@
-"""A block of the curvature that is diagonal in the product of two bases, with eigenvalues that were measured
-there.
-
-The two bases in which a block of the curvature is taken as diagonal, and gradients in them.
-"""
+"""A block of the curvature that is diagonal in the product of two bases, and gradients in these bases."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Second moments of the factors of gradients, summed over samples and positions: what the bases of
-Kronecker-factored blocks come from.
+"""Second moments of the factors of gradients, summed over samples and positions: the bases of
+Kronecker-factored blocks are their eigenvectors.
 
-How parameters lie as matrices whose gradients are sums over positions of outer products.
-
-Nothing here knows layers: what a gradient's terms say of themselves decides. A product of factors ([n, g, t,
-a], [n, g, t, b]) makes the parameter g matrices [a, b], a convolution its groups' matrices over channels and
-places of the kernel, a looked-up table one matrix whose left factor is one-hot. Several uses of one weight
-are more positions of it.
+Layers are not needed: the terms of a gradient say how the parameter is a set of matrices. A product of
+factors ([n, g, t, a], [n, g, t, b]) makes it g matrices [a, b], a convolution its groups' matrices over
+channels and kernel positions, an embedding table one matrix whose left factor is one-hot. Several uses of one
+weight are more positions of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Kronecker-factored curvature, from the factors that deferred gradients keep: blocks that are diagonal in a
-product of two bases.
-
-The blocks of a Kronecker-factored curvature from two passes over its rows: one for the bases, one for the
-eigenvalues in them.
-
-Random rows of the Gauss-Newton matrix, a few for each sample in place of one for each number of its output.
+"""Fits the blocks of a Kronecker-factored curvature in two passes over its rows: one for the bases, one for
+the eigenvalues in them. The rows are gradients, or a few random rows of the Gauss-Newton matrix for each
+sample.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Curvature matrices written out, [p, p] in float64, of the sum of the losses. For models with some thousands
+"""Materialised curvature matrices [p, p] in float64, of the sum of the losses, for models with some thousands
 of parameters.
 
-The sum of j j' over the rows j of a Gauss-Newton matrix, with the rows of one sample added up before they are
-multiplied out.
-
-Where the rows of a sample are outer products with one factor in common, j_r = u_r ⊗ v, their sum of j_r j_r'
-is (sum_r u_r u_r') ⊗ v v'. Over samples that is one matrix product of n columns, in place of n * R.
+If the rows of a sample are outer products with one common factor, j_r = u_r ⊗ v, their sum of j_r j_r' is
+(sum_r u_r u_r') ⊗ v v'. Over samples that is one matrix product of n columns, in place of n * R.
 """
 
 from __future__ import annotations

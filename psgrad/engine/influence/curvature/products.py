@@ -1,14 +1,9 @@
-"""Products of the training set's mean curvature with blocks of vectors: all that iterative solvers ask of a
-matrix of any size.
+"""Products of the training set's mean curvature with blocks of vectors, which is all that iterative solvers
+need.
 
-Products with a Gauss-Newton matrix or an empirical Fisher from its rows, computed once and kept: G v = sum
-over rows of j (j'v) / n.
-
-No product runs the model again. What is kept are factors, or rows written out where products with those are
-less work (row_blocks.py).
-
-Products with a curvature matrix by passes over the data: the derivative along each vector, forward, and back
-again.
+`RowProducts` keeps the rows of a Gauss-Newton matrix or an empirical Fisher, as factors or materialised
+(row_blocks.py), and runs the model once: G v = sum over rows of j (j'v) / n. `PassProducts` runs over the
+data for each product: the derivative along each vector, forward and then backward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows of a curvature matrix for a chunk of samples, kept as factors or written out, and their products with
-a block of vectors.
+"""Rows of a curvature matrix for a chunk of samples, as factors or materialised, and their products with a
+block of vectors.
 
-Rows of one sample are gradients at the same activations: of a matrix product they share one factor, and what
-a vector makes of that factor is computed once for all of them.
+Rows of one sample are gradients at the same activations: for a matrix product they share one factor, and the
+product of a vector with that factor is computed once for all of them.
 """
 
 from __future__ import annotations

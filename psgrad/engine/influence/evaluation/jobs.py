@@ -1,8 +1,5 @@
-"""What is to be trained: a job a model.
-
-How the built-in trainer trains.
-
-Trained models as one: their weights stacked, to be asked together.
+"""What is trained in an evaluation: the rows, the jobs, the recipe of the built-in trainer, and the trained
+models with their weights stacked.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""The linear datamodeling score: how well sums of scores rank what models retrained on subsets say of a
-query.
+"""Metrics of an evaluation: the linear datamodeling score (LDS), leave-one-out correlation, and removal
+curves.
 
-Park, Georgiev, Ilyas, Leclerc and Madry, "TRAK" (2023), section 2; Ilyas et al., "Datamodels" (2022).
-
-Leave-one-out: does a query's measurement rise by what is predicted, where a model is trained without one
-example?
-
-Removal curves: how much worse a query fares when the examples that a method calls its strongest proponents
-are left out.
+LDS: how well sums of scores rank the outcomes of models that were retrained on subsets. Park, Georgiev,
+Ilyas, Leclerc and Madry, "TRAK" (2023), section 2; Ilyas et al., "Datamodels" (2022). Leave-one-out: whether
+a query's measurement rises by the predicted amount if a model is trained without one example. Removal curves:
+how much worse a query becomes if its strongest proponents are left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Mislabelled examples: how well scores find labels that were flipped on purpose.
+"""How well scores find labels that were flipped on purpose, and the controls of an evaluation: scores without
+any influence method.
 
-Controls: scores that know nothing of influence, for the same tables.
-
-A method that does not beat its label, its neighbours in input space and the loss of the training example
+A method that is not better than the same label, the nearest input and the loss of the training example
 explains little.
 """
 

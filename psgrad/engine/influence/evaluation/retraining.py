@@ -1,10 +1,9 @@
-"""Retrained models' measurements: trained in batches, and kept as they are finished, so that what was stopped
-goes on where it was.
+"""Trainers of an evaluation, and the measurements of retrained models, which are stored batch by batch so
+that an interrupted evaluation goes on.
 
-Many small models trained at once: their weights stacked, and one vmapped gradient step for all of them.
-
-Each model has its own rows, its own initial weights and its own shuffles, all by its seed: what becomes of it
-does not depend, but for rounding, on which others are trained beside it. Dropout alone draws for all at once.
+`EnsembleTrainer` trains many small models at once: weights stacked, one vmapped gradient step for all. Each
+model has its own rows, initial weights and shuffles, all by its seed: apart from rounding, the result does
+not depend on the others. Dropout alone draws for all at once.
 """
 
 from __future__ import annotations

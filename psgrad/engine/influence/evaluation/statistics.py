@@ -1,10 +1,8 @@
-"""Rank and product-moment correlations, column by column, of a sample and of its bootstrap resamples.
+"""Correlations and bootstrap intervals for many queries at once, and the scores of a method as one matrix.
 
 A resample is a vector of counts: how often each item was drawn. Resamples of hundreds of queries at once are
-then matrix products, where scipy's bootstrap would call a statistic a thousand times. Ties, those that
-drawing twice makes included, have their mean rank.
-
-The scores of a method as one matrix, for evaluations, which need all of it.
+then matrix products, where scipy's bootstrap would call a statistic a thousand times for each of them. Tied
+values have their mean rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Building an index: the training examples stream past once for each checkpoint, and their rows go to the
-disk shard by shard.
-
-An index that is asked: methods answer from its rows, and the training data are not touched.
+"""Builds an index: one pass over the training examples for each checkpoint, shard by shard. `from_index`
+answers a method from the rows of an index, without the training data.
 """
 
 from __future__ import annotations

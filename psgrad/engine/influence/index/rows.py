@@ -1,7 +1,6 @@
-"""Training gradients as rows of k numbers: how they are made, and what their methods ask of them.
+"""Training gradients as rows of k numbers: how they are computed, and the interface that methods on rows use.
 
-The model's output as one number that the loss is a function of: what TRAK takes gradients of, in place of the
-loss.
+For TRAK a row is the gradient of the margin: the model's output as one number that the loss is a function of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an index holds, said in plain values, and the place where it is kept.
-
-The rows of an index as the methods read them, and as they lie on the disk.
-"""
+"""The description of an index, the interface of its storage, and its rows as they are encoded on the disk."""
 
 from __future__ import annotations
 

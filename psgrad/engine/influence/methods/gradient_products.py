@@ -1,8 +1,5 @@
-"""Gradient dot product: what one plain gradient step on the training example would do to the query's loss.
-
-The cosine of the angle between gradients: the dot product without the examples' norms.
-
-TracInCP: gradient dot products along one training run, each weighed by the learning rate.
+"""Methods of inner products of gradients: the dot product, the cosine, and TracInCP, the dot products at
+several checkpoints weighted by the learning rate.
 """
 
 from __future__ import annotations

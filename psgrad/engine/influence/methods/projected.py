@@ -1,7 +1,5 @@
-"""Influence functions in the space of projected gradients, with the empirical Fisher of that space as the
-curvature.
-
-TRAK: the model as logistic regression on the projected gradients of its margin.
+"""Methods in the space of projected gradients: influence functions with the empirical Fisher as the
+curvature, and TRAK, the model as logistic regression on the projected gradients of its margin.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Conjugate gradients for many right-hand sides at once, which share one Krylov space, so that all profit
-from each one's products.
-
-Preconditioners of a symmetric positive definite matrix, as the inverse square roots that a system is
-multiplied by from both sides.
+"""Conjugate gradients for many right-hand sides in one shared Krylov space, and preconditioners, as roots of
+the matrix that a system is multiplied by from both sides.
 """
 
 from __future__ import annotations

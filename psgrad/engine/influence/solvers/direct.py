@@ -1,7 +1,5 @@
-"""The inverse of a damped curvature that is written out, by its Cholesky factor, in float64.
-
-The inverse of a damped sum of outer products G'G + mu I by its rows' inner products K = G G': exact at any
-number of parameters.
+"""Inverses by Cholesky factors, in float64: `Inverse` of a materialised curvature, `KernelInverse` of the
+inner products K = G G' of its rows, which works for any number of parameters.
 
 (G'G + mu I)^-1 v = (v - G' (K + mu I)^-1 G v) / mu. For a vector in the span of the rows, g = G'c, nothing is
 subtracted: v' (G'G + mu I)^-1 g = (G v)' (K + mu I)^-1 c.

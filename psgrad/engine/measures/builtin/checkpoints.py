@@ -1,12 +1,5 @@
-"""The checkpoints of a training run, each passed once: what all measures over checkpoints are made of.
-
-GraNd: the gradient norm of a sample, averaged over checkpoints.
-
-EL2N, averaged over checkpoints.
-
-Forgetting: how often a sample that was learnt is got wrong at a later checkpoint.
-
-The way of each sample through training: its loss, gradient norm and prediction at each checkpoint.
+"""Measures over the checkpoints of a training run: `moments`, which gathers loss, norm and prediction at each
+checkpoint, and what is made of them: GraNd, mean EL2N, forgetting events and trajectories.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The gradient noise scale: the batch size at which a step is half signal and half noise.
-
-The spectrum of the gradients' covariance: in how many directions do samples pull apart?
+"""Measures of the whole dataset: the gradient noise scale, which is the batch size at which a step is half
+signal and half noise, and the spectrum of the gradients' covariance.
 """
 
 from __future__ import annotations

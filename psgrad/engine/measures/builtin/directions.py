@@ -1,10 +1,5 @@
-"""The angle between a sample's gradient and the mean gradient.
-
-The angle between a sample's gradient and the mean gradient of its class.
-
-How far the mean gradient moves when a sample is left out.
-
-The signal-to-noise ratio of the gradient, parameter by parameter.
+"""Measures of direction: the angle to the mean gradient and to that of the class, the change of the mean
+gradient if a sample is left out, and the signal-to-noise ratio of the gradient in each parameter.
 """
 
 from __future__ import annotations

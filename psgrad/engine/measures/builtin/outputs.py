@@ -1,9 +1,4 @@
-"""Self-confidence: the probability that the model gives to the label.
-
-The logit margin: by how much the label's logit leads.
-
-EL2N: how far the predicted probabilities are from the label.
-"""
+"""Measures of the model's output for classes: self-confidence, logit margin, and EL2N."""
 
 from __future__ import annotations
 

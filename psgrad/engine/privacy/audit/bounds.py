@@ -1,5 +1,5 @@
-"""What a game of canaries says about epsilon: the largest that it refutes, by three methods, and whether it
-refutes what is declared.
+"""Lower bounds on epsilon from a game of canaries, by three methods, and whether the declared guarantee is
+refuted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Record and replay: one step on a dataset, and again on a neighbour with the very same random numbers.
+"""One step on a dataset and on a neighbour with the same random numbers (the method of "Re:cord-play", arXiv
+2602.17454, which found errors in a dozen libraries).
 
-What then differs is the data's doing. The distance of the two sums before noise must stay within the declared
-sensitivity, and nothing that is published besides the sums may differ at all (the method of "Re:cord-play",
-arXiv 2602.17454, which found a dozen libraries wrong).
+Any difference then comes from the data. The distance of the two sums before noise must be at most the
+declared sensitivity, and nothing else that is published may differ.
 """
 
 from __future__ import annotations
