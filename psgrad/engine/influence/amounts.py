@@ -262,8 +262,8 @@ def _output(training: Examples, params: Vectors, inputs: Any) -> Any:
 def calibrated(
     fitted: Corrected | Preconditioned, weight_decay: float, say: Callable[[str], None]
 ) -> tuple[bool, str]:
-    """Whether the scores of an undamped fit to an affine model are amounts, and why. `say` is told what is
-    not as it may be thought.
+    """(whether the scores of an undamped fit to an affine model are amounts, why). `say` is called with the
+    reason if they are not.
     """
     plain = fitted.solver()
     assert plain is not None

@@ -206,7 +206,7 @@ def _coefficients(rows: Examples) -> torch.Tensor | None:
     return coefficients if bool(missed.abs().amax() <= _MISS * gradient.abs().amax()) else None
 
 
-# (products, lam, right-hand sides [k, p], whether the spectrum is to be told) to the solutions of (C +
+# (products, lam, right-hand sides [k, p], whether to return the spectrum) to the solutions [k, p] of (C +
 # (weight_decay + lam) I) x = b and the solver's facts.
 Solve = Callable[[CurvatureProducts, float, torch.Tensor, bool], tuple[torch.Tensor, dict[str, Any]]]
 
@@ -262,7 +262,9 @@ class ByProducts(Invertible):
         return vectors_that_fit(self.training) > 0
 
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
-        """Estimated for most examples (leverage_estimate.py)."""
+        """As for `Invertible`, root [n, C, R] and gradient [n, C]; estimated for most examples
+        (leverage_estimate.py).
+        """
 
         def inverse(block: torch.Tensor) -> torch.Tensor:
             return self.rough(self.products, self.damping, block, False)[0] / len(self.training)

@@ -98,8 +98,8 @@ TITLES: dict[Curvature, str] = {
 class InverseProblem:
     """n (C + (weight_decay + lam) I), C the mean curvature of the training set, lam the damping.
 
-    leverage: whether scores are corrected for what a removal does to the curvature. say: told what a person
-    should hear.
+    leverage: whether scores are corrected for what a removal does to the curvature. say: called with messages
+    for a person.
     """
 
     training: Examples
@@ -185,7 +185,7 @@ class Leverage:
         return self.weights.isnan().any(1)
 
     def tell(self, training: Examples, say: Callable[[str], None]) -> None:
-        """Say which training examples have no corrected score."""
+        """Calls `say` with the training examples that have no corrected score."""
         rows = training.numbers_of(self.gone.nonzero().flatten()).tolist()
         if rows:
             named = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
@@ -234,12 +234,12 @@ class Invertible(Preconditioned):
 
     @abstractmethod
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
-        """root, gradient: as `output_factors` has them."""
+        """The leverage of all n examples. root [n, C, R], gradient [n, C]: as `output_factors` has them."""
 
     @abstractmethod
     def on(self, training: Examples, weights: torch.Tensor) -> Self:
-        """The same inverse for the same examples with other gradients. weights: of Leverage, by which they
-        are others.
+        """The same inverse for the same n examples with other gradients. weights [n, R]: of `Leverage`, by
+        which they differ.
         """
 
     @abstractmethod
@@ -254,7 +254,7 @@ class Corrected(Fitted):
     loss's gradient in the output is in the span of its second derivatives. facts: those of the fit, and
     `largest_leverage`, the largest eigenvalue of any example's L_i M_i.
 
-    An example without which the training problem has no solution is told, and its scores are NaN.
+    An example without which the training problem has no solution is reported, and its scores are NaN.
 
     automatic: whether the correction goes with the damping that a default chose: with another damping there
     is none.

@@ -28,7 +28,7 @@ class Attribution(Measure):
     option `of`.
 
     Attribution is in floating-point inputs as they are, and in what embeddings look up for inputs of ids; a
-    weight that the head shares with an embedding adds nothing by way of the head. Inputs of whole numbers
+    weight that the head shares with an embedding adds nothing through the head. Inputs of whole numbers
     that no embedding takes are held fixed.
 
     Arrays of what is gathered, for m samples of the largest gradient norms, where inputs may be kept: `rows`
@@ -57,7 +57,7 @@ class Attribution(Measure):
         inputs, _ = examples.stream.load(0, 1)
         try:
             places = places_of(examples.objective.model, inputs)
-        except Exception:  # the model fails, and does so again in the first pass, where the row is told
+        except Exception:  # the model fails, and again in the first pass, whose error names the row
             places = []
         else:
             self._require(inputs, places)

@@ -86,7 +86,7 @@ def in_place(
 
 @contextmanager
 def looked_up(model: nn.Module, places: list[InputPlace]) -> Iterator[dict[InputPlace, torch.Tensor]]:
-    """Inside, what embeddings look up is noted: a dict that fills as the model runs."""
+    """Inside, what embeddings look up, [1, ...] each, is collected in a dict as the model runs."""
     noted: dict[InputPlace, torch.Tensor] = {}
 
     def note(place: InputPlace, output: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Point:
-    """A chunk of k samples, and what may be asked of the scalar along the way to them.
+    """A chunk of k samples, and the scalar and its gradient at points in the space of their inputs.
 
     Attributes:
         values: where the samples lie.
@@ -232,6 +232,7 @@ class Point:
 
     @classmethod
     def of(cls, scalar: Scalar, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor) -> Point:
+        """The point of k samples: inputs and target [k, ...], rows [k] int64, their numbers."""
         return cls(scalar, inputs, target, rows, scalar.values(inputs), scalar.classes(inputs, target))
 
     def gradient(self, values: Values | None = None) -> Values:

@@ -38,7 +38,7 @@ class History:
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
-        """From the columns of all passes over the checkpoints."""
+        """From the columns of all passes over the checkpoints, name -> [n, checkpoints of the pass]."""
         parts: dict[str, dict[int, torch.Tensor]] = {}
         for key, values in rows.items():
             prefix, _, rest = key.partition(".")
@@ -78,7 +78,7 @@ class History:
 __all__ = ["History", "require_checkpoints", "require_labels"]
 
 
-# Under it, less than a quarter of the ranks' variance is shared.
+# Below it, less than a quarter of the ranks' variance is common to both.
 _HARDLY = 0.5
 
 
@@ -167,7 +167,7 @@ def _of_classes(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -
     of_label = probabilities.gather(-1, label.unsqueeze(-1)).squeeze(-1)
     finite = torch.isfinite(probabilities).all(-1)
     right = torch.where(finite, (probabilities.argmax(-1) == label).to(kind), math.nan)
-    # Not F.one_hot, which looks at the values: a pass with it could not be recorded or foreseen.
+    # Not F.one_hot, which reads the values: a pass with it could be neither captured nor planned.
     onehot = torch.arange(output.shape[-1], device=output.device) == label.unsqueeze(-1)
     distance = torch.linalg.vector_norm(probabilities - onehot.to(kind), dim=-1)
     found = {

@@ -54,8 +54,8 @@ class StackedModels:
 
     @classmethod
     def like(cls, objective: Objective, count: int) -> StackedModels:
-        """The shape of an ensemble of `count` models, for a forecast: each has the weights of the one at
-        hand, which are not copied.
+        """The shape of an ensemble of `count` models, for a prediction: each has the weights of the given
+        one, which are not copied.
         """
         own = {**dict(objective.model.named_parameters()), **dict(objective.model.named_buffers())}
         return cls(
@@ -73,20 +73,20 @@ class StackedModels:
         target: torch.Tensor | None,
         **options: Any,
     ) -> Arrays:
-        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [T, k]: a way for
+        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [T, k]; for
         Stream.run.
 
         Where rounding may have spoilt a norm, the models pass one by one instead: which samples are to be
         taken again depends on data, and no two models need agree on it.
         """
-        found, doubt = self.all_at_once(self.params, self.fixed, inputs, target)
-        if not bool(doubt.any()):
+        found, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
+        if not bool(unsafe.any()):
             return found
         one_by_one = [
             self._one(
                 {name: value[t] for name, value in self.params.items()}, self._fixed_of(t), inputs, target
             )
-            for t in range(len(doubt))
+            for t in range(len(unsafe))
         ]
         return {name: torch.stack([each[name] for each in one_by_one]) for name in one_by_one[0]}
 
@@ -94,14 +94,14 @@ class StackedModels:
     def all_at_once(
         self, params: Vectors, fixed: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> tuple[Arrays, torch.Tensor]:
-        """(name -> [T, k], [T] bool: whose numbers are in doubt)."""
+        """(name -> [T, k], [T] bool: the models with a norm that rounding may have spoilt)."""
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
-            with noting() as doubts:
+            with noting() as unsafe:
                 found = self._one(params, fixed, inputs, target)
             return found, (
-                torch.stack(doubts).any()
-                if doubts
+                torch.stack(unsafe).any()
+                if unsafe
                 else torch.zeros((), dtype=torch.bool, device=found["loss"].device)
             )
 
@@ -131,7 +131,7 @@ def _parted(stacked: Vectors, objective: Objective) -> tuple[Vectors, Vectors]:
     return params, {name: value for name, value in stacked.items() if name not in params}
 
 
-# Prices are not closer than that: measured, ways priced alike differ by a tenth either way.
+# Predicted times are not more exact than that: measured times of equal predictions differ by a tenth.
 _PAYS = 0.9
 
 
@@ -150,7 +150,7 @@ class Grouping:
 
 
 def grouped(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Grouping:
-    """How `count` checkpoints pass over these examples, by forecasts of time and memory, which run nothing.
+    """How `count` checkpoints pass over these examples, by predicted time and memory; nothing runs.
 
     objective: of a model like those of the checkpoints, with their summary. A pass of T models at once runs T
     times the arithmetic in as many kernels as one model does: it wins where kernels are short (small chunks,
@@ -171,9 +171,9 @@ def grouped(examples: Examples, objective: Objective, count: int, chunk_size: in
             together = predict_together(examples, objective, size, chunk_size)
     except (
         Exception
-        # what a pass does depends on data; or the model fails, and does so again where its row is told
+        # what a pass does depends on data; or the model fails, and does so again whose error names the row
     ) as error:
-        return Grouping.one_by_one(count, f"a joint pass can't be foreseen ({type(error).__name__})")
+        return Grouping.one_by_one(count, f"a joint pass can't be predicted ({type(error).__name__})")
     if size < 2:
         return Grouping.one_by_one(
             count, f"two of them with {chunk_size} samples do not fit {budget / 2**20:.0f} MiB"

@@ -25,7 +25,7 @@ from psgrad.engine.gradients.projections.base import key_of, normals, signs, str
 from psgrad.engine.measures.measure import Arrays, Measure
 from psgrad.errors import MeasureError, TransformError
 
-# Of the free memory, what gradients may take that wait for the second pass.
+# The share of the free memory (one in so many) for gradients that are kept for the second pass.
 _SHARE = 4
 
 
@@ -33,7 +33,7 @@ class SecondPass(Measure):
     """Goes with the measures of the first pass, keeps its gradients, and makes the second.
 
     Args:
-        measures: those that look twice.
+        measures: those that need a second pass (`looks_twice`).
         stream: of the samples' gradients. Where it was given so much memory for a chunk, no more is kept.
     """
 
@@ -191,10 +191,10 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Itera
         **options,
     )
 
-    def way(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
+    def compute(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
         return ask(inputs[:-1], target, inputs[-1])
 
-    return stream.run(len(examples), [_AsTheyAre()], way, start)
+    return stream.run(len(examples), [_Columns()], compute, start)
 
 
 def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:
@@ -259,8 +259,8 @@ def _numbered(examples: Examples, start: int, stop: int) -> RowBatch:
     return RowBatch((*batch.inputs, torch.arange(start, stop)), batch.target)
 
 
-class _AsTheyAre:
-    """A measure whose columns were computed on the way."""
+class _Columns:
+    """Returns the columns that the pass itself computed."""
 
     needs_factors = True
 

@@ -32,7 +32,9 @@ class Projected:
 
     @classmethod
     def of(cls, rows: Mapping[str, torch.Tensor], parameters: int) -> Projected:
-        """rows: as Measure.gather has them. parameters: p, numbers in a gradient."""
+        """The finite ones of `rows`, name -> [n, ...], which are those of Measure.gather. parameters: p,
+        numbers in a gradient.
+        """
         found = rows[COLUMN]
         places = torch.nonzero(rows["ok"] & torch.isfinite(found).all(1)).squeeze(1)
         return cls(

@@ -103,9 +103,7 @@ class Basis:
     # -- per-sample gradients --------------------------------------------------------------------------------
 
     def outer(self, gradients: PerSampleGradients) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None where they are sums of
-        several.
-        """
+        """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None if they are sums of several."""
         term = only_product(gradients.gradients[self.name], self.form)
         if term is None or term.left.shape[2] != 1:
             return None
@@ -115,8 +113,8 @@ class Basis:
     def rotated(
         self, gradients: PerSampleGradients, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rotated gradients written out, [k, g, a, b], a block of samples after the other; multiplied in
-        `dtype`, at least float32.
+        """Materialised rotated gradients [k, g, a, b], block of samples by block; multiplied in `dtype`, at
+        least float32.
         """
         gradient = gradients.gradients[self.name]
         kind = dtype or accumulating_dtype(gradient.dtype)
@@ -130,8 +128,8 @@ class Basis:
                 assert term is not None
                 yield block, self._rotated_factors(term.at(block, kind)).materialise()
             else:
-                written = {name: _written_out(gradients, name, block).to(kind) for name in self.names}
-                yield block, self.rotate(self.matrices(written))
+                values = {name: _materialised(gradients, name, block).to(kind) for name in self.names}
+                yield block, self.rotate(self.matrices(values))
 
     @property
     def names(self) -> list[str]:
@@ -150,7 +148,7 @@ class Basis:
         return Product(_times(left, self.left), _times(right, self.right))
 
 
-def _written_out(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
+def _materialised(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
     """[k, *shape], zeros where the loss does not depend on the parameter."""
     gradient = gradients.gradients[name]
     if gradient.terms:

@@ -83,13 +83,13 @@ def _matrix_shape(term: Term) -> tuple[int, int, int]:
 
 
 def as_product(term: Product | Convolution) -> Product:
-    """The term with a convolution's patches written out."""
+    """The term as a product; a convolution's patches are materialised."""
     return term.as_product() if isinstance(term, Convolution) else term
 
 
 def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
-    """The gradient as one product in this form; None where it is anything else, more terms or one that has
-    been written out, say.
+    """The gradient as one product in this form; None if it is anything else, such as several terms or a
+    materialised one.
     """
     if len(gradient.terms) != 1:
         return None

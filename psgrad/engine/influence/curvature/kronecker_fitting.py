@@ -67,7 +67,9 @@ def gather(rows: Examples) -> FactorSums:
 
 
 def bases_of(params: Vectors, sums: FactorSums) -> list[Basis]:
-    """A basis for each part of the parameters, in their order; biases go with their weights."""
+    """A basis for each part of the parameters, name -> [*shape], in their order; biases go with their
+    weights.
+    """
     shapes = {name: parameter.shape for name, parameter in params.items()}
     forms: dict[str, list[Form]] = {name: [] for name in shapes}
     for name, form in sums.moments:

@@ -74,7 +74,7 @@ class CurvatureProducts(ABC):
 def curvature_products(
     training: Examples, curvature: Curvature = "gauss_newton", *, weight_decay: float = 0.0, seed: int = 0
 ) -> CurvatureProducts:
-    """Products with the mean curvature of the training set, the cheapest way.
+    """Products with the mean curvature of the training set, by the method of the least work.
 
     curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters),
     'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed:
@@ -83,9 +83,6 @@ def curvature_products(
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.
     """
-    pass
-    pass
-
     found = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
     return found if found is not None else PassProducts(training, curvature, weight_decay, seed)
 

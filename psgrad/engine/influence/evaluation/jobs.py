@@ -61,7 +61,7 @@ class Members:
     Attributes:
         model: of that architecture, in eval mode; its own weights count for nothing.
         state: name -> [K, ...], parameters and buffers.
-        loss: [K], the mean training loss of the last epoch; NaN where nobody said.
+        loss: [K], the mean training loss of the last epoch; NaN if unknown.
     """
 
     model: nn.Module
@@ -189,8 +189,8 @@ class Recipe:
     together: int = 100
 
     def optimiser(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """torch's optimiser over stacked parameters: it works element by element, so that the models don't
-        notice one another.
+        """torch's optimiser over stacked parameters [K, *shape]: it works element by element, so the models
+        do not affect each other.
         """
         options: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "fused": True}
         if self.optimizer == "sgd":

@@ -55,7 +55,7 @@ class LDSScore:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the noise of retraining leaves to be foretold.
+    """How well outcomes can be predicted at most, given the noise of retraining.
 
     single: the rank correlation of the outcomes of one seed with another's, over the same subsets.
     reliability: that of the mean over the seeds with such a mean of other seeds (Spearman-Brown). best: its
@@ -74,7 +74,7 @@ def subset_sums(scores: Array, subsets: Array) -> Array:
 
 
 def lds_mean(scores: Array, subsets: Array, outcomes: Array) -> float:
-    """The score alone; see `lds`."""
+    """The mean score of `lds` for scores [n, m], subsets [S, n] bool and outcomes [S, R, m]."""
     return float(np.nan_to_num(spearman(subset_sums(scores, subsets), -outcomes.mean(1))).mean())
 
 
@@ -113,7 +113,7 @@ def lds(
 
 
 def ceiling(outcomes: Array) -> Ceiling | None:
-    """Of outcomes [S, R, m]; None where there is one seed only."""
+    """The ceiling of outcomes [S, R, m], of R seeds; None if there is one seed only."""
     seeds = outcomes.shape[1]
     if seeds < 2:
         return None
@@ -153,7 +153,7 @@ def half_subsets(rows: int, count: int, fraction: float, random: np.random.Gener
 
 
 def rows_of(subsets: Array) -> Sequence[Array]:
-    """The row numbers of each subset."""
+    """The row numbers of each of the subsets [S, n] bool."""
     return [np.flatnonzero(subset) for subset in subsets]
 
 

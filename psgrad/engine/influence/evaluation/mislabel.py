@@ -20,7 +20,7 @@ from psgrad.engine.influence.evaluation.jobs import LoadedRows
 
 Array = np.ndarray[Any, Any]
 
-# The share of the rows that somebody looks at.
+# The share of the rows that is reviewed.
 REVIEWED = 0.1
 FOLDS = 5
 
@@ -96,7 +96,7 @@ def over_flips(found: Sequence[Detection]) -> MislabelScore:
 
 
 def folds(rows: int, random: np.random.Generator, count: int = FOLDS) -> list[Array]:
-    """The rows that each of the cross-validated models does not see, which together are all."""
+    """The rows [k] that each cross-validated model is not trained on; together they are all rows."""
     return [np.sort(part) for part in np.array_split(random.permutation(rows), count)]
 
 

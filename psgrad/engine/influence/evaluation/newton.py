@@ -22,7 +22,7 @@ from psgrad.errors import InfluenceError
 Arguments = tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...], torch.Tensor | None, float]
 
 _MOST_PARAMETERS = 5000
-# From so many jobs on it pays to record a gradient and replay it.
+# From this many jobs on, capturing a gradient and replaying it saves time.
 _CAPTURED_FROM = 4
 _MOST_STEPS = 500
 # So many steps in a row with Hessians of their own that do not halve the gradient: rounding allows no better.

@@ -25,7 +25,7 @@ from psgrad.engine.transforms import capture, functional_call, grad_and_value, s
 from psgrad.errors import InfluenceError, ModelError
 
 Array = np.ndarray[Any, Any]
-# From so many steps on it pays to record one and replay it.
+# From this many steps on, capturing one and replaying it saves time.
 _CAPTURED_FROM = 100
 Fresh = Callable[[int], nn.Module]
 
@@ -233,7 +233,7 @@ def measured(
         fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. What was kept
             under another is not used.
         together: models to a batch, which is what an interruption can cost.
-        tell: called with the number of models that are done.
+        tell: called with the number of models that are done, after each batch.
     """
     parts = []
     # Models of one size come together, whatever their order: a batch is trained at once.

@@ -38,8 +38,8 @@ def drawn_counts(items: int, seed: int, resamples: int = RESAMPLES) -> Array:
 
 
 def interval_of(estimate: float, distribution: Array, limit: float = np.inf) -> Interval:
-    """The basic bootstrap interval of an estimate at the confidence of this module, cut off at -limit and
-    limit.
+    """The basic bootstrap interval of an estimate from its resampled values [resamples], at the confidence of
+    this module, cut off at -limit and limit.
 
     Davison and Hinkley, "Bootstrap Methods and their Application" (1997), section 5.2.1. Ranks of a resample
     agree less than those of the sample, as the sample's do less than those of the population: the percentile

@@ -34,8 +34,8 @@ def build_index(
     Args:
         load: checkpoint number to the training examples as that checkpoint sees them. Called once for each
             checkpoint with shards to write, in order, so that one model is in memory at a time.
-        say: told which rows have gradients that are not finite.
-        progress: told how many rows are done of how many, over all checkpoints, after each shard.
+        say: called with the rows whose gradients are not finite.
+        progress: called after each shard with (rows done, rows in all), over all checkpoints.
 
     Raises InfluenceError where a checkpoint has other parameters than the description says, and what
     `projected_rows` raises.

@@ -163,8 +163,8 @@ class StoredRows:
         return torch.from_numpy(found)
 
     def sums(self) -> dict[str, np.ndarray]:
-        """What is kept of all rows together, once they are written: their second moments, 'loss' and
-        'margin', where not too large.
+        """What is stored of all rows together, after they are written: `rows` [1], their number, and their
+        second moments `loss` and `margin` [k, k] float64, if not too large.
         """
         kept = {"rows": np.array([len(self)])}
         if self.projector.width <= WIDEST:
@@ -192,7 +192,7 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
 
 
 def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType) -> RowBlock:
-    """A block of a shard's rows, in float64."""
+    """A block of rows [b, k] of a shard, in float64, from the arrays of `encoded`."""
     rows = (
         torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
         if dtype == "bfloat16"

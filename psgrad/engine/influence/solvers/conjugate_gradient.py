@@ -129,7 +129,7 @@ def conjugate_gradient(
         block: so many right-hand sides at a time; None for as many as fit in memory.
         spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one
             vector.
-        say: told when the tolerance is not reached.
+        say: called with a message if the tolerance is not reached.
 
     Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and
     _median, converged, unconverged (how many right-hand sides), preconditioner, and with `spectrum` ritz_min
@@ -174,7 +174,7 @@ def conjugate_gradient(
 
 @dataclass
 class _BlockSolver:
-    """What the blocks of right-hand sides of one call have in common, and what was seen of A."""
+    """Solves blocks of right-hand sides of one call, and counts iterations and products over all of them."""
 
     apply: Apply
     tolerance: float

@@ -43,11 +43,13 @@ class Inverse:
         count: int,
         ends: tuple[float, float] | None = None,
     ) -> Inverse:
-        """Raises InfluenceError, with the smallest eigenvalue and the damping that would do, where the matrix
-        plus its shift is not positive definite, or too near to that for its inverse to have any digits.
+        """The inverse of a matrix [p, p] float64 plus `shift` on its diagonal.
 
-        title: what the matrix is called. count: n, by which eigenvalues and damping are divided when they are
-        told. ends: the matrix's smallest and largest eigenvalue, where they are known.
+        title: the matrix's name in messages. count: n, by which eigenvalues and damping are divided in
+        messages. ends: the matrix's smallest and largest eigenvalue, if they are known.
+
+        Raises InfluenceError, with the smallest eigenvalue and a damping that suffices, where the matrix
+        plus its shift is not positive definite, or too near to that for its inverse to have any digits.
         """
         damped = matrix.clone()
         damped.diagonal().add_(shift)
@@ -155,10 +157,11 @@ class KernelInverse:
 
     @classmethod
     def of(cls, matrix: torch.Tensor, shift: float, title: str, count: int) -> KernelInverse:
-        """Raises InfluenceError where the shift, damping and weight decay together, is too small for an
-        inverse in float64.
+        """The inverse of a matrix [N, N] float64 plus `shift`, damping and weight decay together, on its
+        diagonal.
 
-        title: what the curvature is called. count: n, by which the shift is divided when it is told.
+        title: the curvature's name in messages. count: n, by which the shift is divided in messages. Raises
+        InfluenceError where the shift is too small for an inverse in float64.
         """
         trace = float(matrix.diagonal().sum())
         if not trace < float("inf"):

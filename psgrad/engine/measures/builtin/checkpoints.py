@@ -316,7 +316,7 @@ class Trajectory(OverCheckpoints):
             "slope of the gradient norm from checkpoint to checkpoint (units of the norm per checkpoint)"
         ),
     }
-    why: ClassVar[str] = "one point is no way"
+    why: ClassVar[str] = "one point has no slope"
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         names, history = self.names, self.history(rows)

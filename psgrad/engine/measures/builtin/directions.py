@@ -136,7 +136,7 @@ class LooMeanChange(MeanGradientMeasure):
 
 
 _QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
-# A variance under this many roundings of the mean square can't be told from none.
+# A variance below this many roundings of the mean square may be zero.
 _ROUNDINGS = 64
 
 
@@ -248,8 +248,8 @@ class SignalToNoise(MeanGradientMeasure):
         for name, columns in self._sums.flat.columns.items():
             squares, mean = self._squares[columns], self._sums.mean[columns]
             variance = (squares - n * mean.square()) / (n - 1)
-            told = variance > _ROUNDINGS * self._rounding[name] * squares / n
-            found[name] = ((mean.square() - variance / n) / variance).where(told, torch.nan).cpu()
+            known = variance > _ROUNDINGS * self._rounding[name] * squares / n
+            found[name] = ((mean.square() - variance / n) / variance).where(known, torch.nan).cpu()
         return found
 
 

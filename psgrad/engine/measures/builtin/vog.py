@@ -66,7 +66,7 @@ class VoG(Measure):
         inputs, _ = examples.stream.load(0, 1)
         try:
             self._places = places_of(examples.objective.model, inputs)
-        except Exception:  # the model fails, and does so again in the first pass, where the row is told
+        except Exception:  # the model fails, and again in the first pass, whose error names the row
             self._places = []
             return
         if not self._places:
