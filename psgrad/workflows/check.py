@@ -32,7 +32,7 @@ from psgrad.results import CheckResult, Location
 from psgrad.results.findings import Baseline, BaselineChange
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
-from psgrad.storage.files import csv_lines
+from psgrad.storage.csv_lines import csv_lines
 from psgrad.storage.finished import finished_manifest, read_columns, write_check
 
 BASELINE = Path("psgrad-baseline.json")
