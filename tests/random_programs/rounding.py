@@ -55,7 +55,7 @@ class Nudge:
         return 4 * sign * torch.finfo(x.dtype).eps * values.detach().abs().nan_to_num(0, 0, 0).max()
 
     def inside_softmax(self, name: str, g: Tensor, result: Tensor, dim: int) -> Tensor:
-        """What the kernel of the derivative loses where the sum that it takes off cancels: the sum's rounding."""
+        """What the kernel of the derivative loses where the sum that it takes off cancels."""
         weights = result if name == "_softmax_backward_data" else result.exp()
         products = (g * result if name == "_softmax_backward_data" else g).abs().sum(dim, keepdim=True)
         unit = torch.randint(-1, 2, g.shape, generator=self.generator).to(g.dtype)

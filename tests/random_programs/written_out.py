@@ -65,8 +65,8 @@ class WrittenOut(Conventions):
     constants, so that third derivatives through them are wrong.
 
     moved: moves a value by rounding. The kernels of normalisations multiply the values first, and take the
-    mean times the scale off: what the two lose is of the size of the values. The mean is rounded, too: of equal
-    numbers it is another number, whose derivatives a deviation of nearly zero magnifies.
+    mean times the scale off: what the two lose is of the size of the values. The mean is rounded, too: that
+    of equal numbers is another number.
     """
 
     def __init__(self, moved: Callable[[Tensor], Tensor] = lambda x: x) -> None:

@@ -13,8 +13,8 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import Structure, flatten, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 

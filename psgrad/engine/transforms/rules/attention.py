@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.operators import is_random
 from psgrad.engine.transforms.random_draws import drawing_by_label
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
+from psgrad.engine.transforms.state import state
 from psgrad.errors import UnsupportedOperatorError
 
 
@@ -207,15 +207,16 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
 
 define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
 
-# PyTorch's backward kernel takes the weights to be exp(score - logsumexp), a difference of rounded numbers: its
-# absolute error is the unit in the last place times the largest score, and the weights do not add up to one. An
-# operator of its own, as a check of values inside a rule could not be captured and replayed.
+# PyTorch's backward kernel takes the weights to be exp(score - logsumexp), a difference of rounded numbers:
+# where scores are large, the weights do not add up to one. An operator of its own looks for such scores: inside
+# a rule, a check of values could not be captured and replayed.
 
 LARGE_SCORE = 1e3
 _library = torch.library.Library("psgrad", "FRAGMENT")
 _library.define(
-    "attention_backward_for_cpu(Tensor g, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp,"
-    " float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)"
+    "attention_backward_for_cpu(Tensor g, Tensor query, Tensor key, Tensor value, Tensor out,"
+    " Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 _backward_for_cpu = torch.ops.psgrad.attention_backward_for_cpu.default
 
@@ -233,8 +234,8 @@ def _backward_kernels(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key and value [b, heads, positions, features] by PyTorch's kernel, and by matrix
-    products for those of the b that have large finite scores.
+    """The cotangents of query, key and value [b, heads, positions, features] by PyTorch's kernel, and by
+    matrix products for those of the b that have large finite scores.
     """
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         g, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -243,10 +244,12 @@ def _backward_kernels(
     if not large.any():
         return grads  # type: ignore[no-any-return]
     rows = (large & logsumexp.isfinite()).flatten(1).any(1).nonzero()[:, 0]
-    per_row = attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[0] > 1
-    mask = attn_mask[rows] if per_row else attn_mask
+    if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[0] > 1:
+        attn_mask = attn_mask[rows]
     wide = [x[rows].to(logsumexp.dtype) for x in (g, query, key, value)]
-    exact = _back_by_matrix_products(*wide, mask, dropout_p, is_causal, scale)
+    exact: Any = _back_by_matrix_products(
+        wide[0], wide[1], wide[2], wide[3], attn_mask, dropout_p, is_causal, scale
+    )
     for grad, part in zip(grads, exact[:3], strict=True):
         grad[rows] = part.to(grad.dtype)
     return grads  # type: ignore[no-any-return]

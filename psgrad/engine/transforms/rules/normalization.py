@@ -117,8 +117,8 @@ def _layer_norm_batch(
 def _layer_norm_of_halves(
     level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...] | None:
-    """In single precision on a CPU, whose kernel rounds means and deviations to the type of `x`: derivatives of
-    higher order magnify that. Other devices return them in single precision.
+    """In single precision on a CPU, whose kernel rounds means and deviations to the type of `x`: derivatives
+    of higher order magnify that. Other devices return them in single precision.
     """
     x, shape, weight, bias, eps = args
     if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cpu":
