@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import Inputs, Of, Place, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
@@ -126,7 +126,9 @@ class Attribution(Measure):
         batches = [stream.read(row, row + 1) for row in rows.tolist()]
         targets = [batch.target for batch in batches if batch.target is not None]
         joined = tuple(torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True))
-        inputs, target = placed(joined, torch.cat(targets) if targets else None, stream.device, stream.dtype)
+        inputs, target = to_device(
+            joined, torch.cat(targets) if targets else None, stream.device, stream.dtype
+        )
         found, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
         arrays = {
             f"map_{number}": part.float().cpu() for number, part in self._of_inputs(found, inputs).items()

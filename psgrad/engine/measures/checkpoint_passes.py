@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.engine.execution.chunk_plan import Prediction, predict
+from psgrad.engine.execution.chunk_plan import ChunkPlan, plan_chunk
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_square_norms
-from psgrad.engine.gradients.precision_guard import noting
+from psgrad.engine.gradients.precision_guard import flagging
 from psgrad.engine.measures.measure import Arrays, Measure, Moment, Setting
 from psgrad.engine.transforms import stack_module_state, vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -57,7 +57,7 @@ class Ensemble:
 
     @classmethod
     def like(cls, objective: Objective, count: int) -> Ensemble:
-        """The shape of an ensemble of `count` models, for a forecast: each has the weights of the one at
+        """The shape of an ensemble of `count` models, for a plan: each has the weights of the one at
         hand, which are not copied.
         """
         own = {**dict(objective.model.named_parameters()), **dict(objective.model.named_buffers())}
@@ -97,14 +97,14 @@ class Ensemble:
     def all_at_once(
         self, params: Vectors, fixed: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> tuple[Arrays, torch.Tensor]:
-        """(name -> [T, k], [T] bool: whose numbers are in doubt)."""
+        """(name -> [T, k], [T] bool: whose numbers rounding may have made wrong)."""
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
-            with noting() as doubts:
+            with flagging() as flags:
                 found = self._one(params, fixed, inputs, target)
             return found, (
-                torch.stack(doubts).any()
-                if doubts
+                torch.stack(flags).any()
+                if flags
                 else torch.zeros((), dtype=torch.bool, device=found["loss"].device)
             )
 
@@ -153,7 +153,7 @@ class Grouping:
 
 
 def grouped(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Grouping:
-    """How `count` checkpoints pass over these examples, by forecasts of time and memory, which run nothing.
+    """How `count` checkpoints pass over these examples, by plans of time and memory, which run nothing.
 
     objective: of a model like those of the checkpoints, with their summary. A pass of T models at once runs T
     times the arithmetic in as many kernels as one model does: it wins where kernels are short (small chunks,
@@ -165,13 +165,13 @@ def grouped(examples: Examples, objective: Objective, count: int, chunk_size: in
     budget = chunk_budget(examples.device, examples.options.get("memory"))
     weights = _bytes(objective)
     try:
-        one = _forecast(examples, objective.params, chunk_size, partial(_alone, objective))
-        together = forecast_together(examples, objective, count, chunk_size)
+        one = _chunk_plan(examples, objective.params, chunk_size, partial(_alone, objective))
+        together = plan_together(examples, objective, count, chunk_size)
         room = (budget - together.input_bytes) // (together.peak_bytes // count + weights)
         size = min(count, int(room))
         if 1 < size < count:
             size = math.ceil(count / math.ceil(count / size))  # groups of about one size
-            together = forecast_together(examples, objective, size, chunk_size)
+            together = plan_together(examples, objective, size, chunk_size)
     except (
         Exception
         # what a pass does depends on data; or the model fails, and does so again where its row is told
@@ -197,7 +197,7 @@ def _alone(objective: Objective, params: Any, inputs: Any, target: Any) -> Any:
     )
 
 
-def forecast_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Prediction:
+def plan_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> ChunkPlan:
     """What a chunk takes when `count` models like this one see it at once, beside their weights."""
     ensemble = Ensemble.like(objective, count)
 
@@ -205,14 +205,14 @@ def forecast_together(examples: Examples, objective: Objective, count: int, chun
         params = {name: both[name] for name in ensemble.params}
         return ensemble.all_at_once(params, {name: both[name] for name in ensemble.fixed}, inputs, target)
 
-    return _forecast(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
+    return _chunk_plan(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
 
 
-def _forecast(
+def _chunk_plan(
     examples: Examples, params: dict[str, torch.Tensor], chunk_size: int, function: Callable[..., Any]
-) -> Prediction:
+) -> ChunkPlan:
     inputs, target = examples.stream.load(0, 1)
-    return predict(function, params, inputs, target, chunk_size)
+    return plan_chunk(function, params, inputs, target, chunk_size)
 
 
 def _bytes(objective: Objective) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.transforms import functional_call, stack_module_state, vmap
 from psgrad.errors import ModelError
@@ -53,7 +53,9 @@ class Rows:
         """All rows of these examples: what is trained again has to fit into memory."""
         block: Any = examples.read(0, len(examples))
         return Rows(
-            *placed(block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype)
+            *to_device(
+                block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype
+            )
         )
 
 
