@@ -104,7 +104,7 @@ def models() -> dict[str, Callable[[], nn.Module]]:
 
 
 def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
-    """Seconds of a pass of all checkpoints, both ways, and which one the forecast takes."""
+    """Seconds of a pass of all checkpoints, both ways, and which one the plan chooses."""
     with np.load(CONFIGS / "digits" / "digits.npz") as data:
         x, y = torch.from_numpy(data["image"]), torch.from_numpy(data["label"])
     n = min(len(x), chunk_size * CHUNKS)
