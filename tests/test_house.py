@@ -28,7 +28,13 @@ LAYERS = (
     ("errors",),
     ("wording",),
 )
-ENGINE_LAYERS = (("influence", "privacy", "measures"), ("execution",), ("gradients",), ("transforms",))
+ENGINE_LAYERS = (
+    ("influence", "privacy", "measures"),
+    ("execution",),
+    ("gradients",),
+    ("transforms",),
+    ("free_memory",),
+)
 
 # Libraries that a part does without, even inside a function.
 FORBIDDEN_LIBRARIES = {

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.measure import Moment
+from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.sources.files import require_file
 from psgrad.workflows.setup import Setup
 
 
-def moments_of(run: Setup) -> list[Moment]:
+def checkpoints_of(run: Setup) -> list[CheckpointModel]:
     """The moments of a run, named as in the config; one at a time is in memory.
 
     Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
@@ -34,7 +34,7 @@ def moments_of(run: Setup) -> list[Moment]:
         if weights in met:
             raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
-    return [Moment(str(path), partial(_objective, run, path)) for path in paths]
+    return [CheckpointModel(str(path), partial(_objective, run, path)) for path in paths]
 
 
 def same_weights(first: object, second: object, key: str) -> ConfigError:

@@ -37,7 +37,7 @@ from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.inputs.code import describe_failure, resolve
 from psgrad.results.analyze import SAMPLE_COLUMNS
-from psgrad.workflows.checkpoints import moments_of
+from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
@@ -313,7 +313,7 @@ def prepare(
         ),
         classes=run.reader.classes,
         ignore_index=run.criterion.ignore_index,
-        moments=moments_of(run),
+        checkpoints=checkpoints_of(run),
         seed=run.config.analyze.seed,
         shows_inputs=run.config.report.include_inputs,
         say=say,

@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.measures.passes import SecondLook
+from psgrad.engine.measures.passes import SecondPass
 from psgrad.inputs.reader import digest_of
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
@@ -88,7 +88,7 @@ class Passes:
         """All passes, and what the measures gathered."""
         count = len(self.setting)
         again = [measure for measure in self.measures if measure.looks_twice]
-        second = SecondLook(again, self.stream)
+        second = SecondPass(again, self.stream)
         first = [*self.measures, second] if again else self.measures
         run = partial(self.stream.run, count, first, often=True)
         table, rows = self._take(_FIRST, first, lambda start: run(start=start), about=self.about)

@@ -68,7 +68,7 @@ class Objective:
         other.criterion, other.summary = criterion, summary
         return other
 
-    def with_summary(self, summary: Summary) -> Objective:
+    def with_summary(self, summary: Summary | None) -> Objective:
         """The same model, parameters and loss, with another summary."""
         return self.with_scalar(self.criterion, summary)
 
