@@ -30,15 +30,13 @@ from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
 from psgrad.inputs.models.factory import load_model, resolve_training
-from psgrad.results import Progress
+from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of
 from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, method_from
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
-Say = Callable[[Progress], None]
-
 # Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and
 # uses what is still true.
 RETRAINED = "retrained"

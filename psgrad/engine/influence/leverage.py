@@ -218,9 +218,7 @@ def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
     def product(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
         return (output.reshape(-1) * cotangent).sum()
 
-    return Examples(
-        training.objective.with_loss(product), read, training.count, training.options, training.numbers
-    )
+    return replace(training, objective=training.objective.with_scalar(product), read=read)
 
 
 class Invertible(Preconditioned):

@@ -168,7 +168,7 @@ Ask = Callable[[Inputs, torch.Tensor | None, torch.Tensor], Arrays]
 
 def plain_objective(examples: Examples) -> Objective:
     """The model and the loss of these examples, without what measures keep of outputs."""
-    return examples.with_scalar(examples.objective.criterion).objective
+    return examples.objective.with_summary(None)
 
 
 def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Iterator[Columns]:

@@ -9,8 +9,7 @@ import torch
 
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Product, accumulating_dtype, blocks
-from psgrad.engine.gradients.terms.base import times_shared
+from psgrad.engine.gradients.terms import Product, accumulating_dtype, blocks, times_shared
 from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
 
 

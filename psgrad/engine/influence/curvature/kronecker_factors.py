@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed, upright
+from psgrad.engine.gradients.deferred import DeferredGradient, upright
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Convolution, Product, Rows, Term, blocks
+from psgrad.engine.gradients.terms import Product, Term, blocks
 
 
 @dataclass(frozen=True)
@@ -65,38 +65,22 @@ class Form:
         )
 
 
-def factored(gradient: DeferredGradient) -> dict[Form, list[Product | Convolution | Rows]]:
+def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
     """The terms that are sums of outer products, by the matrices that they say the parameter is."""
-    found: dict[Form, list[Product | Convolution | Rows]] = {}
+    found: dict[Form, list[Term]] = {}
     for placed in map(upright, gradient.terms):
         term = placed.term
-        if isinstance(term, Product | Convolution | Rows):
-            found.setdefault(Form(placed.layout, _matrix_shape(term)), []).append(term)
+        if (shape := term.matrix_shape) is not None:
+            found.setdefault(Form(placed.layout, shape), []).append(term)
     return found
-
-
-def _matrix_shape(term: Term) -> tuple[int, int, int]:
-    if isinstance(term, Convolution):
-        groups = term.geometry.groups
-        return groups, term.shape[0] // groups, term.weight_shape[1:].numel()
-    return term.shape if len(term.shape) == 3 else (1, *term.shape)  # type: ignore[return-value]
-
-
-def as_product(term: Product | Convolution) -> Product:
-    """The term as a product; a convolution's patches are materialised."""
-    return term.as_product() if isinstance(term, Convolution) else term
 
 
 def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
     """The gradient as one product in this form; None if it is anything else, such as several terms or a
     materialised one.
     """
-    if len(gradient.terms) != 1:
-        return None
-    placed: Placed = upright(gradient.terms[0])
-    if not isinstance(placed.term, Product) or Form(placed.layout, _matrix_shape(placed.term)) != form:
-        return None
-    return placed.term
+    (term,) = factored(gradient).get(form, [None]) if len(gradient.terms) == 1 else [None]
+    return term if isinstance(term, Product) else None
 
 
 def cover(forms: Iterable[Form], shape: torch.Size) -> bool:
@@ -185,7 +169,7 @@ class Covariances:
                 for term in found:
                     along.add(term)
                 self._chunk.moments[name, form] = along.totals
-                if all(not isinstance(term, Rows) for term in found):
+                if not any(term.is_lookup for term in found):
                     self._find_ties(gradients, (name, form), along)
             if gradient.terms and not terms and gradient.shape.numel() <= LARGEST_VECTOR:
                 flat = gradient.materialise().reshape(len(gradients), -1).double()
@@ -229,29 +213,30 @@ class _FactorMoments:
         """[n, g * a]"""
         return torch.stack(self._sums[side]).sum(0)
 
-    def add(self, term: Product | Convolution | Rows) -> None:
-        if isinstance(term, Rows):
-            self._second_moment("right", term.rows.unsqueeze(1))
-            counts = torch.bincount(term.index.reshape(-1), minlength=term.count).double()
+    def add(self, term: Term) -> None:
+        if term.is_lookup:
+            rows, index = term.factors
+            self._second_moment("right", rows.unsqueeze(1))
+            counts = torch.bincount(index.reshape(-1), minlength=self.form.shape[1]).double()
             _add(self.totals, {"one_hot": counts})
             return
         columns = self.form.shape[2]
         each = term.factors[0][:1].numel() * (1 + columns // max(self.form.shape[1], 1)) * 8
         parts = [
-            self._add_product(as_product(term.at(block))) for block in blocks(term.samples, each, term.device)
+            self._add_product(term.at(block).as_product())
+            for block in blocks(term.samples, each, term.device)
         ]
         for place, side in enumerate(("left", "right")):
             self._sums[side].append(torch.cat([part[place] for part in parts]))
 
-    def _add_product(self, term: Product) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_product(self, term: Term) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums over positions of both factors, [n, g * a] and [n, g * b]."""
-        sums = term.left.sum(2), term.right.sum(2)
-        for side, factor, along in (("left", term.left, sums[0]), ("right", term.right, sums[1])):
+        left, right = term.factors
+        sums = left.sum(2), right.sum(2)
+        for side, factor, along in (("left", left, sums[0]), ("right", right, sums[1])):
             self._second_moment(side, factor)
             _add(self.totals, {f"{side}_sum": along.sum(0, dtype=torch.float64)})
-        positions = torch.tensor(
-            float(term.samples * term.left.shape[2]), dtype=torch.float64, device=term.device
-        )
+        positions = torch.tensor(float(term.samples * left.shape[2]), dtype=torch.float64, device=term.device)
         _add(self.totals, {"positions": positions})
         return sums[0].flatten(1), sums[1].flatten(1)
 

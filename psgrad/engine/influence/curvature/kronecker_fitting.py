@@ -58,9 +58,9 @@ def gather(rows: Examples) -> FactorSums:
     """
     gathering = Covariances()
     if isinstance(rows, OutputRows):
-        passing = replace(rows, settle=False)._run(gathering)
+        passing = replace(rows, settle=False).run(gathering)
     else:
-        passing = rows._run(gathering, partial(per_sample_gradients, settle=False))
+        passing = rows.run(gathering, partial(per_sample_gradients, settle=False))
     for _ in passing:
         pass
     return gathering.sums

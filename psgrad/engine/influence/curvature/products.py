@@ -22,7 +22,7 @@ from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
-from psgrad.engine.gradients.terms.base import block_bytes
+from psgrad.engine.gradients.terms import block_bytes
 from psgrad.engine.influence.curvature.row_blocks import Part, part_of
 from psgrad.engine.influence.solvers.spectrum import hutchinson_trace
 from psgrad.engine.transforms import grad, jvp, vjp, vmap

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented
-from psgrad.engine.gradients.terms import Product
+from psgrad.engine.gradients.terms import Term
 
 # Factors take less memory than materialised rows, and need no conversion: they may cost this much more work.
 _WORTH = 2
@@ -184,14 +184,14 @@ def part_of(gradient: DeferredGradient, rows: int) -> Part:
     vectors are cheapest in.
     """
     term = oriented(gradient.terms[0]) if len(gradient.terms) == 1 else None
-    shared = _shared(term, rows) if isinstance(term, Product) and term.shape[0] == 1 else None
+    shared = _shared(term, rows) if term is not None and term.transposed() is not None else None
     if shared is not None:
         return shared
     value = gradient.materialise()
     return MaterialisedRows(value.reshape(-1, rows, math.prod(gradient.shape)))
 
 
-def _shared(term: Product, rows: int) -> SharedFactorRows | None:
+def _shared(term: Term, rows: int) -> SharedFactorRows | None:
     """The term with the common factor of its rows stored once; None where they have none, or materialised
     rows are less work.
     """

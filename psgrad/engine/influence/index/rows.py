@@ -88,7 +88,7 @@ def with_margin(examples: Examples) -> Examples:
             "unexplained": (slope + weight * rise).square().sum(),
         }
 
-    return replace(examples, objective=examples.objective.with_loss(margin, summary))
+    return replace(examples, objective=examples.objective.with_scalar(margin, summary))
 
 
 def _slope(

@@ -5,7 +5,7 @@ checkpoint, and what is made of them: GraNd, mean EL2N, forgetting events and tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.measures.checkpoint_history import (
@@ -61,7 +60,7 @@ class CheckpointOutputs(Measure):
 
     def passes(self) -> Sequence[OwnPass]:
         examples, checkpoints = self._setting.examples, self._setting.checkpoints
-        model = self._with_summary(examples.objective)
+        model = examples.objective.with_summary(self._summary())
         self._grouping = grouped(examples, model, len(checkpoints), examples.stream.chunk_size)
         found, first = [], 0
         for size in self._grouping.sizes:
@@ -85,16 +84,15 @@ class CheckpointOutputs(Measure):
     ) -> Iterator[Columns]:
         """One group of checkpoints, the weights of which are in memory for as long as it passes."""
         examples = self._setting.examples
-        objectives = [self._with_summary(checkpoint.objective()) for checkpoint in checkpoints]
+        objectives = [checkpoint.objective().with_summary(self._summary()) for checkpoint in checkpoints]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
         if len(checkpoints) == 1:
             return there.stream.run(len(examples), [Asking(first)], start=start)
         ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
         return there.stream.run(len(examples), [Asking(first)], ensemble, start)
 
-    def _with_summary(self, objective: Objective) -> Objective:
-        summary = checkpoint_summary(self._setting.kind, self._setting.ignore_index)
-        return objective.with_loss(objective.criterion, summary)
+    def _summary(self) -> Callable[[Any, Any], dict[str, torch.Tensor]]:
+        return checkpoint_summary(self._setting.kind, self._setting.ignore_index)
 
 
 def _pass_name(first: int, size: int) -> str:
