@@ -17,7 +17,7 @@ from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
 from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, Played, Verdict, judge, play
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.errors import ConfigError
-from psgrad.reports.costs import audit_content
+from psgrad.reports.audit import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress
 from psgrad.storage import PrivateRunFolder
 from psgrad.workflows.identity import Clock, describe_run, recorded
