@@ -270,8 +270,8 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 def _missing_key(path: KeyPath) -> str:
-    description = _section_at(path[:-1]).model_fields[str(path[-1])].description
-    return f"missing; it is required: {description}" if description else "missing; it is required"
+    description = " ".join((_section_at(path[:-1]).model_fields[str(path[-1])].description or "").split())
+    return f"missing; it is required: {description[:1].lower()}{description[1:].rstrip('.')}"
 
 
 def _section_at(path: KeyPath) -> type[Section]:

@@ -28,9 +28,9 @@ import torch
 from psgrad.config import Config, is_callable_spec
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.errors import ConfigError
-from psgrad.inputs.code import module_of
 from psgrad.inputs.code_identity import CodeIdentity, code_identity
 from psgrad.storage.folders import RunFolder, manifest_of
+from psgrad.user_code import module_of
 from psgrad.wording import told
 from psgrad.workflows.checkpoints import checkpoints_sha256
 from psgrad.workflows.setup import Setup

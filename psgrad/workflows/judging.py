@@ -11,13 +11,13 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import Config, DataConfig, nearest
+from psgrad.config.plugin_options import own_plugins
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.load import load_data
 from psgrad.quality.baselines import read_baseline
-from psgrad.quality.detectors import detector_from
+from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import Judged, judge
 from psgrad.quality.references import (
     Reference,
@@ -57,7 +57,7 @@ class Judging:
         self._run, self._measures = run, measures
         self._outliers = run.config.analyze.outliers
         for each in self._outliers.detectors:
-            detector_from(each.name, each.options)
+            detector_from(each.name, each.options, run.config.base)
         self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
@@ -106,7 +106,8 @@ class Judging:
                 " the same score in two runs"
             )
             reference = replace(reference, caveats=(*reference.caveats, said))
-        return judge(frame, self._run.config.analyze, reference, _rows_of(measured))
+        config = self._run.config
+        return judge(frame, config.analyze, reference, _rows_of(measured), config.base)
 
     def _require_known(self) -> None:
         """Raises ConfigError for a score or a group that no column will be; columns that a measure does not
@@ -125,7 +126,7 @@ class Judging:
         unsaid = [
             measure
             for measure in self._measures
-            if not measure.meanings and measure.name not in known_measures()
+            if not measure.meanings and measure.name not in own_plugins("measures")
         ]
         if (
             outliers.score not in known
