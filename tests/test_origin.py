@@ -100,16 +100,8 @@ def test_the_manifest_and_the_page_say_when_how_and_from_where(
 def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
     private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter(
-        [
-            "2026-01-01T00:00:00+00:00",
-            "2026-01-02T00:00:00+00:00",
-            "2026-01-03T00:00:00+00:00",
-            "2026-01-04T00:00:00+00:00",
-        ]
-    )
+    times = (f"2026-01-0{day}T00:00:00+00:00" for day in range(1, 10))
     monkeypatch.setattr("psgrad.workflows.identity.now", lambda: next(times))
-    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: "2026-02-02T00:00:00+00:00")
     for options in ((), ("--resume",)):
         private_workplace.succeeded(*options)
         manifest = json.loads(

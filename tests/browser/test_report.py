@@ -52,9 +52,10 @@ OUTSIDE = """() => [...document.querySelectorAll("main *")]
 def column(page: Opened, key: str, table: str = "samples") -> list[str]:
     """The texts of one column in the rows that are shown, from the top."""
     found: list[str] = page.ask(
-        f"""() => {{ const t = document.getElementById("{table}"), heads = [...t.querySelectorAll("thead
-        th")]; const place = heads.findIndex(h => h.dataset.key === "{key}"); return
-        [...t.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[place].textContent.trim());
+        f"""() => {{
+        const t = document.getElementById("{table}"), heads = [...t.querySelectorAll("thead th")];
+        const place = heads.findIndex(h => h.dataset.key === "{key}");
+        return [...t.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[place].textContent.trim());
         }}"""
     )
     return found

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import psgrad
-
 CONFIG = """\
 version: 1
 model: {factory: "model.py:build"}
@@ -33,9 +31,14 @@ def workflow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], 
     """workflow(function) makes the function what `psgrad analyze` calls."""
 
     def install(function: Callable[..., Any]) -> None:
-        stand_in = types.ModuleType("psgrad.workflows")
-        stand_in.analyze = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "psgrad.workflows", stand_in)
-        monkeypatch.setattr(psgrad, "workflows", stand_in, raising=False)
+        stand_in(monkeypatch, "analyze", analyze=function)
 
     return install
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:
+    """Puts a module with these functions in the place of psgrad.workflows.`module`, which is not imported."""
+    name = f"psgrad.workflows.{module}"
+    made = types.ModuleType(name)
+    vars(made).update(functions)
+    monkeypatch.setitem(sys.modules, name, made)

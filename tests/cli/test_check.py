@@ -242,11 +242,14 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
 def test_check_and_diff_do_without_torch(workplace: Workplace) -> None:
     judged(workplace)
     code = (
-        "import sys; from pathlib import Path; from psgrad import workflows; from psgrad.reports.ci import"
-        " FORMATS, render_check\nfrom psgrad.reports.comparison import render_page\nresult ="
-        " workflows.check(Path('run')); [render_check(result, each) for each in"
-        " FORMATS]\nworkflows.save_baseline(Path('run')); render_page(workflows.diff(Path('run'),"
-        " Path('run')))\nprint(sorted({'torch', 'sklearn', 'transformers'} & set(sys.modules)))"
+        "import sys; from pathlib import Path\n"
+        "from psgrad.reports.ci import FORMATS, render_check\n"
+        "from psgrad.reports.comparison import render_page\n"
+        "from psgrad.workflows.check import check, save_baseline\n"
+        "from psgrad.workflows.diff import diff\n"
+        "result = check(Path('run')); [render_check(result, each) for each in FORMATS]\n"
+        "save_baseline(Path('run')); render_page(diff(Path('run'), Path('run')))\n"
+        "print(sorted({'torch', 'sklearn', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr

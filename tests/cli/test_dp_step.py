@@ -5,8 +5,6 @@ back.
 from __future__ import annotations
 
 import json
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ from dp_accounting import pld, rdp
 from hypothesis import given
 from hypothesis import strategies as st
 
-import psgrad
 from psgrad.cli import main
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.results import Progress
 from psgrad.workflows.plan import curve_points
+from tests.cli.conftest import stand_in
 from tests.reports import private_runs
 
 Install = Callable[..., None]
@@ -32,10 +30,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """install(dp_step=function, dp_plan=function) makes these what the command calls."""
 
     def install(**functions: Callable[..., Any]) -> None:
-        stand_in = types.ModuleType("psgrad.workflows")
-        vars(stand_in).update(functions)
-        monkeypatch.setitem(sys.modules, "psgrad.workflows", stand_in)
-        monkeypatch.setattr(psgrad, "workflows", stand_in, raising=False)
+        modules = {"dp_step": "dp_step", "dp_plan": "plan"}
+        for name, function in functions.items():
+            stand_in(monkeypatch, modules[name], **{name: function})
 
     return install
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-import psgrad
 from psgrad.cli import main
 from psgrad.errors import InfluenceError
 from psgrad.results import IndexResult, Progress
 from psgrad.results.influence import EVALUATION_COLUMNS, EvaluationResult
+from tests.cli.conftest import stand_in
 from tests.reports.influence_runs import UNIT, result
 
 
@@ -63,11 +62,9 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     found = Stage()
-    stand_in = types.ModuleType("psgrad.workflows")
-    for name in ("influence", "influence_index", "evaluate_influence"):
-        setattr(stand_in, name, getattr(found, name))
-    monkeypatch.setitem(sys.modules, "psgrad.workflows", stand_in)
-    monkeypatch.setattr(psgrad, "workflows", stand_in, raising=False)
+    stand_in(monkeypatch, "influence", influence=found.influence)
+    stand_in(monkeypatch, "influence_index", influence_index=found.influence_index)
+    stand_in(monkeypatch, "influence_evaluate", evaluate_influence=found.evaluate_influence)
     return found
 
 

@@ -25,8 +25,8 @@ SLEEPER = """
         print("under way", file=sys.stderr, flush=True)
         {body}
 
-    psgrad.workflows = sys.modules["psgrad.workflows"] = types.ModuleType("psgrad.workflows")
-    psgrad.workflows.analyze = analyze
+    workflow = sys.modules["psgrad.workflows.analyze"] = types.ModuleType("psgrad.workflows.analyze")
+    workflow.analyze = analyze
     main()
 """
 

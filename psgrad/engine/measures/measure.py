@@ -103,7 +103,7 @@ class OwnPass:
 
 class Measure:
     """One measure. A subclass is a dataclass whose fields are its options; a file each in
-    `psgrad/engine/measures/known`.
+    `psgrad/engine/measures/builtin`.
 
     The samples pass once for all measures together, chunk by chunk in the order of the dataset, and each is
     asked for `columns`. Those with `looks_twice` are asked for `columns_again` in a second pass, when what

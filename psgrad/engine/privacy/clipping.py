@@ -235,6 +235,8 @@ class Clipping:
             if self.rule == "automatic"
             else (bounds / group_norms).clamp_(max=1)
         )
+        # A quotient below the normal numbers has few digits: its rounding may exceed the margin.
+        factors = torch.where(factors < torch.finfo(torch.float64).tiny, 0, factors)
         finite = torch.isfinite(group_norms).all(0)
         return torch.where(finite, rounded_down(factors, precision) if rounded else factors, 0.0)
 

@@ -20,9 +20,10 @@ class IsolationForest(Detector):
     long it is.
 
     Options:
-        trees: how many; scores of few vary with the seed. samples_per_tree: rows that each tree is grown on,
-        fewer where there are fewer. unit_length: divide each row by its length first, so that its direction
-        alone counts. A row of zeros has none, and gets NaN.
+        trees: how many; scores of few vary with the seed.
+        samples_per_tree: rows that each tree is grown on, fewer where there are fewer.
+        unit_length: divide each row by its length first, so that its direction alone counts. A row of zeros
+            has none, and gets NaN.
     """
 
     trees: int = 200

@@ -29,7 +29,7 @@ class InputGradient(Attribution):
 
     Options:
         of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-        own prediction (prediction).
+            own prediction (prediction).
     """
 
     of: Of = "loss"
@@ -63,7 +63,7 @@ class GradientXInput(Attribution):
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-        prediction (prediction).
+            prediction (prediction).
     """
 
     of: Of = "loss"
@@ -102,10 +102,12 @@ class IntegratedGradients(Attribution):
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-        prediction (prediction). steps: points of the Gauss-Legendre rule along the line, at least 1.
+            prediction (prediction).
+        steps: points of the Gauss-Legendre rule along the line, at least 1.
         baseline: the value of every entry of an input at the start of the line, and of every entry of
-        embeddings. baseline_token: for inputs of ids, the id whose embedding is the start of the line, in
-        place of `baseline` (a padding token).
+            embeddings.
+        baseline_token: for inputs of ids, the id whose embedding is the start of the line, in place of
+            `baseline` (a padding token).
     """
 
     of: Of = "loss"
@@ -171,9 +173,10 @@ class SmoothGrad(Attribution):
 
     Options:
         of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-        own prediction (prediction). samples: noisy copies of each input, at least 1. noise: standard
-        deviation of the noise, as a share of the range of the sample's own values (largest minus smallest),
-        more than 0.
+            own prediction (prediction).
+        samples: noisy copies of each input, at least 1.
+        noise: standard deviation of the noise, as a share of the range of the sample's own values (largest
+            minus smallest), more than 0.
     """
 
     of: Of = "loss"

@@ -30,7 +30,7 @@ class HessianTopEigenvalue(Measure):
 
     Options:
         iterations: Lanczos steps for each sample, at least 2: products with its Hessian, and vectors that are
-        kept.
+            kept.
     """
 
     iterations: int = 20
@@ -110,7 +110,7 @@ class HessianTrace(Measure):
 
     Options:
         probes: random vectors for each sample, at least 2. The standard error is divided by the square root
-        of their number.
+            of their number.
     """
 
     probes: int = 32

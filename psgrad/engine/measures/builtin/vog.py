@@ -27,7 +27,7 @@ class VoG(Measure):
 
     Options:
         of: the output that is differentiated: of the label's class (target), or of the class that each
-        checkpoint predicts (prediction).
+            checkpoint predicts (prediction).
     """
 
     of: Literal["target", "prediction"] = "target"
