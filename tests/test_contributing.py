@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from psgrad import plugins
 from psgrad.engine.influence import methods
@@ -20,7 +21,7 @@ from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.rules import registry
 from psgrad.quality import detectors
 from psgrad.quality.detector import detect, detector_from
-from tests.workplace import Workplace
+from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -167,3 +168,27 @@ def test_the_source_is_found_by_its_file(tmp_path: Path) -> None:
     source = block(PAGE, "NPY(Source)")
     printed = run_with("psgrad.inputs.sources.formats", "npy", source, SOURCE_PROGRAM, tmp_path)
     assert printed.splitlines() == ["3 []", "[[2.0, 3.0], [4.0, 5.0]] [1, 2]"]
+
+
+def test_the_command_is_found_by_its_file(workplace: Workplace, tmp_path: Path) -> None:
+    script = "import importlib, sys\n"
+    for package, words in (
+        ("psgrad.cli", "@command"),
+        ("psgrad.workflows", "def count_rows(config: Config)"),
+    ):
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / "count_rows.py").write_text(block(PAGE, words), encoding="utf-8")
+        script += f"importlib.import_module({package!r}).__path__.append({str(folder)!r})\n"
+    script += "from psgrad.cli import main\nmain()"
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    for arguments, words in ((["config.yaml"], f"{ROWS}\n"), (["--help"], "Print how many rows the dataset")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "count-rows", *arguments],
+            cwd=workplace.folder,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+        assert words in done.stdout, done.stderr

@@ -168,11 +168,9 @@ def _at(config: Config, number: int) -> Config:
     checkpoint = checkpoints_of(config)[number]
     if checkpoint is None:
         return config
-    there = config.model_copy(
+    return config.model_copy(
         update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})}
     )
-    there._base = config.base
-    return there
 
 
 def _require_another(moments: list[Moment], run: Setup) -> None:

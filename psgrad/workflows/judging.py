@@ -191,7 +191,6 @@ class Judging:
             run.model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast
         )
         config = run.config.model_copy(update={"data": source.data})
-        config._base = run.config.base
         return replace(run, config=config, samples=trusted, objective=objective, reader=reader)
 
     def _measure(self, trusted: Setup, folder: RunFolder, say: Say) -> Reference:
@@ -233,9 +232,7 @@ def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
         {_ROWS} if outliers.detectors else set()
     )
     kept = [each for each in config.analyze.measures if each.name in needed]
-    changed = config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
-    changed._base = config.base
-    return changed
+    return config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
 
 
 def _gives(measure: Measure, column: str) -> bool:

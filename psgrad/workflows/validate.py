@@ -23,9 +23,6 @@ from psgrad.config import (
 )
 from psgrad.config.plugin_options import did_you_mean, installed_plugins, own_plugins, plugin_names
 from psgrad.config.values import NamedSection
-from psgrad.engine.execution.run_plan import forecast
-from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients import machine
 from psgrad.errors import (
     EXIT_OK,
     EXIT_USAGE,
@@ -44,13 +41,11 @@ from psgrad.inputs.sources.source import DataHeader, data_header, header_problem
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
-from psgrad.workflows.influence_setup import method_from
-from psgrad.workflows.measures import measures_of
-from psgrad.workflows.plan import plan_of
-from psgrad.workflows.setup import set_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from psgrad.engine.execution.streaming import Stream
 
 
 _CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
@@ -100,8 +95,6 @@ def validate(
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
     _Checks(found, path.parent, reading.sections).all()
     if deep and not found.problems and reading.config is not None:
-        pass
-
         look_inside(reading.config, found, say)
     elif reading.config is not None and not deep:
         found.notes.append(
@@ -457,6 +450,13 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
     some rows, the self-check, and the memory that a run would take.
     """
+    from psgrad.engine.execution.run_plan import forecast
+    from psgrad.engine.gradients import machine
+    from psgrad.workflows.influence_setup import method_from
+    from psgrad.workflows.measures import measures_of
+    from psgrad.workflows.plan import plan_of
+    from psgrad.workflows.setup import set_up
+
     with _told(found, "analyze.measures"):
         measures_of(config)
     with _told(found, "influence.method"):
