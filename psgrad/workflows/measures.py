@@ -26,9 +26,6 @@ from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.builtin.checkpoints import Moments
-from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
-from psgrad.engine.measures.builtin.vog import VoG
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
@@ -37,11 +34,13 @@ from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.results.analyze import SAMPLE_COLUMNS
 from psgrad.user_code import describe_failure
-from psgrad.workflows.checkpoints import moments_of
+from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "token_accuracy"})
+# The measure whose rows detectors judge.
+PROJECTED = "projected_gradients"
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
 
 
@@ -240,8 +239,10 @@ def measures_of(config: Config) -> list[Measure]:
         found[each.name] = measure
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
-    if config.analyze.outliers.detectors and ProjectedGradients.name not in found:
-        needed[ProjectedGradients.name] = ProjectedGradients(save=True)  # what later runs may be held against
+    if config.analyze.outliers.detectors and PROJECTED not in found:
+        from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+
+        needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:
@@ -275,24 +276,24 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
 def prepare(
     run: Setup, measures: list[Measure], count: int, say: Callable[[str], None]
 ) -> tuple[Setting, list[Measure]]:
-    """(what is measured, all measures of the run), with the model's summary being what they keep of an
-    output.
+    """(what is measured, all measures of the run); the model's summary is what all of them keep of an output.
 
     `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
     loss or the data.
     """
-    everywhere = [GradientNorms(), Predictions(summary_for(run.criterion.kind, run.criterion.ignore_index))]
-    every = [*everywhere, *measures]
+    summary = summary_for(run.criterion.kind, run.criterion.ignore_index)
+    every = [GradientNorms(), Predictions(summary), *measures]
+    objective = run.objective.with_summary(partial(joined_summary, every))
     targets = run.reader.samples.targets
     setting = Setting(
-        examples=Examples(run.objective, run.reader, count, run.stream_options(say)),
+        examples=Examples(objective, run.reader, count, run.stream_options(say)),
         kind=run.criterion.kind,
         targets=(
             torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None
         ),
         classes=run.reader.classes,
         ignore_index=run.criterion.ignore_index,
-        moments=moments_of(run),
+        checkpoints=checkpoints_of(run),
         seed=run.config.analyze.seed,
         shows_inputs=run.config.report.include_inputs,
         say=say,
@@ -300,7 +301,6 @@ def prepare(
     for measure in every:
         measure.prepare(setting)
     _require_one_draw(run, every)
-    run.objective.summary = partial(joined_summary, every)
     return setting, every
 
 
@@ -312,9 +312,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     much memory is free; what differs from checkpoint to checkpoint would be the draws.
     """
     twice = [
-        each.name
-        for each in measures
-        if each.looks_twice or each.name == VoG.name or Moments.name in each.needs
+        each.name for each in measures if each.looks_twice or each.name == "vog" or "moments" in each.needs
     ]
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(

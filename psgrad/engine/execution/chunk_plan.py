@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from psgrad.engine.execution.pass_costs import Course, Like, traced
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.queries import PerSampleGradients
 
 # Samples in the chunk from which `chunk_for` begins.
 _FIRST_CHUNK = 8
@@ -152,6 +153,19 @@ def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 10
             break
         size = max(fits + 1, min(_on_the_line(found, budget), beyond - 1))
     return max(fits, 1)
+
+
+# Without a prediction: what activations and intermediates take, as a multiple of the factors that are kept.
+_ROOM_PER_FACTOR_BYTE = 4
+
+
+def chunk_for_factors(gradients: PerSampleGradients, budget: int, most: int) -> int:
+    """The number of samples, 1 to `most`, that fit a budget of bytes by what the factors of these gradients
+    take.
+    """
+    factors = [f for g in gradients.gradients.values() for p in g.terms for f in p.term.factors]
+    each = sum(f.numel() * f.element_size() for f in factors) // max(len(gradients), 1)
+    return max(1, min(most, budget // (max(1, each) * _ROOM_PER_FACTOR_BYTE)))
 
 
 def _on_the_line(found: dict[int, int], budget: int) -> int:

@@ -15,7 +15,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.precision_guard import noting
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows
+from psgrad.engine.gradients.terms import Term
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.program import Compiler
@@ -45,12 +45,8 @@ _register(PerSampleGradients, "gradients", "losses", "aux")
 _register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
-_register(Dense, "value")
-_register(Product, "left", "right")
-_register(Rows, "index", "rows")
-_register(Multiples, "coefficients", "shared")
-_register(Hadamard, "term", "shared")
-_register(Convolution, "cotangents", "inputs")
+for _kind in Term.__subclasses__():
+    _register(_kind, *(field.name for field in fields(_kind) if field.type in ("torch.Tensor", "Term")))  # type: ignore[arg-type]
 
 
 class Replay:

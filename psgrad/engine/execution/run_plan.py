@@ -17,10 +17,17 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.chunk_plan import Prediction, chunk_for, correction, course_of, seconds_of
+from psgrad.engine.execution.chunk_plan import (
+    Prediction,
+    chunk_for,
+    chunk_for_factors,
+    correction,
+    course_of,
+    seconds_of,
+)
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.pass_costs import Course, NotCapturable, followed, traced
-from psgrad.engine.execution.streaming import _LARGEST_AUTO_CHUNK, _PREDICTED_FROM, Stream
+from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.machine import machine
@@ -106,7 +113,7 @@ def forecast(stream: Stream, rows: int) -> Forecast:
     """
     stream.gradients_at([0])  # a model that fails says so, in a person's words
     inputs, target = stream.load(0, min(_MORE, rows))
-    norms = _bound(stream, per_sample_square_norms)
+    norms = stream.pass_of(per_sample_square_norms)
     at, obstacle = _followed_at(norms, stream, inputs, target)
     size = _chunk_size(stream, rows, at, inputs, target)
     chunk = at(size)
@@ -137,20 +144,6 @@ def forecast(stream: Stream, rows: int) -> Forecast:
         why=why or f"{chunks:,} chunks of one size are worth a record",
         obstacle=obstacle,
     )
-
-
-def _bound(stream: Stream, how: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the passes, as a function of the parameters and a chunk."""
-
-    def found(
-        params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
-    ) -> Any:
-        in_dims = (0, None if target is None else 0)
-        return how(
-            stream.loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=stream.randomness
-        )
-
-    return found
 
 
 def _followed_at(
@@ -196,17 +189,16 @@ def _chunk_size(stream: Stream, rows: int, at: Callable[[int], _Chunk], inputs: 
     """The rows at a time that the stream itself would settle on."""
     if not stream.automatic:
         return min(stream.chunk_size, rows)
-    if stream.memory is None and rows < _PREDICTED_FROM:  # there a small chunk's factors are measured
-        stream._size_chunks(
-            _bound(stream, partial(per_sample_gradients, settle=False))(stream.params, inputs, target)
-        )
-        return min(stream.chunk_size, rows)
+    if stream.memory is None and rows < PREDICTED_FROM:  # there a small chunk's factors are measured
+        gradients = stream.pass_of(partial(per_sample_gradients, settle=False))(stream.params, inputs, target)
+        budget = chunk_budget(stream.device, stream.memory)
+        return min(chunk_for_factors(gradients, budget, LARGEST_AUTO_CHUNK), rows)
 
     def predicted(count: int) -> Prediction:
         chunk = at(count)
         return Prediction(0.0, chunk.peak, chunk.given, 0)
 
-    return chunk_for(predicted, chunk_budget(stream.device, stream.memory), min(_LARGEST_AUTO_CHUNK, rows))
+    return chunk_for(predicted, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
 
 
 def _seconds(norms: Any, stream: Stream, inputs: Any, target: Any, rows: int) -> float:

@@ -9,20 +9,9 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Dense, Multiples, Product, Term
-from psgrad.engine.transforms.batching import Batch
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A term, and how its axes lie in the parameter's."""
-
-    term: Term
-    layout: Layout
-
-    @classmethod
-    def plain(cls, term: Term) -> Placed:
-        return cls(term, Layout.identity(term.shape))
+from psgrad.engine.gradients.terms import Dense, Multiples, Term, narrow
+from psgrad.engine.gradients.terms import Placed as Placed
+from psgrad.engine.transforms.batch_values import Batch
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ class DeferredGradient:
         parameter's size had to be made for each sample; empty if there was none. A bias, which never had
         factors, has lost none.
         """
-        return next((p.term.lost_at for p in self.terms if isinstance(p.term, Dense) and p.term.lost_at), "")
+        return next((placed.term.lost_at for placed in self.terms if placed.term.lost_at), "")
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """[*shape]: the sum over samples, each times its weight [n]."""
@@ -102,12 +91,14 @@ def oriented(placed: Placed) -> Term | None:
     order = [i for i in layout.order if layout.atoms[i] != 1]
     if order == sorted(order):
         return term
-    if isinstance(term, Product) and term.shape[0] == 1:
-        rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= term.shape[1]]
-        columns = [i for i in sorted(order) if i not in rows]
-        if order == columns + rows and math.prod(layout.atoms[i] for i in rows) == term.shape[1]:
-            return term.transposed()
-    return None
+    swapped = term.transposed()
+    if swapped is None:
+        return None
+    height = term.shape[-2]
+    rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= height]
+    columns = [i for i in sorted(order) if i not in rows]
+    whole = order == columns + rows and math.prod(layout.atoms[i] for i in rows) == height
+    return swapped if whole else None
 
 
 def upright(placed: Placed) -> Placed:
@@ -142,13 +133,3 @@ def term_of(batch: Batch, value: torch.Tensor) -> Term:
     if coefficients.shape == physical.shape:
         return Dense(physical)
     return Multiples(coefficients, torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape))
-
-
-def narrow(value: torch.Tensor) -> torch.Tensor:
-    """One long along the axes (but the first) along which a value was expanded."""
-    strides = value.stride()[1:]
-    return (
-        value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]
-        if 0 in strides
-        else value
-    )

@@ -51,11 +51,11 @@ def settled(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
         return gradient
     if len(gradient.terms) != 1 or not _written_out_is_smaller(gradient.terms[0].term, gradient.dtype, room):
         return gradient
-    return gradient.with_terms([Placed.plain(Dense(gradient.materialise(), written_out=True))])
+    return gradient.with_terms([Placed.plain(Dense(gradient.materialise(), materialised=True))])
 
 
 def _written_out_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
-    if isinstance(term, Dense) or not term.samples:
+    if term.stored_value is not None or not term.samples:
         return False
     own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
     kept = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
@@ -152,8 +152,8 @@ class NormsByName:
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
         terms = gradient.terms
-        if len(terms) == 1 and type(terms[0].term) is Dense and gradient.shape.numel() <= _SMALL:
-            value = terms[0].term.value
+        value = terms[0].term.stored_value if len(terms) == 1 and gradient.shape.numel() <= _SMALL else None
+        if value is not None:
             value = value.reshape(value.shape[0], value.shape[1:].numel())
             self.found[name] = torch.linalg.vector_norm(value, dim=1, dtype=torch.float64).square_()
         elif terms:

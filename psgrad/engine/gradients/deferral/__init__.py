@@ -21,7 +21,7 @@ from psgrad.engine.gradients.deferred import Placed as Placed
 from psgrad.engine.gradients.deferred import deferred_in as deferred_in
 from psgrad.engine.gradients.deferred import oriented as oriented
 from psgrad.engine.gradients.terms import Dense
-from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.registry import batching_rule
@@ -68,4 +68,4 @@ def _made_real(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, An
         or not (result.is_floating_point() or result.is_complex())
     ):
         return result
-    return DeferredGradient.of(Dense(batch.physical(result), written_out=True, lost_at=lost), result.shape)
+    return DeferredGradient.of(Dense(batch.physical(result), materialised=True, lost_at=lost), result.shape)

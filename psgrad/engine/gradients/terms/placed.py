@@ -1,8 +1,8 @@
-"""Linear maps of placed terms: slices, sums over axes, products with what all samples share, each carried out
-on the factors.
+"""Linear maps of placed terms, carried out on the factors: slices, sums over axes, products with shared
+tensors.
 
 Each function gives the terms of the result, none where it is zero, or None where the value would have to be
-written out. Where a term stands in a window of the parameter, only the window is looked at.
+materialised. Where a term stands in a window of the parameter, the map is applied to the window only.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from dataclasses import replace
 
 import torch
 
-from psgrad.engine.gradients.deferral.linear_maps import Product
-from psgrad.engine.gradients.deferred import Placed, narrow
 from psgrad.engine.gradients.layout import Run
 from psgrad.engine.gradients.precision_guard import samples_where
-from psgrad.engine.gradients.terms import Dense, Multiples
-from psgrad.engine.gradients.terms.other_maps import labelled as labelled
-from psgrad.engine.gradients.terms.other_maps import maps
+from psgrad.engine.gradients.terms.base import Multiply, Placed
 
 
 def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> list[Placed] | None:
     """`length` places of an axis, from `start` on."""
     layout = placed.layout
     if layout.window is None:
-        inner = maps(placed.term).narrow(placed.term, layout, dim, start, step, length) if length else None
+        inner = placed.term.narrow(layout, dim, start, step, length) if length else None
         return None if inner is None else [inner]
     found = layout.window[dim].narrow(layout.inner[dim], start, step, length)
     if found is None:
@@ -38,7 +34,7 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
     inner = (
         Placed(placed.term, bare)
         if count == layout.inner[dim]
-        else maps(placed.term).narrow(placed.term, bare, dim, at.start, at.step or 1, count)
+        else placed.term.narrow(bare, dim, at.start, at.step or 1, count)
     )
     return (
         None
@@ -52,7 +48,7 @@ def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
     if not _has_finite_factors(placed):
         return None
     layout = placed.layout
-    inner = maps(placed.term).sum(placed.term, layout.bare, dims)
+    inner = placed.term.sum(layout.bare, dims)
     if inner is None:
         return None
     return [
@@ -63,7 +59,7 @@ def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
 
 
 def times(
-    placed: Placed, by: torch.Tensor, product: Product = torch.mul, *, each: bool = False
+    placed: Placed, by: torch.Tensor, product: Multiply = torch.mul, *, each: bool = False
 ) -> list[Placed] | None:
     """Element by element times (or over) a tensor that broadcasts to the parameter's shape; each: with a
     sample axis in front.
@@ -90,7 +86,7 @@ def times(
         by = by[(slice(None),) * lead + tuple(inside)]
     if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
         return None  # it makes NaN of zeros and of sums, in the value and not in the factors
-    inner = maps(placed.term).times(placed.term, layout.bare, by, product, each=each)
+    inner = placed.term.times(layout.bare, by, product, each=each)
     if inner is None:
         return None
     return [inner if layout.window is None else _in_window(inner, layout.window)]
@@ -122,11 +118,11 @@ def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] |
         return None
     layout = placed.layout
     if layout.window is None:
-        inner = maps(placed.term).contract(placed.term, layout, dim, matrix)
+        inner = placed.term.contract(layout, dim, matrix)
         return None if inner is None else [inner]
     lead = matrix.dim() - 2
     slices = layout.slices
-    inner = maps(placed.term).contract(placed.term, layout.bare, dim, matrix[(*slices[:lead], slices[dim])])
+    inner = placed.term.contract(layout.bare, dim, matrix[(*slices[:lead], slices[dim])])
     if inner is None:
         return None
     return [
@@ -137,20 +133,9 @@ def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] |
 
 
 def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
-    """Repeated along axes that are one long, or new in front, of a parameter of this shape."""
-    lead = len(shape) - len(placed.layout.inner)
-    if placed.layout.window is not None:
-        return None
-    term = placed.term
-    if isinstance(term, Dense):
-        value = placed.layout.apply(term.value, lead=1)
-        own = value.reshape(value.shape[0], *(1,) * lead, *value.shape[1:])
-        one = torch.ones((), dtype=value.dtype, device=value.device)
-        return [Placed.plain(Multiples(own, one.expand(*shape)))]
-    if isinstance(term, Multiples) and (found := labelled(term, placed.layout)) is not None:
-        own = found.coefficients.reshape(found.samples, *(1,) * lead, *found.coefficients.shape[1:])
-        return [Placed.plain(Multiples(own, found.shared.expand(*shape)))]
-    return None
+    """Repeated along axes of length one, or along new axes in front, of a parameter of this shape."""
+    found = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
+    return None if found is None else [found]
 
 
 def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
@@ -179,11 +164,9 @@ def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[
     if not _has_finite_factors(placed):
         return None
     if placed.layout.window is None:
-        inner = maps(placed.term).scatter(placed.term, placed.layout, dim, index, size)
+        inner = placed.term.scatter(placed.layout, dim, index, size)
     else:
-        inner = maps(placed.term).scatter(
-            placed.term, placed.layout.bare, dim, index[placed.layout.slices[dim]], size
-        )
+        inner = placed.term.scatter(placed.layout.bare, dim, index[placed.layout.slices[dim]], size)
     if inner is None:
         return None
     window = placed.layout.window
@@ -199,3 +182,13 @@ def _in_window(placed: Placed, window: Sequence[Run]) -> Placed:
     if all(run.covers(length) for run, length in zip(window, layout.inner, strict=True)):
         return Placed(placed.term, layout.bare)
     return Placed(placed.term, replace(layout, window=tuple(window)))
+
+
+def narrow(value: torch.Tensor) -> torch.Tensor:
+    """One long along the axes (but the first) along which a value was expanded."""
+    strides = value.stride()[1:]
+    return (
+        value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]
+        if 0 in strides
+        else value
+    )
