@@ -11,11 +11,11 @@ from torch import nn
 
 from psgrad.engine.influence.amounts import distance_from_minimum, is_affine
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED
-from psgrad.engine.influence.methods import known_methods
 from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import InfluenceError
+from psgrad.plugins import METHODS, own_classes
 from tests.engine.influence.problems import (
     classified,
     cross_entropy,
@@ -223,7 +223,7 @@ def test_an_affine_model_of_many_outputs_has_scores_by_default() -> None:
 def test_units_of_methods_say_what_is_no_amount() -> None:
     """Only scores that a fit vouches for go without a word that says otherwise."""
     relative = {"ekfac", "trak", "projected_influence", "datainf"}
-    for name, kind in known_methods().items():
+    for name, kind in own_classes(METHODS).items():
         method = kind()
         if name in relative:
             assert (method.unit, method.predicts_removal) == (RELATIVE, False)

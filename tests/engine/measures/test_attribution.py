@@ -26,8 +26,8 @@ from psgrad.engine.measures.builtin.attribution import (
 )
 from psgrad.engine.measures.passes import random_normals
 from psgrad.errors import MeasureError
-from psgrad.inputs.code import resolve
-from psgrad.inputs.losses import resolve_loss
+from psgrad.inputs.loss import resolve_loss
+from psgrad.user_code import resolve
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
 
