@@ -25,6 +25,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.base import key_of, normals, signs, streams, words_at
 from psgrad.engine.measures.measure import Arrays, Measure
+from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import MeasureError, TransformError
 
 # Of the free memory, what gradients may take that wait for the second pass.
@@ -160,7 +161,7 @@ def _bytes(gradients: PerSampleGradients) -> int:
         for factor in placed.term.factors
     ]
     storages = [factor.untyped_storage() for factor in factors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 Inputs = tuple[torch.Tensor, ...]
