@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ from inner import DIGITS, digits_network
 from norms import machine
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.objective import Objective, Summary
 from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
-from psgrad.engine.measures.passes import SecondLook
+from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
+from psgrad.workflows.measures import joined_summary
 
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
 BAR = 1.5
@@ -75,23 +77,20 @@ class Digits:
     def read(self, start: int, stop: int) -> Any:
         return _Batch((self.images[start:stop],), self.labels[start:stop])
 
-    def setting(self) -> Setting:
+    def setting(self, summary: Summary) -> Setting:
         """Made anew for each run, so that none knows what another found."""
-        objective = Objective(self.model, F.cross_entropy)
+        objective = Objective(self.model, F.cross_entropy, summary)
         return Setting(Examples(objective, self.read, len(self.images)), "class", self.labels, 10)
 
     def run(self, measures: Sequence[Measure]) -> None:
         """One whole run with these measures."""
-        setting = self.setting()
         every = [GradientNorms(), Predictions(summary_for("class")), *measures]
+        setting = self.setting(partial(joined_summary, every))
         for measure in every:
             measure.prepare(setting)
-        setting.examples.objective.summary = lambda output, target: {
-            key: value for each in every for key, value in each.summary(output, target).items()
-        }
         stream, count = setting.examples.stream, len(setting)
         again = [measure for measure in every if measure.looks_twice]
-        second = SecondLook(again, stream)
+        second = SecondPass(again, stream)
         rows = _joined(stream.run(count, [*every, second] if again else every, often=True))
         chunk_size = stream.chunk_size
         if again:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.reports.page import facts_of, made_words
-from psgrad.workflows.identity import command_line, origin, revision_of
+from psgrad.reports.origin import facts_of, made_words
+from psgrad.results.manifest import RunManifest, read_manifest
+from psgrad.workflows.running import command_line, revision_of
 from tests.private_workplace import PrivateWorkplace
 from tests.reports.frames import MANIFEST
 from tests.workplace import Workplace
@@ -100,16 +101,8 @@ def test_the_manifest_and_the_page_say_when_how_and_from_where(
 def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
     private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter(
-        [
-            "2026-01-01T00:00:00+00:00",
-            "2026-01-02T00:00:00+00:00",
-            "2026-01-03T00:00:00+00:00",
-            "2026-01-04T00:00:00+00:00",
-        ]
-    )
-    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: next(times))
-    monkeypatch.setattr("psgrad.workflows.identity.now", lambda: "2026-02-02T00:00:00+00:00")
+    times = (f"2026-01-0{day}T00:00:00+00:00" for day in range(1, 10))
+    monkeypatch.setattr("psgrad.workflows.running.now", lambda: next(times))
     for options in ((), ("--resume",)):
         private_workplace.succeeded(*options)
         manifest = json.loads(
@@ -141,8 +134,13 @@ def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_runs_of_older_versions_have_pages_without_these_lines() -> None:
-    assert made_words({}) == ""
-    names = [name for name, _ in facts_of(MANIFEST, Path("out"))]
+    assert made_words(read_manifest({})) == ""
+    names = [name for name, _ in facts_of(read_manifest(MANIFEST), Path("out"))]
     assert "Command" not in names
     assert "Revision" not in names
-    assert set(origin(Path("/"))) == {"created", "command_line", "revision"}
+    made = RunManifest().content()
+    assert [key for key in made if key in ("created", "command_line", "revision")] == [
+        "created",
+        "command_line",
+        "revision",
+    ]

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_by_its_name(workplace: Workplace, body: str, word
 def test_a_pass_of_its_own_is_checked_too(workplace: Workplace) -> None:
     body = """
 def passes(self):
-    from psgrad.engine.gradients.streaming import Columns
+    from psgrad.engine.execution.streaming import Columns
 
     def run(start, size):
         yield Columns(start, 24, {"mine": torch.zeros(24 - start - 1)})

@@ -37,7 +37,7 @@ def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -
 def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> ModuleType:
     """The module or file of a spec, imported. Raises as `resolve` does."""
     location = module_of(spec)
-    with _noting(spec):
+    with _noting(spec, base):
         return (
             _file_module(base / location, raises)
             if location.endswith(".py")
@@ -45,25 +45,27 @@ def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) 
         )
 
 
-def imported_while_running(spec: str) -> frozenset[str]:
+def imported_while_running(spec: str, base: Path) -> frozenset[str]:
     """The names of all modules that this process imported first while the code of a spec was imported, or
     called by `call_factory`.
 
-    Code that asks for a module by a name that it computes is seen by nothing else.
+    Code that asks for a module by a name that it computes is seen by nothing else. Files that a config names
+    are left out: the process may have imported the same file before it was edited.
     """
-    return frozenset(_imported.get(spec, ()))
+    return frozenset(_imported.get((spec, base.resolve()), ()))
 
 
-_imported: dict[str, set[str]] = {}
+_imported: dict[tuple[str, Path], set[str]] = {}
 
 
 @contextmanager
-def _noting(spec: str) -> Iterator[None]:
+def _noting(spec: str, base: Path) -> Iterator[None]:
     before = set(sys.modules)
     try:
         yield
     finally:
-        _imported.setdefault(spec, set()).update(sys.modules.keys() - before)
+        new = {name for name in sys.modules.keys() - before if not name.startswith(_FILE_MODULE)}
+        _imported.setdefault((spec, base.resolve()), set()).update(new)
 
 
 def module_of(spec: str) -> str:
@@ -83,7 +85,7 @@ def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: ty
     factory = resolve(spec, base, raises=raises)
     _check_arguments(factory, spec, kwargs)
     try:
-        with _noting(spec):
+        with _noting(spec, base):
             return factory(**kwargs)
     except PsgradError:
         raise

@@ -47,7 +47,7 @@ def code_identity(spec: str, base: Path, sources: Iterable[str] = ()) -> CodeIde
     module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
     walk = _Walk()
     walk.meet(str(getattr(function, "__module__", None) or module.__name__), whole=True)
-    for name in (module.__name__, *sources, *sorted(imported_while_running(spec))):
+    for name in (module.__name__, *sources, *sorted(imported_while_running(spec, base))):
         walk.meet(name)
     return CodeIdentity(walk.files, dict(sorted(walk.packages.items())))
 

@@ -69,9 +69,10 @@ class IsolationForest(Detector):
     long it is.
 
     Options:
-        trees: how many; scores of few vary with the seed. samples_per_tree: rows that each tree is grown on,
-        fewer where there are fewer. unit_length: divide each row by its length first, so that its direction
-        alone counts. A row of zeros has none, and gets NaN.
+        trees: how many; scores of few vary with the seed.
+        samples_per_tree: rows that each tree is grown on, fewer where there are fewer.
+        unit_length: divide each row by its length first, so that its direction alone counts. A row of zeros
+            has none, and gets NaN.
     """
 
     trees: int = 200
@@ -119,9 +120,9 @@ class NearestNeighbours(Detector):
     Of more than 5,000 rows to be held against, a random 5,000 are: distances then grow for all rows alike.
 
     Options:
-        neighbours: how many; as many as there are, where there are fewer. metric: 'euclidean', or 'cosine', 1
-        less the cosine of the angle, in which the length of a row does not count. A row of zeros has
-            no angle, and gets NaN.
+        neighbours: how many; as many as there are, where there are fewer.
+        metric: 'euclidean', or 'cosine', 1 less the cosine of the angle, in which the length of a row does
+            not count. A row of zeros has no angle, and gets NaN.
     """
 
     neighbours: int = 10

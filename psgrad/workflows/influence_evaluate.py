@@ -37,15 +37,16 @@ from psgrad.engine.influence.method import Checkpoint
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.rows import Block
-from psgrad.reports.evaluation import evaluation_plots, finite
-from psgrad.results import Progress
+from psgrad.reports.evaluation_plots import evaluation_plots
+from psgrad.reports.terminal import json_values
+from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.influence import described, without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
 
@@ -178,7 +179,7 @@ def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
     found = {}
     train = bench.wanted.train
     checkpoint = Checkpoint(
-        0, train.learning_rate if train.function is None else 1.0, bench.setup.moments[0].checkpoint.say
+        0, train.learning_rate if train.function is None else 1.0, bench.setup.views[0].checkpoint.say
     )
     for name, method in bench.methods.items():
         try:
@@ -190,8 +191,6 @@ def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
             bench.notes += [note] if note not in bench.notes else []
     return found
 
-
-Say = Callable[[Progress], None]
 
 _WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
     "lds": evaluate_lds,
@@ -233,12 +232,12 @@ def evaluate_influence(
     with clock("load"):
         setup = set_up_influence(config, say)
     with clock("self-check"):
-        check = setup.run.self_check(setup.moments[0].training.stream)
+        check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):
         setup, _ = without_nonfinite(setup, known=None, say=say)
     folder = RunFolder.create(path, overwrite)
-    facts = describe_run("influence-evaluation", setup.run, check) | described(setup)
-    with recorded(folder, facts, clock):
+    manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
+    with recorded(folder, manifest, clock) as record:
         with clock("evaluation"):
             bench = bench_of(setup, folder, progress)
             found = _WAYS[kind](bench)
@@ -253,10 +252,10 @@ def evaluate_influence(
             points=found.points,
             curves=found.curves,
             notes=[*bench.notes, *dict.fromkeys(said)],
-            manifest=facts,
+            manifest=record.manifest.content(),
         )
-        facts["evaluation"] = evaluation_content(result)
-        facts["timings"] = clock.seconds
+        facts = record.add(evaluation=evaluation_content(result), timings=clock.seconds)
+        result = replace(result, manifest=facts)
         write_files(result, folder)
     return result
 
@@ -270,4 +269,4 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
     folder.write_table("evaluation_details.parquet", result.details)
     if len(result.points):
         folder.write_table("evaluation_points.parquet", result.points)
-    folder.write_json(EVALUATION_FILE, finite(evaluation_content(result)))
+    folder.write_json(EVALUATION_FILE, json_values(evaluation_content(result)))

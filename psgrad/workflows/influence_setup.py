@@ -31,9 +31,11 @@ from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, Mod
 from psgrad.inputs.code import describe_failure, resolve
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
+from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.setup import CheckedReader, Setup, class_count, draws_at_random, set_up
+from psgrad.workflows.checkpoints import same_weights
+from psgrad.workflows.setup import Setup, class_count, draws_at_random, load, setup_of
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -121,7 +123,7 @@ def _unknown(option: str, known: list[str], name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CheckpointView:
     """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the
     checkpoint's file, where it has one.
     """
@@ -144,7 +146,7 @@ class InfluenceSetup:
     run: Setup
     method: Method
     measurement: Measurement
-    moments: list[Moment]
+    views: list[CheckpointView]
     query_reader: CheckedReader
     query_rows: np.ndarray
     training_rows: np.ndarray
@@ -175,12 +177,12 @@ def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSet
     run = first_run(config)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     reader, rows = _queries(config, run, measurement)
-    moments: list[Moment] = []
+    views: list[CheckpointView] = []
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
-        _require_another(moments, there)
-        moments.append(_moment(there, number, measurement, reader, rows, say))
-    return InfluenceSetup(run, method, measurement, moments, reader, rows, np.arange(len(run.samples)))
+        _require_another(views, there)
+        views.append(_view(there, number, measurement, reader, rows, say))
+    return InfluenceSetup(run, method, measurement, views, reader, rows, np.arange(len(run.samples)))
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
@@ -192,7 +194,9 @@ def first_run(config: Config) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
-    run = set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    run = setup_of(
+        load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    )
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they"
@@ -210,9 +214,7 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
     there = _at(config, number)
     loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
     model = loaded.model.to(run.device, run.dtype)
-    objective = Objective(
-        model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast
-    )
+    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.autocast)
     return replace(run, config=there, loaded=loaded, model=model, objective=objective)
 
 
@@ -234,33 +236,25 @@ def _at(config: Config, number: int) -> Config:
     return there
 
 
-def _require_another(moments: list[Moment], run: Setup) -> None:
-    # Not by their bytes: torch.save writes a file's name into it.
+def _require_another(views: list[CheckpointView], run: Setup) -> None:
     weights = run.model.state_dict()
-    same = next(
-        (moment for moment in moments if _equal(moment.training.objective.model.state_dict(), weights)), None
-    )
+    same = next((view for view in views if _equal(view.training.objective.model.state_dict(), weights)), None)
     if same is not None:
-        raise ConfigError(
-            f"the checkpoints {same.path} and {run.config.model.checkpoint} hold the same weights",
-            expected="each checkpoint once",
-            cause="one file under two names, or a training run that did not train in between",
-            next_step="leave one of them out of influence.checkpoints; it would count double",
-        )
+        raise same_weights(same.path, run.config.model.checkpoint, "influence.checkpoints")
 
 
 def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def _moment(
+def _view(
     run: Setup,
     number: int,
     measurement: Measurement,
     reader: CheckedReader,
     rows: np.ndarray,
     say: Callable[[str], None],
-) -> Moment:
+) -> CheckpointView:
     options = run.stream_options(say)
     training = Examples(run.objective, run.reader, len(run.samples), options)
     summary = (
@@ -272,7 +266,7 @@ def _moment(
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
-    return Moment(
+    return CheckpointView(
         Checkpoint(number, learning_rate, say, len(rows)),
         training,
         queries,

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MEASURES = "engine/measures/known"
+MEASURES = "engine/measures/builtin"
 METHODS = "engine/influence/methods"
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch
-from psgrad.engine.privacy.audit import Replayed, record_replay
+from psgrad.engine.execution.loading import Batch, RowBatch
+from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
-from psgrad.engine.privacy.records import RecordBatch, Records, record_loss
+from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
 from psgrad.results import NeighbourPair
@@ -98,7 +98,7 @@ def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> lis
         rows = np.full(3, start)
         rows[3 - same] = (start + 1) % len(setup.run.samples)
         found.append(
-            record_replay(
+            compare_neighbours(
                 _of_weighted_rows(setup, rows, weights, 1),
                 _of_weighted_rows(setup, rows, weights, 0),
                 setup.clipping,
@@ -203,7 +203,7 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
         kind, row = np.divmod(wanted, rows)
         block = setup.run.reader.take(row)
         factors = np.array([1.0, *monsters])[kind]
-        return RecordBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
+        return RowBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
 
     own = records.rows_of(0)
     order = np.concatenate(
@@ -304,7 +304,7 @@ def _compared(
             f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()
         }
 
-    found = record_replay(
+    found = compare_neighbours(
         _source(mixed, neighbours.first),
         _source(mixed, neighbours.second),
         setup.clipping,

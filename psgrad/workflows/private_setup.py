@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.batches import GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
@@ -33,7 +33,7 @@ from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
 from psgrad.inputs.code import resolve
 from psgrad.inputs.losses import Criterion
-from psgrad.workflows.setup import Loss, Setup, set_up
+from psgrad.workflows.setup import Loss, Setup, load, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4
@@ -141,12 +141,9 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     """
     privacy = require_privacy(config)
     unit = privacy.unit
-    seen: list[Began] = []
-    column = None if unit is None else unit.column
-    run = set_up(
-        config, trainable=privacy.trainable, unit=column, built=lambda *built: seen.append(Began(*built))
-    )
-    began = seen[0]
+    loaded = load(config, trainable=privacy.trainable, unit=None if unit is None else unit.column)
+    began = Began(loaded.model, loaded.criterion)
+    run = setup_of(loaded)
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
     else:
@@ -207,7 +204,7 @@ def refuse(setup: PrivateSetup) -> None:
     looked_at = run.reader.take(
         np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64)
     )  # from all over the data
-    inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
+    inputs, target = to_device(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
     if run.samples.code or privacy.augmentation is not None:  # what is read from a file is always the same
         reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)

@@ -4,6 +4,7 @@ import stands.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_code_identity_sees_an_edit_of_every_file_and_no_other(folder: Path, nam
     (folder / name).write_text(FILES[name] + "# edited\n")
     changed = dict(code_identity("top.py:build", folder).files) != dict(before.files)
     assert changed == (name not in ("ci_unrelated.py", "ci_package/unused.py"))
+
+
+def test_code_identity_of_a_file_whose_older_content_and_namesake_were_imported(tmp_path: Path) -> None:
+    """One process, twelve files of one name: whichever of them sorts last must not stand for the others."""
+    found = set()
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for content in ("def build(): ...\n", f"def build(): return {number}\n"):
+            (folder / "named.py").write_text(content)
+            call_factory("named.py:build", folder, {}, raises=ConfigError)
+            files = code_identity("named.py:build", folder).files
+            assert files == {"named.py": hashlib.sha256(content.encode()).hexdigest()}
+            found.add(files["named.py"])
+    assert len(found) == 7
 
 
 def test_code_identity_does_not_depend_on_what_was_imported_before(folder: Path) -> None:

@@ -304,7 +304,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from psgrad.inputs.model_identity import identify
+from psgrad.inputs.models.identity import identify
 
 def made():
     torch.manual_seed(0)

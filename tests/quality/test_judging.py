@@ -17,6 +17,7 @@ from psgrad.quality.detectors import robust_z
 from psgrad.quality.judging import judge
 from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.results import SAMPLE_COLUMNS
+from psgrad.results.manifest import content_of
 from tests.quality.frames import config, samples, trusted
 
 NEW_COLUMNS = (
@@ -44,10 +45,10 @@ def test_without_a_reference_there_is_a_review_list_and_no_verdict() -> None:
     assert frame["is_outlier_issue"].tolist() == [True, False, False, False]
     assert frame["outlier_score"].tolist() == [0.25, 1.0, 0.5, 0.75]
     assert frame[["p_value", "q_value"]].isna().all().all()
-    assert facts["decided_by"] == "review list"
-    assert not facts["evaluable"]
-    assert "no verdict" in facts["why_not"]
-    assert facts["counts"] == {
+    assert facts.decided_by == "review list"
+    assert not facts.evaluable
+    assert "no verdict" in facts.why_not
+    assert content_of(facts.counts) == {
         "samples": 4,
         "ok": 4,
         "nonfinite": 0,
@@ -74,10 +75,10 @@ def test_with_a_reference_the_verdict_is_conformal() -> None:
         "",
         "loss or gradient is not finite",
     ]
-    assert done.facts["evaluable"]
-    assert done.facts["smallest_flaggable"] == 1
-    assert done.facts["counts"]["outliers"] == 2
-    assert done.facts["counts"]["zero_gradients"] == 1
+    assert done.facts.evaluable
+    assert done.facts.smallest_flaggable == 1
+    assert done.facts.counts.outliers == 2
+    assert done.facts.counts.zero_gradients == 1
 
 
 def test_the_lower_tail_and_another_score() -> None:
@@ -109,7 +110,7 @@ def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> N
         [1.0, 50.0, 2.0, 3.0], fingerprints=np.array(["0" * 32, f"{1:032x}", f"{2:032x}", "x"], dtype=object)
     )
     done = judge(frame.assign(fingerprint=[f"{row:032x}"[::-1] for row in range(4)]), config(fdr=0.5), known)
-    assert done.facts["reference"]["in_both"] == 1, "row 0 alone: its digits are the same backwards"
+    assert done.facts.reference.in_both == 1, "row 0 alone: its digits are the same backwards"
     prints = np.array([f"{row:x}".rjust(16, "a") + "0" * 16 for row in range(4)])
     known = trusted([1.0, 50.0 * (1 + 1e-6), 2.0, 3.0], fingerprints=prints)
     done = judge(frame.assign(fingerprint=prints), config(fdr=0.5), known)
@@ -120,8 +121,8 @@ def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> N
         False,
     ], "the third has the old id and another norm"
     assert done.frame["p_value"].notna().all()
-    assert done.facts["counts"]["tested"] == 2
-    assert any("2 samples are in the reference themselves" in each for each in done.facts["caveats"])
+    assert done.facts.counts.tested == 2
+    assert any("2 samples are in the reference themselves" in each for each in done.facts.caveats)
     assert done.frame["reasons"][1].startswith("in the reference itself")
 
 
@@ -133,22 +134,22 @@ def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(
     frame["fingerprint"] = [f"{row:016x}" for row in range(29)]
     known = trusted(frame["grad_norm"], kind=kind, fingerprints=frame["fingerprint"].to_numpy())
     facts = judge(frame, config(), known).facts
-    assert facts["evaluable"] is evaluable
-    assert facts["resolution"] == "no sample was tested"
+    assert facts.evaluable is evaluable
+    assert facts.resolution == "no sample was tested"
 
 
 def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> None:
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 8)).facts
-    assert not facts["evaluable"]
+    assert not facts.evaluable
     assert (
-        facts["why_not"]
+        facts.why_not
         == "50 samples can't be flagged, whatever their scores: the reference has 8 samples to hold them"
         " against; it takes 9 or more at a false discovery rate of 0.1"
     )
-    assert facts["smallest_flaggable"] is None
+    assert facts.smallest_flaggable is None
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 99)).facts
-    assert facts["evaluable"]
-    assert facts["resolution"].startswith(
+    assert facts.evaluable
+    assert facts.resolution.startswith(
         "99 trusted samples can tell 5 or more outliers among 50 samples, and never fewer"
     )
 
@@ -156,7 +157,7 @@ def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> 
 def test_trusted_samples_without_a_score_only_raise_p_values() -> None:
     done = judge(samples([10.0]), config(), trusted([1.0, 2.0, np.nan]))
     assert done.frame["p_value"].tolist() == [2 / 4]
-    assert any("1 of the trusted samples have no finite score" in each for each in done.facts["caveats"])
+    assert any("1 of the trusted samples have no finite score" in each for each in done.facts.caveats)
 
 
 def test_groups_are_compared_within_and_small_ones_together() -> None:
@@ -165,20 +166,20 @@ def test_groups_are_compared_within_and_small_ones_together() -> None:
     done = judge(samples(norms, target=target), config(group_by="class", min_group=50, review_fraction=0.04))
     frame, facts = done.frame, done.facts
     assert frame["group"].unique().tolist() == ["0", "1", OTHER]
-    assert facts["groups"]["joined"] == ["2", "3"]
+    assert facts.groups.joined == ["2", "3"]
     listed = frame[frame["is_outlier_issue"]]
     assert listed["group"].value_counts().to_dict() == {"0": 2, "1": 2, OTHER: 1} or len(listed) == 5
     assert frame.groupby("group")["percentile"].max().tolist() == [100.0] * 3
-    assert facts["groups"]["each"][OTHER]["samples"] == 5
+    assert facts.groups.each[OTHER].samples == 5
 
 
 def test_a_group_that_the_reference_does_not_have_makes_the_verdict_not_evaluable() -> None:
     known = trusted(np.arange(1.0, 201.0), np.repeat(["0", "1"], 100))
     frame = samples(np.ones(30), target=np.repeat([0, 1, 7], 10))
     facts = judge(frame, config(group_by="class"), known).facts
-    assert not facts["evaluable"]
-    assert facts["why_not"].startswith(f"10 samples of the groups {OTHER} can't be flagged")
-    assert judge(frame[:20], config(group_by="class"), known).facts["evaluable"]
+    assert not facts.evaluable
+    assert facts.why_not.startswith(f"10 samples of the groups {OTHER} can't be flagged")
+    assert judge(frame[:20], config(group_by="class"), known).facts.evaluable
 
 
 def test_lengths_fall_into_classes_that_are_the_same_in_every_run() -> None:
@@ -256,30 +257,30 @@ def test_robust_z_where_half_are_equal_where_all_are_and_where_few_are() -> None
 def test_loss_stands_beside_the_norm() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
-    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1)).facts["loss_agreement"]
-    assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
+    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1)).facts.loss_agreement
+    assert said.spearman == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
     top = set(np.argsort(norms)[-20:]) & set(np.argsort(losses)[-20:])
-    assert said["top_overlap"] == len(top) / 20
-    assert (said["top"], said["shared"], said["other"]) == (20, len(top), "loss")
+    assert said.top_overlap == len(top) / 20
+    assert (said.top, said.shared, said.other) == (20, len(top), "loss")
 
 
 def test_where_the_loss_is_the_score_the_norm_stands_beside_it() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
-    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")).facts[
-        "loss_agreement"
-    ]
-    assert said["other"] == "grad_norm"
-    assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
+    said = judge(
+        samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")
+    ).facts.loss_agreement
+    assert said.other == "grad_norm"
+    assert said.spearman == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
 
 
 def test_nearly_the_same_order_is_not_written_as_the_same() -> None:
     norms = np.exp(np.linspace(0, 3, 2000))
     losses = norms.copy()
     losses[-20:] = losses[-20:][::-1]
-    words = judge(samples(norms).assign(loss=losses), config(review_fraction=0.005)).facts["loss_agreement"][
-        "words"
-    ]
+    words = judge(
+        samples(norms).assign(loss=losses), config(review_fraction=0.005)
+    ).facts.loss_agreement.words
     assert "loss 0.9999; 0 of the first 10" in words
 
 
@@ -287,12 +288,12 @@ def test_low_separability_is_told_and_flags_nobody() -> None:
     random = np.random.default_rng(4)
     strange = np.append(random.normal(size=700), random.normal(1.7, 0.3, size=300))
     facts = judge(samples(np.exp(strange)), config(), trusted(np.exp(random.normal(size=2000)))).facts
-    assert facts["separability"]["low"]
-    assert facts["separability"]["words"].startswith("low separability")
+    assert facts.separability.low
+    assert facts.separability.words.startswith("low separability")
     sound = judge(
         samples(np.exp(random.normal(size=1000))), config(), trusted(np.exp(random.normal(size=2000)))
     ).facts
-    assert not sound["separability"]["low"]
+    assert sound.separability.low is False
 
 
 @pytest.mark.parametrize(("shift", "warned"), [(-1.0, True), (0.0, False), (1.0, True)])
@@ -301,7 +302,7 @@ def test_a_shift_of_all_samples_is_told(shift: float, warned: bool) -> None:
     facts = judge(
         samples(np.exp(shift + random.normal(size=800))), config(), trusted(np.exp(random.normal(size=800)))
     ).facts
-    assert any("don't look exchangeable" in each for each in facts["caveats"]) is warned
+    assert any("don't look exchangeable" in each for each in facts.caveats) is warned
 
 
 @settings(max_examples=25, deadline=None)
@@ -320,7 +321,7 @@ def test_any_table_is_judged(norms: list[float], known: list[float], grouped: bo
         assert (scores[done.frame["status"] == "nonfinite"] == 0).all()
         assert (done.frame["status"] == "nonfinite").tolist() == (~np.isfinite(np.array(norms))).tolist()
         assert done.frame["is_outlier_issue"].tolist() == done.frame["is_outlier_issue"].astype(bool).tolist()
-        json.dumps(done.facts, allow_nan=True)
+        json.dumps(content_of(done.facts), allow_nan=True)
 
 
 def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> None:
@@ -336,7 +337,7 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
     joined = known[60:]
     expected = [(1 + (known[:60] >= 1.5).sum()) / 61, (1 + (joined >= 1500).sum()) / 16, 1 / 16]
     np.testing.assert_allclose(done.frame["p_value"], expected)
-    assert done.facts["groups"]["joined"] == ["1", "2", "3"]
+    assert done.facts.groups.joined == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -345,13 +346,13 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
 )
 def test_the_review_list_has_the_share_that_is_written(fraction: float, count: int, listed: int) -> None:
     done = judge(samples(np.arange(1.0, count + 1)), config(review_fraction=fraction))
-    assert done.frame["is_outlier_issue"].sum() == done.facts["counts"]["review"] == listed
+    assert done.frame["is_outlier_issue"].sum() == done.facts.counts.review == listed
 
 
 def test_a_baseline_with_which_nothing_could_be_tested_is_no_pass() -> None:
     reference = replace(trusted(np.arange(1.0, 40.0)), kind="baseline")
     frame = samples([1.0, 2.0, 3.0], margin=np.nan)
     facts = judge(frame, config(score="margin"), reference).facts
-    assert facts["counts"]["skipped"] == 3
-    assert not facts["evaluable"]
-    assert "none has a finite score" in facts["why_not"]
+    assert facts.counts.skipped == 3
+    assert not facts.evaluable
+    assert "none has a finite score" in facts.why_not

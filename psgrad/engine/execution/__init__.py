@@ -1,1 +1,1 @@
-"""TODO psgrad.engine.execution"""
+"""Rows through a model, chunk by chunk: chunk sizes, memory, loading, streaming, replay, self-check."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.pass_costs import Course, Like, traced
+from psgrad.engine.execution.pass_costs import Like, PassCosts, trace_pass
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 
 # Samples in the chunk from which `chunk_for` begins.
@@ -23,7 +24,7 @@ _MOST_TRACES = 5
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ChunkPlan:
     """What a chunk will take.
 
     Attributes:
@@ -40,7 +41,7 @@ class Prediction:
     kernels: int
 
 
-def predict(
+def plan_chunk(
     function: Callable[..., Any],
     params: dict[str, torch.Tensor],
     inputs: tuple[torch.Tensor, ...],
@@ -48,7 +49,7 @@ def predict(
     chunk: int | None = None,
     *,
     replayed: bool = False,
-) -> Prediction:
+) -> ChunkPlan:
     """What `function(params, inputs, target)` will take, without running it.
 
     Args:
@@ -58,17 +59,17 @@ def predict(
         chunk: how many rows to predict for, n where it is not said.
         replayed: for a chunk that is replayed from a record.
 
-    Raises NotCapturable, or what the function raises on tensors without values, where its course depends on
+    Raises NotCapturable, or what the function raises on tensors without values, where its kernels depend on
     data.
     """
-    course, given = course_of(function, params, inputs, target, chunk, replayed=replayed)
+    costs, given = costs_of_pass(function, params, inputs, target, chunk, replayed=replayed)
     device = next(iter(params.values())).device
-    return Prediction(
-        seconds_of(course, machine(device), replayed=replayed), course.peak_bytes, given, len(course.kernels)
+    return ChunkPlan(
+        seconds_of(costs, machine(device), replayed=replayed), costs.peak_bytes, given, len(costs.kernels)
     )
 
 
-def course_of(
+def costs_of_pass(
     function: Callable[..., Any],
     params: Any,
     inputs: Any,
@@ -76,30 +77,30 @@ def course_of(
     chunk: int | None = None,
     *,
     replayed: bool = False,
-) -> tuple[Course, int]:
-    """(course, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
+) -> tuple[PassCosts, int]:
+    """(costs, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
     `predict`.
     """
     rows = tree_map(
         lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk),
         (inputs, target),
     )
-    course = traced(function, params, *rows, replayed=replayed)
-    return course, sum(
+    costs = trace_pass(function, params, *rows, replayed=replayed)
+    return costs, sum(
         math.prod(x.shape) * x.dtype.itemsize
         for x in tree_leaves(rows)
         if isinstance(x, (torch.Tensor, Like))
     )
 
 
-def seconds_of(course: Course, on: Machine, *, replayed: bool = False) -> float:
-    """What a course takes on a machine. Where calls return before their kernels are done, the slower of
-    Python and kernels counts.
+def seconds_of(costs: PassCosts, on: Machine, *, replayed: bool = False) -> float:
+    """What a pass takes on a machine, from its costs. Where calls return before their kernels are done, the
+    slower of Python and kernels counts.
     """
-    kernels = sum(kernel.seconds(on) for kernel in course.kernels)
+    kernels = sum(kernel.seconds(on) for kernel in costs.kernels)
     if replayed:
         return kernels
-    python = course.operators * on.operator_seconds + len(course.kernels) * on.kernel_seconds
+    python = costs.operators * on.operator_seconds + len(costs.kernels) * on.kernel_seconds
     return max(kernels, python) if on.asynchronous else kernels + python
 
 
@@ -129,7 +130,7 @@ def correction(small: tuple[float, float], large: tuple[float, float]) -> Correc
     return Correction(max(0.0, min(taken - share * priced, taken_more - share * priced_more)), share)
 
 
-def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 1024) -> int:
+def chunk_for(trace_at: Callable[[int], ChunkPlan], budget: int, most: int = 1024) -> int:
     """The largest chunk, 1 to `most` samples, whose pass and inputs fit a budget of bytes, as far as a few
     traces tell.
 
@@ -152,6 +153,19 @@ def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 10
             break
         size = max(fits + 1, min(_on_the_line(found, budget), beyond - 1))
     return max(fits, 1)
+
+
+# Without a prediction: what activations and intermediates take, as a multiple of the factors that are kept.
+_ROOM_PER_FACTOR_BYTE = 4
+
+
+def chunk_for_factors(gradients: PerSampleGradients, budget: int, most: int) -> int:
+    """The number of samples, 1 to `most`, that fit a budget of bytes by what the factors of these gradients
+    take.
+    """
+    factors = [f for g in gradients.gradients.values() for p in g.terms for f in p.term.factors]
+    each = sum(f.numel() * f.element_size() for f in factors) // max(len(gradients), 1)
+    return max(1, min(most, budget // (max(1, each) * _ROOM_PER_FACTOR_BYTE)))
 
 
 def _on_the_line(found: dict[int, int], budget: int) -> int:

@@ -72,9 +72,7 @@ class Examples:
 
     def with_scalar(self, criterion: Callable[[Any, Any], torch.Tensor]) -> Examples:
         """The same rows and parameters, with another scalar of (output, target) in place of the loss."""
-        objective = Objective(self.objective.model, criterion, autocast=self.objective.autocast)
-        objective.params = self.params
-        return replace(self, objective=objective)
+        return replace(self, objective=self.objective.with_scalar(criterion))
 
     def sized(self, chunk_size: int) -> Examples:
         """The same, so many rows at a time."""
@@ -86,7 +84,7 @@ class Examples:
         """For each chunk of the rows from `start` on, in order: its rows, and what `query` says of its
         gradients, name -> [k, ...], on the CPU.
         """
-        return self._run(_Asking(query), start=start)
+        return self.run(_Asking(query), start=start)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], `square_norm` [k], both float64, and what the objective's
@@ -99,7 +97,7 @@ class Examples:
             norms = {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
             return norms | {name: accumulating(column) for name, column in gradients.aux.items()}
 
-        return self._run(_Asking(said, needs_factors=False))
+        return self.run(_Asking(said, needs_factors=False))
 
     def fold(self, query: Callable[[Any], Tree], way: Callable[..., Any] | None = None) -> Tree:
         """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which
@@ -108,7 +106,7 @@ class Examples:
         way: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
         """
         summing: _Summing[Tree] = _Summing(query)
-        for _ in self._run(summing, way):
+        for _ in self.run(summing, way):
             pass
         assert summing.total is not None, "no rows"
         return summing.total
@@ -123,10 +121,10 @@ class Examples:
                 params, inputs
             )
 
-        return self._run(_Asking(lambda output: {"output": output}), forward)
+        return self.run(_Asking(lambda output: {"output": output}), forward)
 
     def materialise(self) -> torch.Tensor:
-        """[n, p]: every gradient written out, on the CPU."""
+        """[n, p]: every gradient materialised, on the CPU."""
         return torch.cat(
             [
                 found["rows"]
@@ -134,7 +132,7 @@ class Examples:
             ]
         )
 
-    def _run(
+    def run(
         self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         for columns in self.stream.run(self.count, [measure], way, start):

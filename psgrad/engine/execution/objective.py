@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ class Objective:
                 next_step="set requires_grad=True on the parameters to look at",
             )
         self._slots = tied_slots(model, self.params)
+
+    def with_scalar(self, criterion: Criterion, summary: Summary | None = None) -> Objective:
+        """The same model and parameters, with another scalar of (output, target) in place of the loss."""
+        other = copy(self)
+        other.criterion, other.summary = criterion, summary
+        return other
+
+    def with_summary(self, summary: Summary | None) -> Objective:
+        """The same model, parameters and loss, with another summary."""
+        return self.with_scalar(self.criterion, summary)
 
     def precision(self) -> AbstractContextManager[Any]:
         """What model and criterion run under.

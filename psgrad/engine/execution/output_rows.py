@@ -161,11 +161,11 @@ class OutputRows(Examples):
         inputs, target = stream.load(start, stop)
         return self._rows_of(stream.loss, self.params, inputs, target, randomness=stream.randomness)
 
-    def _run(
+    def run(
         self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         if way is not None:
-            yield from super()._run(measure, way, start)
+            yield from super().run(measure, way, start)
             return
         for columns in self.row_stream.run(self.count, [measure], self._rows_of, start // self.per_sample):
             yield slice(columns.start * self.per_sample, columns.stop * self.per_sample), columns.values

@@ -17,23 +17,24 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.execution.chunk_plan import chunk_for, predict
-from psgrad.engine.execution.loading import Batch, Chunk, Loader, Placed, Read, placed
+from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
+from psgrad.engine.execution.loading import Batch, Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.replay import Replay
-from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms, settled_for_many
+from psgrad.engine.gradients.per_sample import (
+    materialised_for_many,
+    per_sample_gradients,
+    per_sample_square_norms,
+)
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, ModelError, PsgradError
 
-# Without a better estimate: what activations and intermediates take, as a multiple of the factors that are
-# kept.
-_ROOM_PER_FACTOR_BYTE = 4
 _PROBE = 8
-_LARGEST_AUTO_CHUNK = 1024
+LARGEST_AUTO_CHUNK = 1024
 # From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do.
 # Measured on CPUs.
-_PREDICTED_FROM = 2048
+PREDICTED_FROM = 2048
 
 
 class Measure(Protocol):
@@ -117,7 +118,7 @@ class Stream:
         self._read, self._reading = read, threading.Lock()
         self.draws: Any = getattr(read, "draws", None)
         replays = {
-            how: Replay(self._bound(how), params, compile, self.say)
+            how: Replay(self.pass_of(how), params, compile, self.say)
             for how in (per_sample_gradients, per_sample_square_norms)
         }
         self.replays: dict[Callable[..., Any], Replay] = replays if capture == "auto" else {}
@@ -136,7 +137,7 @@ class Stream:
         targets = [batch.target for batch in batches if batch.target is not None]
         chunk = Chunk(rows, inputs, torch.cat(targets) if targets else None)
         try:
-            return self._gradients_of(*self._placed(chunk))
+            return self._gradients_of(*self._to_device(chunk))
         except PsgradError:
             raise
         except Exception as error:
@@ -147,23 +148,23 @@ class Stream:
         with self._reading:
             return self._read(start, stop)
 
-    def load(self, start: int, stop: int) -> Placed:
+    def load(self, start: int, stop: int) -> DeviceRows:
         """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
         parameters.
         """
         batch = self.read(start, stop)
-        return placed(batch.inputs, batch.target, self.device, self.dtype)
+        return to_device(batch.inputs, batch.target, self.device, self.dtype)
 
-    def _placed(self, chunk: Chunk) -> Placed:
-        return placed(chunk.inputs, chunk.target, self.device, self.dtype)
+    def _to_device(self, chunk: Chunk) -> DeviceRows:
+        return to_device(chunk.inputs, chunk.target, self.device, self.dtype)
 
     def _gradients_of(
         self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> PerSampleGradients:
-        found: PerSampleGradients = self._bound(per_sample_gradients)(self.params, inputs, target)
+        found: PerSampleGradients = self.pass_of(per_sample_gradients)(self.params, inputs, target)
         return found
 
-    def _bound(self, how: Callable[..., Any]) -> Callable[..., Any]:
+    def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
         """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
 
         def found(
@@ -210,11 +211,11 @@ class Stream:
         """
         self._passed += count - start
         if (
-            self._measured and self._passed >= _PREDICTED_FROM
+            self._measured and self._passed >= PREDICTED_FROM
         ):  # one run after another: more rows than the first one knew of
             self.automatic, self._measured = True, False
         foreseen, most = (
-            (self._way(measures), count) if way is None else (per_sample_gradients, _LARGEST_AUTO_CHUNK)
+            (self._way(measures), count) if way is None else (per_sample_gradients, LARGEST_AUTO_CHUNK)
         )
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
@@ -272,7 +273,7 @@ class Stream:
             inputs, target = loader.place(chunk)
             gradients: Any = None
             if self.automatic:
-                gradients = self._bound(partial(per_sample_gradients, settle=False))(
+                gradients = self.pass_of(partial(per_sample_gradients, settle=False))(
                     self.params, inputs, target
                 )
                 self._size_chunks(gradients)
@@ -283,9 +284,9 @@ class Stream:
             elif how in self.replays:
                 gradients = self.replays[how](inputs, target, to_come)
             else:
-                gradients = self._bound(how)(self.params, inputs, target)
+                gradients = self.pass_of(how)(self.params, inputs, target)
             if often and isinstance(gradients, PerSampleGradients):
-                gradients = settled_for_many(gradients)
+                gradients = materialised_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
                 found = measure.columns(gradients)
@@ -356,20 +357,20 @@ class Stream:
         """The chunk size, `most` at most, by prediction, where it is worth it or memory was given, and where
         there is one to be had.
         """
-        if self.memory is None and self._passed < _PREDICTED_FROM:
+        if self.memory is None and self._passed < PREDICTED_FROM:
             return
-        way = self._bound(how)
+        way = self.pass_of(how)
         try:
             inputs, target = loader.place(chunk)
             budget = chunk_budget(self.device, self.memory)
             self.chunk_size = chunk_for(
-                lambda size: predict(way, self.params, inputs, target, size),
+                lambda size: plan_chunk(way, self.params, inputs, target, size),
                 budget,
-                min(_LARGEST_AUTO_CHUNK, most),
+                min(LARGEST_AUTO_CHUNK, most),
             )
         except (
             Exception
-        ):  # its course depends on data; or the model fails, and does so again where the row is told
+        ):  # its kernels depend on data; or the model fails, and fails again where the row is named
             return
         self.automatic = False
 
@@ -377,16 +378,10 @@ class Stream:
         """The chunk size by what the first chunk's factors took."""
         self.automatic, self._measured = (
             False,
-            self._passed < _PREDICTED_FROM,
+            self._passed < PREDICTED_FROM,
         )  # else a prediction was tried, in vain
-        kept = sum(
-            f.numel() * f.element_size()
-            for g in gradients.gradients.values()
-            for p in g.terms
-            for f in p.term.factors
-        )
-        each = max(1, kept // max(len(gradients), 1)) * _ROOM_PER_FACTOR_BYTE
-        self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, chunk_budget(self.device, self.memory) // each))
+        budget = chunk_budget(self.device, self.memory)
+        self.chunk_size = chunk_for_factors(gradients, budget, LARGEST_AUTO_CHUNK)
 
     # -- rows that fail --------------------------------------------------------------------------------------
 
@@ -400,7 +395,7 @@ class Stream:
         for place in range(len(rows)):
             alone = chunk.part(place, place + 1)
             try:
-                self._gradients_of(*self._placed(alone))
+                self._gradients_of(*self._to_device(alone))
             except Exception as single:
                 return self._failure_alone(single, alone)
         together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
@@ -420,7 +415,7 @@ class Stream:
         row = chunk.rows[0]
         if is_out_of_memory(error):
             return _too_large(row, error)
-        inputs = self._placed(chunk)[0][: getattr(self._read, "inputs_of_model", None)]
+        inputs = self._to_device(chunk)[0][: getattr(self._read, "inputs_of_model", None)]
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
         cause = (
             "an input of another shape, type or range than the model takes (a token beyond the vocabulary,"

@@ -9,20 +9,9 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Dense, Multiples, Product, Term
+from psgrad.engine.gradients.terms import Dense, Multiples, Term, narrow
+from psgrad.engine.gradients.terms import Placed as Placed
 from psgrad.engine.transforms.batch_values import Batch
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A term, and how its axes lie in the parameter's."""
-
-    term: Term
-    layout: Layout
-
-    @classmethod
-    def plain(cls, term: Term) -> Placed:
-        return cls(term, Layout.identity(term.shape))
 
 
 @dataclass(frozen=True)
@@ -62,11 +51,11 @@ class DeferredGradient:
 
     @property
     def lost_at(self) -> str:
-        """The operator on its way that could not be carried out on factors, so that a value of the
-        parameter's size had to be made for each sample; empty if there was none. A bias, which never had
+        """The operator that could not be carried out on factors, so that a value of the parameter's size
+        was made for each sample; empty if there was none. A bias, which never had
         factors, has lost none.
         """
-        return next((p.term.lost_at for p in self.terms if isinstance(p.term, Dense) and p.term.lost_at), "")
+        return next((placed.term.lost_at for placed in self.terms if placed.term.lost_at), "")
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """[*shape]: the sum over samples, each times its weight [n]."""
@@ -102,12 +91,14 @@ def oriented(placed: Placed) -> Term | None:
     order = [i for i in layout.order if layout.atoms[i] != 1]
     if order == sorted(order):
         return term
-    if isinstance(term, Product) and term.shape[0] == 1:
-        rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= term.shape[1]]
-        columns = [i for i in sorted(order) if i not in rows]
-        if order == columns + rows and math.prod(layout.atoms[i] for i in rows) == term.shape[1]:
-            return term.transposed()
-    return None
+    swapped = term.transposed()
+    if swapped is None:
+        return None
+    height = term.shape[-2]
+    rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= height]
+    columns = [i for i in sorted(order) if i not in rows]
+    whole = order == columns + rows and math.prod(layout.atoms[i] for i in rows) == height
+    return swapped if whole else None
 
 
 def upright(placed: Placed) -> Placed:
@@ -130,9 +121,7 @@ def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:
 
 
 def term_of(batch: Batch, value: torch.Tensor) -> Term:
-    """A value that is there, or that all samples share, or that is the same along some of its axes: nobody
-    need write it out.
-    """
+    """A value as a term: one that is stored, that all samples share, or that is the same along some axes."""
     if not batch.is_mapped(value):
         return Multiples(
             torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value
@@ -142,13 +131,3 @@ def term_of(batch: Batch, value: torch.Tensor) -> Term:
     if coefficients.shape == physical.shape:
         return Dense(physical)
     return Multiples(coefficients, torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape))
-
-
-def narrow(value: torch.Tensor) -> torch.Tensor:
-    """One long along the axes (but the first) along which a value was expanded."""
-    strides = value.stride()[1:]
-    return (
-        value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]
-        if 0 in strides
-        else value
-    )

@@ -1,11 +1,10 @@
 """Random numbers for sampling and noise.
 
-The default is AES-256 in counter mode with a key from the operating system: nobody who sees a part of the
-stream can tell the rest of it from noise, which is what a privacy guarantee assumes. torch's Mersenne twister
-and Philox are fast and can be predicted from their output; whoever takes one has that written into the
-ledger.
+The default is AES-256 in counter mode with a key from the operating system: a part of the stream says nothing
+about the rest, which is what a privacy guarantee assumes. torch's Mersenne twister and Philox are fast and
+can be predicted from their output; the ledger says if one of them was used.
 
-A stream is never used twice. The counter only moves on, a forked process changes the key, and a generator is
+A stream is never used twice. The counter only increases, a forked process changes the key, and a generator is
 neither pickled nor copied. The key is never shown.
 """
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from psgrad.engine.privacy.box_muller import REACH, Use, normal_blocks, normals
 from psgrad.errors import ConfigError
 
-Kind = Literal["aes", "torch"]
+GeneratorKind = Literal["aes", "torch"]
 
 _CIPHER_BLOCK = 16
 _PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
@@ -51,27 +50,26 @@ class Generator(ABC):
 
     @abstractmethod
     def uint64(self, n: int) -> np.ndarray:
-        """The next n values, uniform on all of uint64."""
+        """[n]: the next n values, uniform on all of uint64."""
 
     def uniform(self, n: int) -> np.ndarray:
-        """n values in [0, 1), float64: multiples of 2^-53, all alike probable."""
+        """[n] float64 in [0, 1): multiples of 2^-53, all with the same probability."""
         return (self.uint64(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     @abstractmethod
     def normal(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Independent values of the standard normal distribution.
+        """[*shape]: independent values of the standard normal distribution.
 
         Raises ConfigError for a dtype other than float32 and float64: noise in less is not normal.
         """
 
     def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
-        """Hand so many float64 normals of this standard deviation to `use`, (place of the first, values),
-        block by block, on the CPU.
+        """Calls `use` with `total` float64 normals of this standard deviation, (place of the first, values
+        [k]), block by block, on the CPU.
 
-        What is done with a block finds it in the cache, and several blocks may be under way in several
-        threads.
+        A block is in the cache while `use` runs, and several threads may process several blocks at a time.
         """
         for start in range(0, total, _DRAWN):
             drawn = self.normal((min(_DRAWN, total - start),), torch.float64).mul_(deviation).numpy()
@@ -227,13 +225,13 @@ class TorchGenerator(Generator):
             )
 
 
-def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) -> Generator:
+def make_generator(kind: GeneratorKind, *, seed: int | None = None, position: int = 0) -> Generator:
     """A generator by name.
 
     Args:
         kind: 'aes' or 'torch'.
-        seed: the noise can be repeated by whoever knows it, so that nothing is private any more: for tests
-            alone. The name tells it.
+        seed: the noise can be repeated by anyone who knows it, so that nothing is private: for tests alone.
+            The generator's name says so.
         position: with a seed: how many steps were taken before, so that a run that goes on does not repeat
             their noise.
 

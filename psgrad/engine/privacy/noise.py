@@ -1,4 +1,4 @@
-"""The noise of a private step: so much that the sum with a record and the sum without it look alike."""
+"""The noise of a private step, continuous or on a grid of integers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Noise:
     def add(
         self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
     ) -> dict[str, Tensor]:
-        """name -> sum plus noise, drawn for each coordinate by itself; the sums stay as they are.
+        """name -> [*shape]: sum plus noise, drawn for each coordinate by itself; the sums are not changed.
 
         Args:
             sums: float32 or float64; for discrete noise int64, multiples of the grid. All tensors that are

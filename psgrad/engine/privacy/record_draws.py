@@ -1,11 +1,10 @@
-"""Random numbers of a private run by record and step: what a record draws depends on no other record.
+"""Random numbers of a private run by record and step: a record's draws depend on no other record.
 
-The clipped gradients of a batch add up to a sum that one record moves by its bound only if the others'
-gradients stay what they are when it comes or goes. So each record draws by the run's secret key, the step,
-its own number and its own program: its dropout masks, what an augmentation or a dataset makes of it. Numbers
-that a model draws outside of PyTorch's operators (NumPy, Python's random) can't be told apart by record; they
-follow from the step alone, as the generators are seeded alike wherever the model begins to run: the global
-ones, and those that the code keeps to itself.
+A record moves the sum of a batch by its bound only if the others' gradients do not change when it comes or
+goes. So each record draws by the run's secret key, the step, its own number and its own program: its dropout
+masks, its augmentations, what a dataset draws for it. Numbers that a model draws outside of PyTorch's
+operators (NumPy, Python's random) cannot be assigned to records; they follow from the step alone, as all
+generators, global ones and the code's own, are seeded alike whenever the model begins to run.
 """
 
 from __future__ import annotations
@@ -86,9 +85,7 @@ class StepDraws:
         return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
-        """Seed PyTorch's, NumPy's and Python's global random_draws, and those that the code keeps to
-        itself.
-        """
+        """Seeds the global generators of PyTorch, NumPy and Python, and those of the code's own."""
         numbers = self.bits(np.array([label], dtype=np.uint64), number, 8 * (3 + len(self.own))).view(
             np.uint64
         )[0]
@@ -129,12 +126,10 @@ def by_record(loss: Callable[..., Any], now: Callable[[], StepDraws]) -> Callabl
 
 
 def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
-    """A model begins to run on the rows that `label` tells apart: they draw by it, and global generators
-    start as in each run.
+    """Prepares the draws of a run of the model on the row with this label [] (or the batched rows): operators
+    draw by it, and global generators start as in each run.
     """
-    if not isinstance(
-        innermost(label), FakeTensor
-    ):  # else the run is followed without values, to foresee its memory
+    if not isinstance(innermost(label), FakeTensor):  # else the run has no values: it predicts memory
         if _watch.seeded:
             _require_no_other_draws()
         draws.seed(0, RUN)
@@ -144,8 +139,7 @@ def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
 
 @contextmanager
 def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
-    """Around the computation of a batch: global random_draws, and the code's own, are in the end as they
-    were.
+    """Around the computation of a batch: restores the global generators, and the code's own, at the end.
 
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
@@ -204,24 +198,21 @@ def _no_draws_by_record(arrived: str) -> ModelError:
     )
 
 
-class _Watch:
-    """Whether somebody looks at the global random_draws, and whether a run has seeded them since: they are
-    the process's, not a thread's.
+class _SeedWatch:
+    """Whether `drawing_by_record` watches the global generators, and whether a run has seeded them since:
+    they belong to the process, not to a thread.
     """
 
     watching = seeded = False
 
 
-_watch = _Watch()
+_watch = _SeedWatch()
 
 
 def _require_no_other_draws() -> None:
-    if random_draws.torch_has_drawn():
-        raise _draws_unsaid()
-
-
-def _draws_unsaid() -> ModelError:
-    return ModelError(
+    if not random_draws.torch_has_drawn():
+        return
+    raise ModelError(
         "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
         expected="random numbers from PyTorch's operators, which are drawn for each record by itself",
         cause=(

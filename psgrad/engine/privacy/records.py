@@ -1,17 +1,14 @@
-"""Records of several rows: all rows of a user, or the augmented copies of a row. What is clipped is a
-record's gradient, not a row's.
+"""Records: rows, all rows of a user, or the augmented copies of a row; and the relation between neighbouring
+datasets. What is clipped is a record's gradient, not a row's.
 
 A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs
 before anything is clipped.
-
-Which datasets count as neighbours: half of what a privacy guarantee says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -19,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, RowBatch, joined
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
 
-Rows = npt.NDArray[np.int64]
-Take = Callable[[Rows], Batch]
+RowNumbers = npt.NDArray[np.int64]
+Take = Callable[[RowNumbers], Batch]
 Augment = Callable[..., Any]
 
 ROWS_WITHOUT_A_CAP = 1000
@@ -39,7 +36,7 @@ class Records:
         sizes: [records], how many rows of each record count.
     """
 
-    def __init__(self, order: Rows, starts: Rows, sizes: Rows) -> None:
+    def __init__(self, order: RowNumbers, starts: RowNumbers, sizes: RowNumbers) -> None:
         self._order, self._starts, self.sizes = order, starts, sizes
 
     @staticmethod
@@ -54,7 +51,7 @@ class Records:
         in the dataset.
 
         Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never.
-        The cap is a public number, and which rows remain depends on nobody else's. Raises DataError where
+        The cap is a public number, and which rows remain depends on no other unit. Raises DataError where
         there is no cap and a unit has more than a thousand rows.
         """
         _, firsts, codes, sizes = np.unique(units, return_index=True, return_inverse=True, return_counts=True)
@@ -84,30 +81,16 @@ class Records:
         """The most rows of any record."""
         return int(self.sizes.max(initial=0))
 
-    def rows_of(self, record: int) -> Rows:
+    def rows_of(self, record: int) -> RowNumbers:
         """The rows of a record, in dataset order."""
         start = self._starts[record]
         return self._order[start : start + self.sizes[record]]
 
-    def rows_of_each(self, records: Rows) -> Rows:
+    def rows_of_each(self, records: RowNumbers) -> RowNumbers:
         """The rows of several records, one record's after another's."""
         starts, sizes = self._starts[records], self.sizes[records]
         before = np.cumsum(sizes) - sizes
         return self._order[np.repeat(starts - before, sizes) + np.arange(sizes.sum())]
-
-
-@dataclass(frozen=True)
-class RecordBatch:
-    """Records as a stream reads them.
-
-    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
-    rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows for
-    an average, 1 for a sum, and 0 for what only fills up to k, which is the record's own last row once more.
-    A reader with draws has the rows' labels, [n] or [n, k], before the weights.
-    """
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor | None
 
 
 class RecordReader:
@@ -120,7 +103,7 @@ class RecordReader:
         augment: one row's inputs, without a sample axis, to those of a changed copy.
         copies: copies of each row, averaged inside the record. The rows themselves take no part beside their
             copies.
-        source: what the messages call `augment`.
+        source: the name of `augment` in messages.
         width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no
             axis of rows. None fills up to the longest record that is read at once.
         draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on
@@ -156,7 +139,7 @@ class RecordReader:
         self._augment, self.copies, self._source = augment, copies if augment is not None else 1, source
         self._width = width
         self._shapes: list[tuple[int, ...]] | None = None
-        self.drawn: Rows = np.empty(0, dtype=np.int64)
+        self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     @property
     def several(self) -> bool:
@@ -210,7 +193,13 @@ class RecordReader:
         return record_loss(loss, randomness=randomness) if self.several else loss
 
     def __call__(self, start: int, stop: int) -> Batch:
-        """The records at the places start, ..., stop - 1 of `drawn`."""
+        """The n records at the places start, ..., stop - 1 of `drawn`.
+
+        If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
+        rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows
+        for an average, 1 for a sum, and 0 for padding, which repeats the record's own last row. A reader with
+        draws has the rows' labels, [n] or [n, k], before the weights.
+        """
         chosen = self.drawn[start:stop]
         rows = self._rows(chosen)
         if self._augment is not None:
@@ -219,25 +208,25 @@ class RecordReader:
         if not self.several:
             if self.draws is None:
                 return rows
-            return RecordBatch((*rows.inputs, torch.from_numpy(labels_of(chosen, 1)[:, 0])), rows.target)
+            return RowBatch((*rows.inputs, torch.from_numpy(labels_of(chosen, 1)[:, 0])), rows.target)
         sizes = self.records.sizes[chosen] * self.copies
         width = int(sizes.max()) if self._width is None else self._width
         places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
         labels = () if self.draws is None else (torch.from_numpy(labels_of(chosen, width)),)
         inputs = (*(x[places] for x in rows.inputs), *labels, weights)
-        return RecordBatch(inputs, None if rows.target is None else rows.target[places])
+        return RowBatch(inputs, None if rows.target is None else rows.target[places])
 
     def _draws_now(self) -> StepDraws:
         assert self._now is not None
         return self._now
 
-    def _labels(self, chosen: Rows, copies: int) -> Rows:
+    def _labels(self, chosen: RowNumbers, copies: int) -> RowNumbers:
         """The labels of the records' rows, one record's after another's; of as many copies of each."""
         sizes = self.records.sizes[chosen] * copies
         found = labels_of(chosen, int(sizes.max(initial=0)))
         return found[np.arange(found.shape[1]) < sizes[:, None]]
 
-    def _rows(self, chosen: Rows) -> Batch:
+    def _rows(self, chosen: RowNumbers) -> Batch:
         """The rows of these records, one record's after another's; each by itself where reading draws random
         numbers.
         """
@@ -255,11 +244,9 @@ class RecordReader:
             for row, label in zip(rows, self._labels(chosen, 1), strict=True):
                 self._now.seed(int(label), ROW)
                 parts.append(self._take(row[None]))
-        inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
-        targets = [part.target for part in parts if part.target is not None]
-        return RecordBatch(inputs, torch.cat(targets) if targets else None)
+        return joined(parts)
 
-    def _augmented(self, rows: Batch, chosen: Rows) -> RecordBatch:
+    def _augmented(self, rows: Batch, chosen: RowNumbers) -> RowBatch:
         made = []
         with nullcontext() if self._now is None else self._now.kept():
             for place, label in enumerate(self._labels(chosen, self.copies)):
@@ -267,7 +254,7 @@ class RecordReader:
                     self._now.seed(int(label), COPY)
                 made.append(self._copy([x[place // self.copies] for x in rows.inputs]))
         inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
-        return RecordBatch(
+        return RowBatch(
             inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0)
         )
 
@@ -336,7 +323,7 @@ def record_loss(
     return of_record
 
 
-def _padded(sizes: Rows, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
+def _padded(sizes: RowNumbers, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
     """(places, weights), both [n, width], for records whose rows lie one record's after another's.
 
     `weight` is that of every row; None for one over the record's number of rows. In float64: one third in

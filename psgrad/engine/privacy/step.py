@@ -1,8 +1,6 @@
-"""A private step from its parts: draw records, sum their clipped gradients, pay for it, add noise, let an
-optimiser use what comes out.
-
-The optimiser of a config, by its name in torch.optim. It sees noisy sums alone, so that any of them is
-post-processing.
+"""A private step: draw records, sum their clipped gradients, write the cost into the ledger, add noise,
+update. And the optimiser of a config, by its name in torch.optim: it gets noisy sums only, so every optimiser
+is post-processing.
 """
 
 from __future__ import annotations
@@ -200,8 +198,8 @@ class PrivateTraining:
         return replace(noisy, sums=kept)
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
-        """Let the optimiser take its step on the noisy sum, which is divided by the expected batch size in
-        place.
+        """The optimiser's step on the noisy sums, name -> [*shape], which are divided by the expected batch
+        size in place.
         """
         for name, parameter in self.parameters.items():
             parameter.grad = sums[name].div_(self.expected_batch_size).to(parameter.dtype)

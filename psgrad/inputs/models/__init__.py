@@ -1,1 +1,1 @@
-"""TODO psgrad.inputs.models"""
+"""Models: built by a factory, their checkpoints, and what they are known by."""

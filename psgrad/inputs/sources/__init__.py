@@ -1,1 +1,1 @@
-"""TODO psgrad.inputs.sources"""
+"""Datasets: the files and the Python objects that rows are read from."""

@@ -164,10 +164,10 @@ SETUP = """\
 import resource
 import torch
 import torch.nn.functional as F
-from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.objective import Objective
-from psgrad.inputs.samples import Block
+from psgrad.engine.execution.objective import Objective
+from psgrad.inputs.rows import Block
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

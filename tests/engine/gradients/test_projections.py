@@ -31,8 +31,16 @@ from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.projections.base import Entries
 from psgrad.engine.gradients.projections.entrywise import Orders
-from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows, Term
-from psgrad.engine.gradients.terms.elementwise import Hadamard, Multiples
+from psgrad.engine.gradients.terms import (
+    BLOCK_BYTES,
+    Convolution,
+    Dense,
+    Hadamard,
+    Multiples,
+    Product,
+    Rows,
+    Term,
+)
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
-from psgrad.engine.measures.passes import SecondLook
+from psgrad.engine.measures.passes import SecondPass
+from psgrad.workflows.measures import joined_summary
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -117,14 +119,13 @@ class _Run:
         make, chunk_size, keeps, seed = self._given
         setting = self.rows.setting(chunk_size, seed)
         self.measures = [GradientNorms(), Predictions(summary_for(self.rows.kind)), *make()]
+        objective = setting.examples.objective.with_summary(partial(joined_summary, self.measures))
+        setting = replace(setting, examples=replace(setting.examples, objective=objective))
         for measure in self.measures:
             measure.prepare(setting)
-        setting.examples.objective.summary = lambda output, target: {
-            key: value for each in self.measures for key, value in each.summary(output, target).items()
-        }
         self.stream = setting.examples.stream
         self.again = [measure for measure in self.measures if measure.looks_twice]
-        self.second = SecondLook(self.again, self.stream)
+        self.second = SecondPass(self.again, self.stream)
         if not keeps:
             self.second._give_back()
         self.first = [*self.measures, self.second] if self.again else self.measures

@@ -159,7 +159,7 @@ def test_projected_distances_are_as_near_as_is_told() -> None:
 
 MEMORY = """
 import resource, torch
-from psgrad.engine.measures.known.neighbour_distance import NeighbourDistance
+from psgrad.engine.measures.builtin.neighbours import NeighbourDistance
 from tests.engine.measures.own_passes import setting_of
 def run(n):
     measure = NeighbourDistance(reference=2000)

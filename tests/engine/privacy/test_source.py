@@ -144,7 +144,7 @@ def test_after_many_batches_the_chunk_size_is_predicted_once(
 ) -> None:
     """Not for the first one, which may be the only one; and the sums go on."""
     predicted: list[int] = []
-    monkeypatch.setattr(streaming, "_PREDICTED_FROM", 3 * RECORDS)
+    monkeypatch.setattr(streaming, "PREDICTED_FROM", 3 * RECORDS)
     monkeypatch.setattr(streaming, "chunk_for", lambda trace_at, budget, most: predicted.append(most) or 5)
     stream, clipping = stream_of(model, batch), Clipping.flat(names_of(model), 0.5)
     sizes = []

@@ -67,7 +67,7 @@ import resource, torch
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.source import batch_source
+from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.step import private_sum
 
 torch.set_num_threads(1)

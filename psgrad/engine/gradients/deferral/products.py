@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.deferral import term_maps
 from psgrad.engine.gradients.deferral.propagation import (
     Waiting,
     contracted,
@@ -25,6 +24,7 @@ from psgrad.engine.gradients.deferral.propagation import (
     times,
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
+from psgrad.engine.gradients.terms import placed as placed_maps
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.families import wrap_dim
@@ -233,7 +233,7 @@ def _index_select_backward(batch: Batch, op: Op, waiting: Any, args: Any, kwargs
 def _scattered(
     batch: Batch, value: DeferredGradient, shape: Sequence[int], dim: int, index: torch.Tensor
 ) -> Any:
-    return of_each(batch, value, shape, lambda placed: term_maps.scattered(placed, dim, index, shape[dim]))
+    return of_each(batch, value, shape, lambda placed: placed_maps.scattered(placed, dim, index, shape[dim]))
 
 
 def _pad(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:

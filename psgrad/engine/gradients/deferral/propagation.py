@@ -1,5 +1,5 @@
 """Linear maps of deferred gradients: of each term by itself. NotImplemented where a term would have to be
-written out.
+materialised.
 
 Sums of deferred values, with others and over their own axes.
 
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.deferral import term_maps
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, term_of
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Dense
+from psgrad.engine.gradients.terms import Dense, Multiples
+from psgrad.engine.gradients.terms import placed as placed_maps
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.families import wrap_dim
@@ -62,7 +62,7 @@ def reshaped(value: DeferredGradient, shape: Sequence[int]) -> Any:
         for size in shape:
             known *= size
         shape = [value.shape.numel() // known if size == -1 and known else size for size in shape]
-    terms = [found for placed in value.terms if (found := term_maps.reshaped(placed, shape)) is not None]
+    terms = [found for placed in value.terms if (found := placed_maps.reshaped(placed, shape)) is not None]
     return value.with_terms(terms, torch.Size(shape)) if len(terms) == len(value.terms) else NotImplemented
 
 
@@ -74,15 +74,28 @@ def expanded(batch: Batch, value: DeferredGradient, shape: Sequence[int]) -> Any
     return (
         value
         if tuple(shape) == tuple(value.shape)
-        else of_each(batch, value, shape, lambda placed: term_maps.expanded(placed, shape))
+        else of_each(batch, value, shape, lambda placed: _expanded(placed, shape))
     )
+
+
+def _expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
+    """A term repeated along axes of length one, or along new axes in front; a stored value becomes multiples
+    of one.
+    """
+    value = placed.term.stored_value
+    if value is None or placed.layout.window is not None:
+        return placed_maps.expanded(placed, shape)
+    value = placed.layout.apply(value, lead=1)
+    own = value.reshape(value.shape[0], *(1,) * (len(shape) - value.dim() + 1), *value.shape[1:])
+    one = torch.ones((), dtype=value.dtype, device=value.device)
+    return [Placed.plain(Multiples(own, one.expand(*shape)))]
 
 
 def narrowed(batch: Batch, value: DeferredGradient, dim: int, start: int, step: int, length: int) -> Any:
     if length == value.shape[dim]:
         return value
     shape = [length if d == dim else size for d, size in enumerate(value.shape)]
-    return of_each(batch, value, shape, lambda placed: term_maps.narrowed(placed, dim, start, step, length))
+    return of_each(batch, value, shape, lambda placed: placed_maps.narrowed(placed, dim, start, step, length))
 
 
 def embedded(value: DeferredGradient, dim: int, start: int, step: int, size: int) -> Any:
@@ -94,16 +107,16 @@ def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:
 
 
 def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any = torch.mul) -> Any:
-    return of_each(batch, value, value.shape, lambda placed: term_maps.times(placed, by, product))
+    return of_each(batch, value, value.shape, lambda placed: placed_maps.times(placed, by, product))
 
 
 def masked(batch: Batch, value: DeferredGradient, by: torch.Tensor) -> Any:
-    return of_each(batch, value, value.shape, lambda placed: term_maps.masked(placed, by))
+    return of_each(batch, value, value.shape, lambda placed: placed_maps.masked(placed, by))
 
 
 def contracted(batch: Batch, value: DeferredGradient, dim: int, matrix: torch.Tensor) -> Any:
     shape = [matrix.shape[-1] if d == dim else size for d, size in enumerate(value.shape)]
-    return of_each(batch, value, shape, lambda placed: term_maps.contracted(placed, dim, matrix))
+    return of_each(batch, value, shape, lambda placed: placed_maps.contracted(placed, dim, matrix))
 
 
 aten = torch.ops.aten
@@ -139,7 +152,7 @@ def _sum(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
     gone = {wrap_dim(d, rank) for d in dims} if dims else set(range(rank))
     shape = [1 if d in gone else size for d, size in enumerate(value.shape)]
     short = [size for d, size in enumerate(value.shape) if d not in gone]
-    total = of_each(batch, value, shape, lambda placed: term_maps.summed(placed, gone))
+    total = of_each(batch, value, shape, lambda placed: placed_maps.summed(placed, gone))
     if total is NotImplemented or keep:
         return total
     return reshaped(total, short)

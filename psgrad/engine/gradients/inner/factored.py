@@ -17,21 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.gradients.inner.regions import SIDE_BYTES, budget, by_matches, halves, steps
-from psgrad.engine.gradients.terms import BLOCK_BYTES, Product, Rows, Term
+from psgrad.engine.gradients.inner.regions import SIDE_BYTES, budget, halves, steps
+from psgrad.engine.gradients.terms import BLOCK_BYTES, Term
+from psgrad.engine.gradients.terms.numerics import OF_ZERO
 
 # Sums of products of four factors whose sizes are within these powers of two of one are far from float32's
 # limits, 2^-126 and 2^127.
 _COMFORTABLE = 40
-# The exponent of zero: less than any other, and than any two of them.
-_OF_ZERO = -10_000
-# Powers of two that bring a factor to one must be numbers of float32 themselves; what is smaller stays a
-# little smaller than one.
-_SMALLEST = -120
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Balanced:
 
 def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
     """Products and rows of the same samples, balanced where `dtype` is float32; float64 has range enough."""
-    found = [_exponents(term) for term in terms]
+    found = [term.exponents() for term in terms]
     finite = torch.stack([finite for *_, finite in found]).all(0)
     wide = [term.at(slice(None), dtype) for term in terms]
     if dtype == torch.float64:
@@ -63,73 +59,23 @@ def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
     bounds = torch.stack(
         [_bound(term, first, second) for term, (first, second, _) in zip(terms, found, strict=True)]
     ).amax(0)
-    bounds = bounds.where(bounds > _OF_ZERO // 2, 0)
+    bounds = bounds.where(bounds > OF_ZERO // 2, 0)
     if not bounds.numel() or int(bounds.abs().max()) <= _COMFORTABLE:
         taken, target = None, torch.zeros_like(bounds)
     else:
         taken = target = bounds
     spread = [
-        _spread(term, first, second, target) for term, (first, second, _) in zip(wide, found, strict=True)
+        term.spread(first, second, target) for term, (first, second, _) in zip(wide, found, strict=True)
     ]
     return Balanced(spread, taken, finite)
-
-
-def _exponents(term: Term) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a product those of both factors at each position, [n, g, t]; of rows theirs, [n, t], and zeros. And
-    which samples are finite.
-    """
-    if isinstance(term, Product):
-        (left, left_finite), (right, right_finite) = _exponent(term.left), _exponent(term.right)
-        return left, right, (left_finite & right_finite).flatten(1).all(1)
-    assert isinstance(term, Rows)
-    rows, finite = _exponent(term.rows)
-    return rows, torch.zeros_like(rows), finite.all(1)
-
-
-def _exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., a] -> [...]: the power of two just above the largest number, zero where it is not finite; and
-    whether it is.
-    """
-    if not factor.numel():
-        shape = factor.shape[:-1]
-        return torch.full(shape, _OF_ZERO, device=factor.device), torch.ones(
-            shape, dtype=torch.bool, device=factor.device
-        )
-    largest = torch.maximum(factor.amax(-1), -factor.amin(-1)).double()
-    finite = torch.isfinite(largest)
-    exponent = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST)
-    return exponent.masked_fill_(largest == 0, _OF_ZERO), finite
 
 
 def _bound(term: Term, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """[n]: the exponent of a sample's largest position."""
     positions = (first + second).flatten(1)
     if not positions.shape[1]:
-        return positions.new_full((term.samples,), _OF_ZERO)
+        return positions.new_full((term.samples,), OF_ZERO)
     return positions.amax(1)
-
-
-def _spread(term: Term, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Term:
-    """The term times 2^-target [n], what is left divided evenly between both factors of each position."""
-    if isinstance(term, Rows):
-        return (
-            term
-            if not bool(target.any())
-            else replace(term, rows=term.rows * _power(-target, term.dtype)[:, None, None])
-        )
-    assert isinstance(term, Product)
-    left = (first + second).clamp(min=_OF_ZERO) - target[:, None, None]
-    half = torch.div(left, 2, rounding_mode="floor")
-    return replace(
-        term,
-        left=term.left * _power(half - first, term.dtype).masked_fill_(first == _OF_ZERO, 0).unsqueeze(3),
-        right=term.right
-        * _power(left - half - second, term.dtype).masked_fill_(second == _OF_ZERO, 0).unsqueeze(3),
-    )
-
-
-def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.exp2(exponent.double()).to(dtype)
 
 
 # A tile is as wide as may be, but not less high than this: measured, matrix products like it better than
@@ -148,17 +94,7 @@ class Sides:
 
 def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
     """Whether every two terms of aligned sides can be contracted factor by factor."""
-    return all(_go_together(x, y) for x in left for y in right)
-
-
-def _go_together(x: Term, y: Term) -> bool:
-    if isinstance(x, Product) and isinstance(y, Product):
-        return x.shape == y.shape
-    if isinstance(x, Rows) and isinstance(y, Rows):
-        return x.shape == y.shape
-    if isinstance(x, Product) and isinstance(y, Rows):
-        x, y = y, x
-    return isinstance(x, Rows) and isinstance(y, Product) and y.shape == (1, *x.shape)
+    return all(x.goes_with(y) or y.goes_with(x) for x in left for y in right)
 
 
 def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetric: bool) -> None:
@@ -194,8 +130,8 @@ def _add_blocks(out: torch.Tensor, x: Balanced, y: Balanced, match_tables: bool,
     scales = x.scale(), y.scale()
     for a in x.terms:
         for b in y.terms:
-            if match_tables and isinstance(a, Rows) and isinstance(b, Rows):
-                part = by_matches(a, b)
+            if match_tables and a.matches_with(b):
+                part = a.match_products(b)
                 out += _scaled(part, scales, slice(None), slice(None))
             else:
                 _add_pair(out, a, b, scales, symmetric)
@@ -211,10 +147,10 @@ def _add_pair(out: torch.Tensor, x: Term, y: Term, scales: Scales, symmetric: bo
     n, m = out.shape
     room = max(1, budget(BLOCK_BYTES, out.device) // (2 * x.dtype.itemsize))
     longest = max(1, math.isqrt(room))
-    t, s = (min(_positions(term), longest) for term in (x, y))
+    t, s = (min(term.sizes[1], longest) for term in (x, y))
     if not t or not s:
         return
-    groups = max((term.shape[0] for term in (x, y) if isinstance(term, Product)), default=1)
+    groups = max(x.sizes[0], y.sizes[0])
     tile = max(1, room // (t * s * groups))  # pairs of samples
     wide = max(math.isqrt(tile), tile // _TALL)
     for rows in steps(n, halves(n, symmetric, max(1, tile // min(m, wide)))):
@@ -222,7 +158,7 @@ def _add_pair(out: torch.Tensor, x: Term, y: Term, scales: Scales, symmetric: bo
         for columns in steps(m, tile // (rows.stop - rows.start), right):
             for a in _pieces(x.at(rows), t):
                 for b in _pieces(y.at(columns), s):
-                    out[rows, columns] += _scaled(tile_products(a, b), scales, rows, columns)
+                    out[rows, columns] += _scaled(_tile_products(a, b), scales, rows, columns)
 
 
 def _scaled(part: torch.Tensor, scales: Scales, rows: slice, columns: slice) -> torch.Tensor:
@@ -234,56 +170,16 @@ def _scaled(part: torch.Tensor, scales: Scales, rows: slice, columns: slice) -> 
     return part
 
 
-def _positions(term: Term) -> int:
-    return term.left.shape[2] if isinstance(term, Product) else term.factors[1].shape[1]
-
-
 def _pieces(term: Term, positions: int) -> Iterator[Term]:
-    for piece in steps(_positions(term), positions):
-        if isinstance(term, Product):
-            yield Product(term.left[:, :, piece], term.right[:, :, piece])
-        elif isinstance(term, Rows):
-            yield Rows(term.index[:, piece], term.rows[:, piece], term.count)
+    for piece in steps(term.sizes[1], positions):
+        yield term.at_positions(piece)
 
 
-def tile_products(x: Term, y: Term) -> torch.Tensor:
+def _tile_products(x: Term, y: Term) -> torch.Tensor:
     """[n, m]: the inner products of n samples of one term and m of another."""
-    if isinstance(x, Product) and isinstance(y, Product):
-        return _products(x, y)
-    if isinstance(x, Rows) and isinstance(y, Rows):
-        return _tables(x, y)
-    if isinstance(x, Rows) and isinstance(y, Product):
-        return _table_and_product(x, y)
-    assert isinstance(x, Product)
-    assert isinstance(y, Rows)
-    return _table_and_product(y, x).t()
-
-
-def _products(x: Product, y: Product) -> torch.Tensor:
-    (n, groups, t, _), (m, _, s, _) = x.left.shape, y.left.shape
-    if groups == 1:
-        pairs = (x.left.flatten(0, 2) @ y.left.flatten(0, 2).t()).mul_(
-            x.right.flatten(0, 2) @ y.right.flatten(0, 2).t()
-        )
-    else:
-        flat = [
-            factor.transpose(0, 1).flatten(1, 2) for factor in (x.left, y.left, x.right, y.right)
-        ]  # [g, n * t, a]
-        pairs = torch.bmm(flat[0], flat[1].transpose(1, 2)).mul_(torch.bmm(flat[2], flat[3].transpose(1, 2)))
-    if groups == t == s == 1:
-        return pairs
-    return pairs.reshape(groups, n, t, m, s).sum((0, 2, 4))
-
-
-def _tables(x: Rows, y: Rows) -> torch.Tensor:
-    (n, t, _), (m, s, _) = x.rows.shape, y.rows.shape
-    alike = x.index.reshape(-1, 1) == y.index.reshape(1, -1)
-    pairs = (x.rows.flatten(0, 1) @ y.rows.flatten(0, 1).t()).masked_fill_(~alike, 0)
-    return pairs.reshape(n, t, m, s).sum((1, 3))
-
-
-def _table_and_product(x: Rows, y: Product) -> torch.Tensor:
-    (n, t, _), (m, _, s, _) = x.rows.shape, y.left.shape
-    picked = y.left.flatten(0, 2).index_select(1, x.index.reshape(-1)).t()  # [n * t, m * s]
-    pairs = (x.rows.flatten(0, 1) @ y.right.flatten(0, 2).t()).mul_(picked)
-    return pairs.reshape(n, t, m, s).sum((1, 3))
+    found = x.tile_products(y)
+    if found is not None:
+        return found
+    found = y.tile_products(x)
+    assert found is not None, "have_factors"
+    return found.t()

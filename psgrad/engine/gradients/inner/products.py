@@ -16,34 +16,29 @@ import torch
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.inner.factored import Sides, add_factored, have_factors
-from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_written, bundled
-from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, count_matches, regions, rows_of
+from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_by_values, bundled
+from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, regions, rows_of
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.terms import CANCELLATION, Convolution, Product, Rows, Term, accumulating_dtype
+from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 
 # Ways of a region.
-WRITTEN, GRAM, MATCHES = "written out", "gram", "matches"
+VALUES, GRAM, MATCHES = "values", "gram", "matches"
 
 
-def cheapest_way(region: Region, dtype: torch.dtype, machine: Machine) -> str:
+def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
     """The cheapest of the ways that a region's terms allow."""
     left, right = [p.term for p in region.left], [p.term for p in region.right]
     if not region.is_aligned or not have_factors(left, right):
-        return WRITTEN
+        return VALUES
     pairs = [(x, y) for x in left for y in right]
     prices: dict[str, Callable[[], float]] = {
         GRAM: lambda: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs),
-        WRITTEN: lambda: written_seconds(region, dtype, machine),
+        VALUES: lambda: values_seconds(region, dtype, machine),
     }
-    if any(isinstance(x, Rows) and isinstance(y, Rows) for x, y in pairs):
+    if any(x.matches_with(y) for x, y in pairs):
         prices[MATCHES] = lambda: sum(
-            (
-                matches_seconds(x, y, dtype, machine)
-                if isinstance(x, Rows) and isinstance(y, Rows)
-                else gram_seconds(x, y, dtype, machine)
-            )
-            for x, y in pairs
+            (matches_seconds if x.matches_with(y) else gram_seconds)(x, y, dtype, machine) for x, y in pairs
         )
     return min(prices, key=lambda way: prices[way]())
 
@@ -52,11 +47,9 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
     """Two Gram matrices between all positions of all samples, or one and an index, and the sum of their
     products.
     """
-    groups, t, a, b = _sizes(x)
-    s = _sizes(y)[1]
+    (groups, t, a, b), (_, s, other, _) = x.sizes, y.sizes
     rows, columns = x.samples * t, y.samples * s
-    both = isinstance(x, Product) and isinstance(y, Product)
-    left = machine.matmul_seconds(groups, rows, columns, a, dtype) if both else 0.0
+    left = machine.matmul_seconds(groups, rows, columns, a, dtype) if a and other else 0.0
     # tiles are small enough for a cache: what is moved in them counts at the rate of small results
     rate = machine.bandwidth(1 << 20)
     passes = 2 if t == s == groups == 1 else 4
@@ -67,18 +60,18 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
     )
 
 
-def matches_seconds(x: Rows, y: Rows, dtype: torch.dtype, machine: Machine) -> float:
+def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
     """Both rows of each match are gathered, multiplied and added up. It takes a look at the indices to know
     how many there are.
     """
-    width = x.rows.shape[2] * dtype.itemsize
-    moved = count_matches(x, y) * (4 * width + 32)
-    entries = x.samples * x.index.shape[1] + y.samples * y.index.shape[1]
+    width = x.sizes[3] * dtype.itemsize
+    moved = x.count_matches(y) * (4 * width + 32)
+    entries = x.samples * x.sizes[1] + y.samples * y.sizes[1]
     return machine.scattered_seconds(moved) + machine.scattered_seconds(entries * (4 * width + 200))
 
 
-def written_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
-    """All gradients written out, some of them again for each block of samples of the other side, and one
+def values_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
+    """All gradients materialised, some of them again for each block of samples of the other side, and one
     product.
     """
     n, m = region.left[0].term.samples, region.right[0].term.samples
@@ -87,34 +80,9 @@ def written_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> flo
     width = min(region.elements, max(columns, LONGEST_SUM))
     again = math.ceil(n * width * dtype.itemsize / budget(SIDE_BYTES, device))
     left, right = (
-        [materialise_seconds(p.term, dtype, machine) for p in side] for side in (region.left, region.right)
+        [p.term.materialise_seconds(dtype, machine) for p in side] for side in (region.left, region.right)
     )
     return machine.matmul_seconds(1, n, m, region.elements, dtype) + sum(left) + again * sum(right)
-
-
-def materialise_seconds(term: Term, dtype: torch.dtype, machine: Machine) -> float:
-    """One term of all its samples written out."""
-    size = math.prod(term.shape) * term.samples * dtype.itemsize
-    if isinstance(term, Product):
-        groups, t, a, b = _sizes(term)
-        return machine.matmul_seconds(term.samples * groups, a, b, t, dtype) + machine.stream_seconds(size)
-    if isinstance(term, Convolution):
-        narrow = term.inputs if term.geometry.transposed else term.cotangents
-        operations = (
-            2.0 * term.samples * math.prod(term.shape) * narrow.shape[1] * math.prod(narrow.shape[3:])
-        )
-        return machine.convolution_seconds(operations, size, dtype, grouped=True)
-    return machine.stream_seconds(size) + machine.scattered_seconds(
-        sum(f.numel() for f in term.factors) * dtype.itemsize
-    )
-
-
-def _sizes(term: Term) -> tuple[int, int, int, int]:
-    """Groups, positions, rows and columns; a table's index needs no rows."""
-    if isinstance(term, Product):
-        return (*term.left.shape[1:], term.right.shape[3])
-    assert isinstance(term, Rows)
-    return 1, term.rows.shape[1], 0, term.rows.shape[2]
 
 
 Pair = tuple[DeferredGradient, DeferredGradient]
@@ -131,7 +99,7 @@ def inner_products(
         samples: n and m.
         symmetric: both sets are one: half is computed.
 
-    Each region of a parameter (regions.py) is contracted by its factors or written out piece by piece,
+    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece,
     whichever is priced less. Numbers are multiplied in at least float32 and added up over pieces and
     parameters in float64. Samples whose positions or terms nearly cancel, or whose numbers are near the
     limits of float32, are taken again in float64. A sample whose gradient is not finite has numbers that are
@@ -140,21 +108,21 @@ def inner_products(
     total = torch.zeros(samples, dtype=torch.float64, device=device)
     if not total.numel():
         return total
-    to_write: dict[torch.dtype, list[Region]] = {}
-    to_meet: list[tuple[Region, str, torch.dtype]] = []
+    by_values: dict[torch.dtype, list[Region]] = {}
+    by_factors: list[tuple[Region, str, torch.dtype]] = []
     for region in (region for x, y in pairs for region in regions(x, y)):
         dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
-        way = cheapest_way(region, dtype, machine(device))
-        if way == WRITTEN:
-            to_write.setdefault(dtype, []).append(region)
+        way = cheapest_order(region, dtype, machine(device))
+        if way == VALUES:
+            by_values.setdefault(dtype, []).append(region)
         else:
-            to_meet.append((region, way, dtype))
+            by_factors.append((region, way, dtype))
     is_zero = True
-    for dtype, waiting in to_write.items():
+    for dtype, waiting in by_values.items():
         for bundle in bundled(waiting):
-            part = _written(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
+            part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
-    for region, way, dtype in to_meet:
+    for region, way, dtype in by_factors:
         _add_by_factors(total, region, way, dtype, symmetric)
     return _mirrored(total) if symmetric else total
 
@@ -188,15 +156,15 @@ def _factors(region: Region, way: str) -> Sides:
     )
 
 
-def _written(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+def _by_values(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
     """The inner products over a bundle of regions, in `out`, which is zero."""
-    seen = add_written(out, bundle, dtype, symmetric=symmetric)
+    seen = add_by_values(out, bundle, dtype, symmetric=symmetric)
     for side, lengths in enumerate(seen[:1] if symmetric else seen) if dtype != torch.float64 else ():
-        places = lengths.doubtful().nonzero().squeeze(1)
+        places = lengths.inaccurate().nonzero().squeeze(1)
         places = places[_are_products(bundle, side, places)]
         if len(places):
             exact = torch.zeros(_count(out, side, places), dtype=torch.float64, device=out.device)
-            add_written(
+            add_by_values(
                 exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False
             )
             _replace(out, side, places, exact, symmetric)
@@ -231,28 +199,13 @@ def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
     show.
     """
     terms = [placed.term for placed in side]
-    if len(terms) == 1 and _positions(terms[0]) <= 1:
+    if len(terms) == 1 and terms[0].sizes[0] * terms[0].sizes[1] <= 1:
         return torch.empty(0, dtype=torch.int64, device=terms[0].device)
-    alone = torch.stack([_of_positions(term) for term in terms]).sum(0)
+    alone = torch.stack([term.position_square_norms() for term in terms]).sum(0)
     together = square_norms(
         [DeferredGradient(tuple(side), torch.Size(side[0].layout.shape), terms[0].dtype, terms[0].device)]
     )[0]
     return (together < CANCELLATION * alone).nonzero().squeeze(1)
-
-
-def _positions(term: Term) -> int:
-    if isinstance(term, Product):
-        return term.left.shape[1] * term.left.shape[2]
-    return term.factors[1].shape[1]
-
-
-def _of_positions(term: Term) -> torch.Tensor:
-    """[n] float64: the sum of the squared norms of what each position contributes."""
-    if isinstance(term, Product):
-        left, right = (torch.linalg.vector_norm(f, dim=3, dtype=torch.float64) for f in term.factors)
-        return (left * right).square_().sum((1, 2))
-    assert isinstance(term, Rows)
-    return torch.linalg.vector_norm(term.rows, dim=(1, 2), dtype=torch.float64).square_()
 
 
 def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,6 @@
 """Where terms of two gradients meet: sets of elements of a parameter that no other term reaches into.
 
-Gradients that are written out, all of a parameter or some of its rows at a time.
-
-Rows of tables that an index put there: added up by index in each sample, and brought together where two
-samples have the same.
+Gradients that are materialised, all of a parameter or some of its rows at a time.
 
 How the samples of two sides are cut, so that what is made of them fits.
 """
@@ -19,7 +16,7 @@ import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows, Term
+from psgrad.engine.gradients.terms import Term
 
 # For each axis of a parameter the places that a term reaches: first, one past the last, step.
 Window = tuple[tuple[int, int, int], ...]
@@ -120,7 +117,7 @@ def rows_of(terms: Sequence[Term]) -> int:
     """Into how many rows the value of aligned terms can be cut, the same for all of them; 1 where it can't
     be.
     """
-    sizes = {_rows(term) for term in terms if not isinstance(term, Dense)}
+    sizes = {count for term in terms if (count := term.row_count) is not None}
     if not sizes:
         return terms[0].shape[0] if terms[0].shape else 1
     if len(sizes) > 1:
@@ -129,17 +126,7 @@ def rows_of(terms: Sequence[Term]) -> int:
     return rows if rows and all(math.prod(term.shape) % rows == 0 for term in terms) else 1
 
 
-def _rows(term: Term) -> int:
-    if isinstance(term, Product):
-        return term.shape[1] if term.shape[0] == 1 else term.shape[0]
-    if isinstance(term, Rows):
-        return term.count
-    if isinstance(term, Convolution) and term.geometry.groups == 1:
-        return term.weight_shape[0]
-    return 1
-
-
-def written_parts(
+def value_parts(
     side: Sequence[Placed], elements: int, rows: slice | None = None, count: int = 1
 ) -> list[torch.Tensor]:
     """[k, elements] of each term; with `rows` those of `count` rows alone, [k, elements in them], which takes
@@ -151,38 +138,11 @@ def written_parts(
             for placed in side
         ]
     width = elements // count * (rows.stop - rows.start)
-    return [_some_rows(placed.term, rows, count).reshape(placed.term.samples, width) for placed in side]
-
-
-def _some_rows(term: Term, rows: slice, count: int) -> torch.Tensor:
-    if isinstance(term, Dense):
-        return term.value.reshape(term.samples, count, -1)[:, rows]
-    if isinstance(term, Rows):
-        return _some_rows_of_table(term, rows)
-    if isinstance(term, Product):
-        if term.shape[0] == 1:
-            return Product(term.left[..., rows], term.right).materialise()
-        return Product(term.left[:, rows], term.right[:, rows]).materialise()
-    assert isinstance(term, Convolution)
-    shape = torch.Size([rows.stop - rows.start, *term.weight_shape[1:]])
-    if term.geometry.transposed:
-        return replace(term, inputs=term.inputs[:, :, rows], weight_shape=shape).materialise()
-    return replace(term, cotangents=term.cotangents[:, :, rows], weight_shape=shape).materialise()
-
-
-def _some_rows_of_table(term: Rows, rows: slice) -> torch.Tensor:
-    """[k, rows, b]; the positions that lie elsewhere are not touched."""
-    n, _, columns = term.rows.shape
-    size = rows.stop - rows.start
-    inside = ((term.index >= rows.start) & (term.index < rows.stop)).reshape(-1).nonzero().squeeze(1)
-    samples = torch.arange(n, device=term.device).unsqueeze(1).expand_as(term.index).reshape(-1)[inside]
-    places = samples * size + term.index.reshape(-1)[inside] - rows.start
-    value = term.rows.new_zeros(n * size, columns)
-    return value.index_add_(0, places, term.rows.reshape(-1, columns)[inside]).reshape(n, size, columns)
+    return [placed.term.some_rows(rows, count).reshape(placed.term.samples, width) for placed in side]
 
 
 # Bytes of what is kept of one side's samples while they meet the other's: factors in another precision,
-# gradients that are written out.
+# gradients that are materialised.
 SIDE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 # A symmetric result is cut into so many rows of tiles: of each the part right of the diagonal is computed, 56
@@ -206,68 +166,3 @@ def steps(n: int, step: int, within: slice | None = None) -> Iterator[slice]:
 def halves(n: int, symmetric: bool, step: int) -> int:
     """A step small enough for a symmetric result of n rows to be half computed."""
     return max(1, min(step, -(-n // _ROWS_OF_TILES))) if symmetric else step
-
-
-@dataclass(frozen=True)
-class Entries:
-    """Rows of tables that are not zero, of each sample and index at most one.
-
-    Attributes:
-        sample, index: [q], in the order of (sample, index).
-        rows: [q, b].
-    """
-
-    sample: torch.Tensor
-    index: torch.Tensor
-    rows: torch.Tensor
-
-
-def entries(term: Rows) -> Entries:
-    """The rows of each sample that have the same index added up; rows of zeros (padding) are left out."""
-    columns = term.rows.shape[2]
-    rows = term.rows.reshape(-1, columns)
-    keys = (term.index + torch.arange(term.samples, device=term.device).unsqueeze(1) * term.count).reshape(-1)
-    kept = (rows != 0).any(1)
-    keys, places = keys[kept].unique(return_inverse=True)
-    merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[kept])
-    return Entries(torch.div(keys, term.count, rounding_mode="floor"), keys % term.count, merged)
-
-
-def count_matches(x: Rows, y: Rows) -> int:
-    """How often a position of a sample of x and one of y have the same index; two numbers for each row of the
-    table, whatever n and m.
-    """
-    counts = [torch.bincount(term.index.reshape(-1), minlength=term.count) for term in (x, y)]
-    return int((counts[0].double() * counts[1]).sum()) if x.count else 0
-
-
-def by_matches(x: Rows, y: Rows) -> torch.Tensor:
-    """[k, l] float64: the inner products of the tables of k samples with those of l, by sorting one side and
-    looking up the other.
-    """
-    out = torch.zeros(x.samples * y.samples, dtype=torch.float64, device=x.device)
-    left, right = entries(x), entries(y)
-    order = right.index.argsort()
-    looked_up = right.index[order]
-    first = torch.searchsorted(looked_up, left.index)
-    counts = torch.searchsorted(looked_up, left.index, right=True) - first
-    room = max(1, budget(BLOCK_BYTES, x.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
-    for some in _bounded(counts, room):
-        repeated = torch.arange(some.start, some.stop, device=x.device).repeat_interleave(counts[some])
-        within = torch.arange(len(repeated), device=x.device) - (
-            counts[some].cumsum(0) - counts[some]
-        ).repeat_interleave(counts[some])
-        partner = order[first[repeated] + within]
-        dots = (left.rows[repeated] * right.rows[partner]).sum(1)
-        out.index_add_(0, left.sample[repeated] * y.samples + right.sample[partner], dots.double())
-    return out.reshape(x.samples, y.samples)
-
-
-def _bounded(counts: torch.Tensor, room: int) -> Iterator[slice]:
-    """Runs of entries with at most `room` matches together, or of one entry."""
-    start, done = 0, 0
-    totals = counts.cumsum(0)
-    while start < len(counts):
-        stop = max(start + 1, int(torch.searchsorted(totals, done + room, right=True)))
-        yield slice(start, stop)
-        start, done = stop, int(totals[stop - 1])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -28,24 +27,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.terms import BLOCK_BYTES, accumulating_dtype
+from psgrad.engine.gradients.terms import Workspace, accumulating_dtype, block_bytes
 from psgrad.errors import TransformArgumentError
-
-
-class Workspace:
-    """Tensors by name, with whatever was left in them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._memory: dict[str, torch.Tensor] = {}
-
-    def kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in the memory of this name, which what was got by the name before shares."""
-        size, held = math.prod(shape), self._memory.get(name)
-        if held is None or held.numel() < size or held.dtype != dtype:
-            held = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return held[:size].view(shape)
-
 
 Kind = Literal["rademacher", "gaussian"]
 # Entries that one 64-bit word holds: a bit each, or 16 bits each.
@@ -161,17 +144,17 @@ class Entries:
     def at(self, places: torch.Tensor) -> torch.Tensor:
         """[m, count]: for each of the places [m] its column of the matrix."""
         m, each, words = len(places), PER_WORD[self.kind], len(self._numbers)
-        some, spare = (self._memory.kept(name, (m, words), torch.int64) for name in ("words", "spare"))
+        some, spare = (self._memory.tensor(name, (m, words), torch.int64) for name in ("words", "spare"))
         torch.add(streams(self.key, places).unsqueeze(1), self._numbers, out=some)
         mixed(some, spare)
         if self.kind == "rademacher":
-            made = signs(some, self._memory.kept("bits", (m, 2 * words, 32), torch.int32))
+            made = signs(some, self._memory.tensor("bits", (m, 2 * words, 32), torch.int32))
         else:
             flat = (m * words * each,)
             made = normals(
                 some,
-                self._memory.kept("normals", flat, torch.float32),
-                self._memory.kept("index", flat, torch.int32),
+                self._memory.tensor("normals", flat, torch.float32),
+                self._memory.tensor("index", flat, torch.int32),
             )
         return made[:, : self.count]
 
@@ -311,4 +294,4 @@ class Sums:
 
 def room_of(device: torch.device, dtype: torch.dtype) -> int:
     """How many elements an intermediate may have."""
-    return BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"]) // dtype.itemsize
+    return block_bytes(device) // dtype.itemsize

@@ -20,7 +20,6 @@ from psgrad.engine.gradients.projections.base import (
     Per,
     Projection,
     Sums,
-    Workspace,
     below,
     key_of,
     room_of,
@@ -30,7 +29,7 @@ from psgrad.engine.gradients.projections.base import (
     words_at,
 )
 from psgrad.engine.gradients.projections.slices import Slice, slices
-from psgrad.engine.gradients.terms import Rows
+from psgrad.engine.gradients.terms import Workspace
 from psgrad.errors import TransformArgumentError
 
 # Places a product is taken over at once, at most: longer float32 sums would lose digits.
@@ -42,7 +41,7 @@ class Dense(Projection):
     """k x parameters independent entries, divided by sqrt(k); what `Rademacher` and `Gaussian` have in
     common.
 
-    A slice of the samples' gradients is written out for a block of places, the matrix' columns of these
+    A slice of the samples' gradients is materialised for a block of places, the matrix' columns of these
     places are made from their counters (`entries`), and the two are multiplied: a call makes parameters * k
     entries, whatever the number of samples, and takes samples * parameters * k products. The first is shared
     by the samples of a call, so chunks should be large. Rows of a table that no sample looked up are never
@@ -229,8 +228,9 @@ def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: f
     for placed in gradient.terms:
         for start in range(0, placed.term.samples, together):
             samples = slice(start, min(start + together, placed.term.samples))
-            if isinstance(placed.term, Rows) and placed.layout.is_identity:
-                _add_looked_up(sums, orders, placed.term.at(samples, sums.dtype), samples, factor)
+            listed = placed.term.at(samples, sums.dtype).listed() if placed.layout.is_identity else None
+            if listed is not None:
+                _add_listed(sums, orders, *listed, samples, factor)
                 continue
             room = max(room_of(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start))
             for part in slices(placed, sums.dtype, room, room, samples):
@@ -251,7 +251,7 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
     values, length = part.values.t(), len(segments) * orders.size
     if length != len(values) or not values.is_contiguous():
         offset = part.places.start - segments.start * orders.size
-        values = memory.kept("values", (length, len(part.values)), sums.dtype)
+        values = memory.tensor("values", (length, len(part.values)), sums.dtype)
         values[:offset].zero_()
         values[offset : offset + len(part.places)] = part.values.t()
         values[offset + len(part.places) :].zero_()
@@ -272,10 +272,11 @@ def _gathered(
 _gathered_once = lru_cache(maxsize=64)(_gathered)
 
 
-def _add_looked_up(sums: Sums, orders: Orders, term: Rows, samples: slice, factor: float) -> None:
-    """Rows of a table go to their columns one by one: a sample has few of them."""
-    columns = term.rows.shape[2]
-    places = term.index.unsqueeze(-1) * columns + torch.arange(columns, device=term.device)  # [n, t, columns]
-    found, drawn = orders.scattered(places.flatten(1))
-    values = (term.rows.flatten(1).unsqueeze(-1) * drawn).flatten(1) * factor
-    sums.part()[samples].scatter_add_(1, found.flatten(1), values)
+def _add_listed(
+    sums: Sums, orders: Orders, places: torch.Tensor, values: torch.Tensor, samples: slice, factor: float
+) -> None:
+    """Few elements of each sample, as of the rows of a table: places and values [m, q], one by one."""
+    columns, drawn = orders.scattered(places)
+    sums.part()[samples].scatter_add_(
+        1, columns.flatten(1), (values.unsqueeze(-1) * drawn).flatten(1) * factor
+    )

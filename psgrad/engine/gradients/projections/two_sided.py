@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -15,10 +15,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.projections.base import Entries, Kind, Per, Projection, Sums, key_of, room_of
 from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
 from psgrad.engine.gradients.projections.slices import Places, Slice, slices
-from psgrad.engine.gradients.terms import Convolution, Product, Rows, blocks
 from psgrad.errors import TransformArgumentError
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class TwoSided(Projection):
     convolution with random kernels; for a table that is looked up, columns of A are looked up in its place. A
     parameter of fewer than two axes has no sides: it is projected as by `Sparse`, one column an entry, which
     loses nothing where there are as many columns as entries. A term that is no sum over rows and columns of
-    the weight (behind a mask, matrices of a batch, or written out already) is projected slice by slice.
+    the weight (behind a mask, matrices of a batch, or materialised already) is projected slice by slice.
 
     By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is
     your data worth to GPT?", 2024, section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a
@@ -73,13 +70,17 @@ class TwoSided(Projection):
             return
         sides = _Sides(self, name, math.prod(gradient.shape[1:]), sums.device)
         for placed in gradient.terms:
-            way = _WAYS.get(type(placed.term))
-            factors = way(placed, sides, sums.dtype) if way is not None else None
-            if factors is None:
+            if not placed.term.factors[0].numel():
+                continue
+            places = placed.term.matrix_places()
+            found = sides.apart(Places(placed.layout), *places, sums.dtype) if places is not None else None
+            if found is None:
                 _add_slices(sums, sides, placed)
                 continue
-            for samples, left, right in factors:
-                sums.add(samples, torch.bmm(left.transpose(1, 2), right).flatten(1))
+            first, second, is_swapped = found
+            for samples, left, right in placed.term.times_matrices(first, second, sums.dtype):
+                a, b = (right, left) if is_swapped else (left, right)
+                sums.add(samples, torch.bmm(a.transpose(1, 2), b).flatten(1))
 
 
 class _Sides:
@@ -129,106 +130,10 @@ class _Sides:
         return None
 
 
-Factors = Iterator[tuple[slice, torch.Tensor, torch.Tensor]]  # samples, [m, t, left], [m, t, right]
-
-
 def _tensor(places: range | torch.Tensor, device: torch.device) -> torch.Tensor:
     return (
         places if isinstance(places, torch.Tensor) else torch.arange(places.start, places.stop, device=device)
     )
-
-
-def _product(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors | None:
-    term = placed.term
-    assert isinstance(term, Product)
-    n, groups, positions, rows = term.left.shape
-    columns = term.right.shape[3]
-    found = sides.apart(
-        Places(placed.layout), torch.arange(groups * rows, device=term.device), columns, dtype
-    )
-    if found is None:
-        return None
-    first, second, swapped = found
-
-    def factors() -> Factors:
-        each = groups * positions * (rows + columns + sum(sides.sizes)) * dtype.itemsize
-        for samples in blocks(n, each, term.device):
-            some = term.at(samples, dtype)
-            # one weight for all samples: a product with a matrix, where there are no groups
-            left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
-            pair = left.flatten(1, 2), (some.right @ second).flatten(1, 2)
-            yield samples, *(reversed(pair) if swapped else pair)
-
-    return factors()
-
-
-def _rows(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors | None:
-    term = placed.term
-    assert isinstance(term, Rows)
-    if not term.rows.numel():
-        return iter(())
-    found_rows, ranks = torch.unique(term.index, return_inverse=True)
-    found = sides.apart(Places(placed.layout), found_rows, term.rows.shape[2], dtype)
-    if found is None:
-        return None
-    first, second, swapped = found
-
-    def factors() -> Factors:
-        each = term.rows.shape[1] * (term.rows.shape[2] + sum(sides.sizes)) * dtype.itemsize
-        for samples in blocks(term.samples, each, term.device):
-            pair = first[ranks[samples]], term.rows[samples].to(dtype) @ second
-            yield samples, *(reversed(pair) if swapped else pair)
-
-    return factors()
-
-
-def _convolution(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors | None:
-    term = placed.term
-    assert isinstance(term, Convolution)
-    channels, inner = term.weight_shape[0], math.prod(term.weight_shape[1:])
-    found = sides.apart(Places(placed.layout), torch.arange(channels, device=term.device), inner, dtype)
-    if found is None:
-        return None
-    first, second, swapped = found
-    groups, axes = term.geometry.groups, len(term.weight_shape) - 2
-    kernels = (
-        second.t().reshape(-1, *term.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
-    )  # [groups * k', i, *kernel]
-    geometry = term.geometry._replace(transposed=False, output_padding=(0,) * axes)
-
-    def factors() -> Factors:
-        each = (term.cotangents[:1].numel() + term.inputs[:1].numel()) * dtype.itemsize
-        for samples in blocks(term.samples, 2 * each, term.device):
-            some = term.at(samples, dtype)
-            # a transposed convolution is the adjoint of an ordinary one: input and cotangent change places
-            narrow, wide = (
-                (some.inputs, some.cotangents) if term.geometry.transposed else (some.cotangents, some.inputs)
-            )
-            patches = aten.convolution.default(wide.flatten(0, 1), kernels, None, *geometry)
-            for axis, size in enumerate(
-                narrow.shape[3:]
-            ):  # output padding, and windows that end before the input does
-                patches = patches.narrow(2 + axis, 0, size)
-            right = _by_position(patches.unflatten(0, narrow.shape[:2]), groups)  # [m, g, t, k']
-            left = _by_position(narrow, groups) @ first.view(groups, channels // groups, -1)
-            pair = left.flatten(1, 2), right.flatten(1, 2)
-            yield samples, *(reversed(pair) if swapped else pair)
-
-    return factors()
-
-
-def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[m, b, groups * c, *positions] to [m, groups, b * positions, c]."""
-    x = x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
-    m, inner, channels, positions = x.shape
-    return (
-        x.reshape(m, inner, groups, channels // groups, positions)
-        .permute(0, 2, 1, 4, 3)
-        .reshape(m, groups, inner * positions, -1)
-    )
-
-
-_WAYS: dict[type, Any] = {Product: _product, Rows: _rows, Convolution: _convolution}
 
 
 def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:

@@ -1,16 +1,27 @@
-"""The kinds of terms that a per-sample gradient is a sum of."""
+"""The kinds of terms that a per-sample gradient is a sum of.
 
-from psgrad.engine.gradients.terms.base import BLOCK_BYTES as BLOCK_BYTES
-from psgrad.engine.gradients.terms.base import CANCELLATION as CANCELLATION
+One file is one kind, with all its behaviour: norms, inner products, sums, projections, linear maps, prices. A
+pair of kinds is handled by the one of them whose file imports the other. A new kind is a new file and its
+line here.
+"""
+
+from psgrad.engine.gradients.terms.base import Placed as Placed
+from psgrad.engine.gradients.terms.base import Slice as Slice
 from psgrad.engine.gradients.terms.base import Term as Term
-from psgrad.engine.gradients.terms.base import accumulating as accumulating
-from psgrad.engine.gradients.terms.base import accumulating_dtype as accumulating_dtype
-from psgrad.engine.gradients.terms.base import blocks as blocks
-from psgrad.engine.gradients.terms.base import square_norm as square_norm
-from psgrad.engine.gradients.terms.base import sum_of_products as sum_of_products
 from psgrad.engine.gradients.terms.convolution import Convolution as Convolution
-from psgrad.engine.gradients.terms.elementwise import Dense as Dense
-from psgrad.engine.gradients.terms.elementwise import Hadamard as Hadamard
-from psgrad.engine.gradients.terms.elementwise import Multiples as Multiples
+from psgrad.engine.gradients.terms.dense import Dense as Dense
+from psgrad.engine.gradients.terms.hadamard import Hadamard as Hadamard
+from psgrad.engine.gradients.terms.multiples import Multiples as Multiples
+from psgrad.engine.gradients.terms.numerics import BLOCK_BYTES as BLOCK_BYTES
+from psgrad.engine.gradients.terms.numerics import CANCELLATION as CANCELLATION
+from psgrad.engine.gradients.terms.numerics import Workspace as Workspace
+from psgrad.engine.gradients.terms.numerics import accumulating as accumulating
+from psgrad.engine.gradients.terms.numerics import accumulating_dtype as accumulating_dtype
+from psgrad.engine.gradients.terms.numerics import block_bytes as block_bytes
+from psgrad.engine.gradients.terms.numerics import blocks as blocks
+from psgrad.engine.gradients.terms.numerics import square_norm as square_norm
+from psgrad.engine.gradients.terms.numerics import sum_of_products as sum_of_products
+from psgrad.engine.gradients.terms.numerics import times_shared as times_shared
+from psgrad.engine.gradients.terms.placed import narrow as narrow
 from psgrad.engine.gradients.terms.product import Product as Product
 from psgrad.engine.gradients.terms.rows import Rows as Rows

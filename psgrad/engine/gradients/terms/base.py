@@ -1,95 +1,87 @@
-"""Terms: per-sample gradients that are sums over positions of products, kept as their factors until a query
-contracts them.
+"""What a kind of term can do, and a term's place in its parameter.
 
-Axes: sample n, position t (s), row a, column b, group g; a term's canonical value has the shape `shape`, per
-sample. Every query of a term is exact; which order of contraction is cheaper is decided from the sizes, and
-big intermediates are made for a few samples at a time.
+A term is a per-sample value that is kept as its factors until a query contracts them, such as a sum over
+positions of outer products. A kind of term is one file of this folder: how its norms, inner products, sums,
+projections, linear maps and prices are computed. The base class answers "not by factors" where it can, and
+the query then materialises the value.
 
-Products of every sample's factor with what all samples share.
+Axes: sample n, position t (s), row a, column b, group g. A term's canonical value has the shape `shape`, per
+sample. Every query of a term is exact. Which order of contraction is cheaper is decided from the sizes. Large
+intermediates are made for a few samples at a time.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, cheapest
+from psgrad.engine.gradients.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.precision_guard import samples_where
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
+from psgrad.engine.gradients.terms.numerics import (
+    CANCELLATION,
+    accumulating_dtype,
+    block_bytes,
+    blocks,
+    square_norm,
+    zero_where_lost,
+)
 
-# Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a
-# GPU's kernels.
-BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-
-# A Gram sum under this share of its diagonal has lost about two digits: it is taken again without
-# cancellation.
-CANCELLATION = 0.05
-
-
-def block_bytes(device: torch.device) -> int:
-    """Bytes of the intermediates of one block of samples on this device."""
-    return BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # torch.mul or torch.div
+Names = list[int]  # of atoms (axes.py)
 
 
-def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slice]:
-    """The samples, as slices whose intermediates fit the block size."""
-    step = max(1, min(n, block_bytes(device) // max(bytes_per_sample, 1)))
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
+@dataclass(frozen=True)
+class Slice:
+    """Some entries of some samples' gradients of one parameter. The slices of a gradient add up to it.
 
-
-def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32: sums of products of halves are not taken in halves."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def accumulating(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in the precision in which it may be summed."""
-    return x.to(accumulating_dtype(x.dtype))
-
-
-def rows_of(x: torch.Tensor, samples: slice | torch.Tensor) -> torch.Tensor:
-    """x[samples]; for places, whose copy takes a third of the time so, with a kernel of its own."""
-    return (
-        x.index_select(0, samples)
-        if isinstance(samples, torch.Tensor) and samples.dtype == torch.int64
-        else x[samples]
-    )
-
-
-def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """[n]: the sum over all other axes of x * y.
-
-    Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32
-    (bmm, einsum) adds them up in a row, and its error reaches 1e-4.
+    Attributes:
+        values: [m, q] places: q places in the parameter, row-major: a range where they are neighbours, else
+            int64 [q].
+        samples: whose they are: a slice of the samples, or int64 [m] without repetition.
     """
-    axes = list(range(1, x.dim()))
-    if not axes:
-        return x * y
-    each = math.prod(x.shape[1:]) * x.element_size()
-    parts = [(x[block] * y[block]).sum(axes) for block in blocks(x.shape[0], each, x.device)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0)
+
+    values: torch.Tensor
+    places: range | torch.Tensor
+    samples: slice | torch.Tensor
+
+    def cut(self, width: int) -> Iterator[Slice]:
+        """The same in slices of at most `width` places."""
+        for start in range(0, len(self.places), width):
+            yield Slice(
+                self.values[:, start : start + width], self.places[start : start + width], self.samples
+            )
+
+    def place_tensor(self) -> torch.Tensor:
+        """The places as int64 [q]."""
+        if isinstance(self.places, torch.Tensor):
+            return self.places
+        return torch.arange(self.places.start, self.places.stop, device=self.values.device)
 
 
-def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """[n, *shape] from the blocks of a term's samples; a single block is not copied, and there may be
-    none.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=term.dtype, device=term.device)
+@dataclass(frozen=True)
+class Placed:
+    """A term, and how its axes lie in the parameter's."""
+
+    term: Term
+    layout: Layout
+
+    @classmethod
+    def plain(cls, term: Term) -> Placed:
+        return cls(term, Layout.identity(term.shape))
 
 
 class Term(ABC):
     """One summand of a per-sample gradient."""
 
     shape: tuple[int, ...]  # canonical, per sample
+    lost_at: str = ""  # the operator at which its factors were lost; empty if that did not happen
 
     @property
     @abstractmethod
@@ -169,9 +161,17 @@ class Term(ABC):
         """Those that the sum over samples takes for each sample."""
         return self.summands * math.prod(self.shape)
 
+    @property
+    def stored_value(self) -> torch.Tensor | None:
+        """[n, *shape], if the term has no other factor; None if the value is made from factors."""
+        return None
+
+    # -- norms
+    # ---------------------------------------------------------------------------------------------------
+
     def materialised_square_norms(self) -> torch.Tensor:
-        """[n]: the norm of the written-out value, a block of samples at a time. Free of cancellation between
-        positions.
+        """[n]: the norms of the materialised value, a block of samples at a time. Free of cancellation
+        between positions.
         """
         kind = accumulating_dtype(self.dtype)
         size = math.prod(self.shape) * kind.itemsize
@@ -181,75 +181,232 @@ class Term(ABC):
         ]
         return joined(parts, self)
 
-    def ways(self) -> dict[str, Cost]:
-        """The ways to the squared norms, each with its estimated cost a sample. By default the value is
-        written out and passed over.
+    def order_costs(self) -> dict[str, Cost]:
+        """The orders of contraction to the squared norms, each with its estimated cost per sample. By default
+        the value is materialised and read once.
         """
         size = math.prod(self.shape) * accumulating_dtype(self.dtype).itemsize
         return {"materialise": Cost(machine(self.device).stream_seconds(3 * size, size), size)}
 
-    def way(self) -> str:
-        """The cheapest way that leaves room in a block."""
-        return cheapest(self.ways(), block_bytes(self.device))
+    def order(self) -> str:
+        """The cheapest order of contraction whose intermediates fit a block."""
+        return cheapest(self.order_costs(), block_bytes(self.device))
 
     def describe(self) -> str:
         """How the norm is computed, in a word or two."""
-        return self.way()
+        return self.order()
+
+    @property
+    def is_outer_product(self) -> bool:
+        """Whether each group of a sample's value is one outer product of its factors [n, g, 1, a] and [n, g,
+        1, b].
+        """
+        return False
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        """Groups, rows and columns of a sum of outer products as matrices; None for any other kind."""
+        return None
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the first factor of the outer products is one-hot: `factors` are then the rows [n, t, b]
+        and the index [n, t].
+        """
+        return False
+
+    def as_product(self) -> Term:
+        """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
+        raise NotImplementedError
+
+    def square_sums(self) -> torch.Tensor | None:
+        """[*shape] float64: the sum over samples of the squares of the value's elements; None if not by
+        factors.
+        """
+        return None
+
+    # -- inner products of two terms
+    # -----------------------------------------------------------------------------
+
+    def simplified(self) -> Term:
+        """The same as a kind of term that more pairs have products for, if that costs nothing."""
+        return self
+
+    def transposed(self) -> Term | None:
+        """The term with rows and columns swapped, if it is one matrix per sample and this is free."""
+        return None
+
+    def cross_products(self, other: Term) -> torch.Tensor | None:
+        """[n] float64: each sample's inner product with the other term's, elements in the same order; None if
+        this kind has no better way for the pair than to materialise both.
+        """
+        return None
+
+    def placed_products(self, layout: Layout, other: Placed) -> torch.Tensor | None:
+        """As `cross_products`, for a term placed by `layout` and another one placed in the same window."""
+        return None
+
+    # Sums of outer products: the inner products of all samples of two terms by Gram matrices between their
+    # positions. A kind for which `goes_with` can be true has the other methods, too.
+
+    def goes_with(self, other: Term) -> bool:
+        """Whether `tile_products` with a term of this kind and shape exists, in this order or the other."""
+        return False
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Groups, positions, rows and columns of the factors; no rows where the first factor is an index."""
+        raise NotImplementedError
+
+    def at_positions(self, some: slice) -> Term:
+        """The sum over some positions only."""
+        raise NotImplementedError
+
+    def position_square_norms(self) -> torch.Tensor:
+        """[n] float64: the sum over positions of the squared norms of what each one contributes."""
+        raise NotImplementedError
+
+    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The power of two just above the largest number of both factors at each position ([n, g, t], or [n,
+        t] where there are no groups), and whether all of a sample's numbers are finite, [n].
+        """
+        raise NotImplementedError
+
+    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Term:
+        """The term times 2^-target [n], with what is left divided evenly between both factors of each
+        position.
+
+        first, second: what `exponents` returned.
+        """
+        raise NotImplementedError
+
+    def tile_products(self, other: Term) -> torch.Tensor | None:
+        """[n, m]: the inner products of all n samples with all m of the other term, or None if `other` has
+        the method for this pair.
+        """
+        return None
+
+    def matches_with(self, other: Term) -> bool:
+        """Whether rows of both terms are found by an index, so that only equal indices need be multiplied."""
+        return False
+
+    def count_matches(self, other: Term) -> int:
+        """How many pairs of positions of both terms have the same index."""
+        raise NotImplementedError
+
+    def match_products(self, other: Term) -> torch.Tensor:
+        """[n, m] float64: the inner products of all samples of both terms, by matching their indices."""
+        raise NotImplementedError
+
+    # -- parts of the value, materialised
+    # --------------------------------------------------------------------------
+
+    @property
+    def row_count(self) -> int | None:
+        """Into how many rows the value can be cut by `some_rows`; None where any number will do."""
+        return 1
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        """[n, ...]: the values of these rows of `count`."""
+        assert count == 1
+        return self.materialise()
+
+    def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
+        """The estimated time to materialise all samples in this type."""
+        size = math.prod(self.shape) * self.samples * dtype.itemsize
+        return on.stream_seconds(size) + on.scattered_seconds(
+            sum(f.numel() for f in self.factors) * dtype.itemsize
+        )
+
+    def slices(self, room: int, width: int) -> Iterator[Slice]:
+        """The values in slices, places counted in the term's own row-major order. By default a few samples at
+        a time.
+
+        room: how many values a slice may have, where it can be helped. width: how many places a slice of
+        looked-up rows may have.
+        """
+        size = math.prod(self.shape)
+        for start in range(0, self.samples, step := max(1, room // max(size, 1))):
+            samples = slice(start, min(start + step, self.samples))
+            values = self.at(samples).materialise()
+            yield Slice(values.reshape(values.shape[0], size), range(size), samples)
+
+    # -- projections
+    # -------------------------------------------------------------------------------------------------
+
+    def listed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The few elements of each sample that are not zero: their places [n, q] in row-major order, which
+        may repeat, and values [n, q]. None where they are not few.
+        """
+        return None
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        """For a sum of outer products: the first indices i [m] that occur, and the number of second indices
+        j, so that the elements' places are i * count + j. None for any other kind.
+        """
+        return None
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Samples, and both factors [m, t, k] and [m, t, l] of their values times matrices [i, k] and [j, l]
+        for the indices of `matrix_places`.
+        """
+        raise NotImplementedError
+
+    # -- linear maps
+    # ------------------------------------------------------------------------------------------------- Each
+    # returns None where the value would have to be materialised. Layouts have no window here. An axis of the
+    # layout is given by its number.
+
+    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        """`length` places of an axis."""
+        return None
+
+    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+        """The sum over some axes, which stay with length one."""
+        return None
+
+    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        """Element by element times `by`, of the layout's rank and length one where it does not vary; each:
+        with a sample axis in front.
+        """
+        return None
+
+    def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
+        """The sum over some axes of the value times a tensor [*shape] that all samples share."""
+        return None
+
+    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        """The places of an axis added into those that an index [length] names, of `size`."""
+        return None
+
+    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        """An axis contracted with the first axis of a matrix [size, k]; or, with [*lead, size, k], for each
+        place of the axes in front with its own matrix.
+        """
+        return None
+
+    def expand(self, layout: Layout, shape: Sequence[int]) -> Placed | None:
+        """Repeated along axes of length one, or along new axes in front."""
+        return None
 
 
-# Squares of smaller numbers have lost digits in float32, or are zero.
-_SMALLEST_ROOT = 2.0**-60
-
-
-def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
-    """Norms along some axes, and somewhat more, so that squares too small for their type don't make a norm
-    too small.
+def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """[n, *shape] from the blocks of a term's samples; a single block is not copied, and there may be
+    none.
     """
-    x = accumulating(x)
-    count = math.prod(x.shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
-    return torch.linalg.vector_norm(x, dim=axes) + _SMALLEST_ROOT * math.sqrt(count)
-
-
-def square_norm(value: torch.Tensor) -> torch.Tensor:
-    """[n]: the sum of the squares of each sample's value.
-
-    Read once and not written: the norms of short runs, which are squared and added up pairwise. The norm of a
-    whole value adds up in a row, and with millions of float32 its error reaches 1e-4.
-    """
-    value = accumulating(value)
-    n, length = value.shape[0], value.shape[1:].numel()
-    runs, rest = _runs(length)
-    if not runs:
-        return (value * value).flatten(1).sum(1) if value.dim() > 1 else value * value
-    if not rest:
-        return torch.linalg.vector_norm(value.reshape(n, runs, -1), dim=2).square().sum(1)
-    value = value.flatten(1)
-    whole = value[:, : length - rest].reshape(n, runs, -1)
-    return torch.linalg.vector_norm(whole, dim=2).square().sum(1) + value[:, length - rest :].square().sum(1)
-
-
-# Squares added up in a row before the pairwise sum takes over.
-_RUN = 512
-
-
-@functools.lru_cache(maxsize=4096)
-def _runs(length: int) -> tuple[int, int]:
-    """How many runs a value is cut into, and how many entries are left over: none, if runs of nearly that
-    length leave none.
-    """
-    least = length // _RUN
-    for runs in range(max(least, 1), least + 9):
-        if least and length % runs == 0:
-            return runs, 0
-    return least, length - least * _RUN
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=term.dtype, device=term.device)
 
 
 def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: int) -> torch.Tensor:
     """[n]: squared norms of a term from the Gram matrices [n * groups, t, t] of its factors (the first is
     overwritten).
 
-    Where the positions' contributions cancel, rounding would show: those samples are written out instead. The
-    diagonal, each position by itself, says how large the numbers were that met in the sum.
+    Where the positions' contributions cancel, rounding would show: those samples are materialised instead.
+    The diagonal, each position by itself, says how large the numbers were that met in the sum.
     """
     largest = [
         gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (left, right)
@@ -257,33 +414,7 @@ def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: i
     products = left.mul_(right)
     alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
     total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
-    cancelled = samples_where(total < CANCELLATION * alone)
+    cancelled = samples_to_recompute(total < CANCELLATION * alone)
     if len(cancelled):
         total[cancelled] = term.at(cancelled, total.dtype).materialised_square_norms()
     return zero_where_lost(total, *largest)
-
-
-def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[n] norms that are products of squares, of which the largest in each factor are given, [n].
-
-    Squares near the smallest number of a type have lost their digits, and a large second factor would hide
-    it. Zero says so: whoever asked takes it again in a wider type. What is no number (nothing times infinity)
-    stays that.
-    """
-    kind = torch.finfo(norms.dtype)
-    return norms.masked_fill((torch.minimum(left, right) < kind.tiny / kind.eps) & ~norms.isnan(), 0)
-
-
-def times_shared(factor: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """[n, g, t, b] times [g, b, c]: [n, g, t, c].
-
-    As one product for each group over all positions of all samples; `torch.matmul` would first repeat what is
-    shared for each sample.
-    """
-    n, groups, positions, size = factor.shape
-    if groups == 1:
-        return (factor.reshape(n * positions, size) @ shared.squeeze(0)).reshape(
-            n, 1, positions, shared.shape[2]
-        )
-    rows = factor.transpose(0, 1).reshape(groups, n * positions, size)
-    return torch.bmm(rows, shared).reshape(groups, n, positions, shared.shape[2]).transpose(0, 1)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from psgrad.engine.gradients.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.base import (
-    Term,
+from psgrad.engine.gradients.terms.axes import arranged, by_atoms, named_axes, varies
+from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, joined, sums_of_grams
+from psgrad.engine.gradients.terms.dense import dense
+from psgrad.engine.gradients.terms.hadamard import Hadamard
+from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
     block_bytes,
     blocks,
-    joined,
     norms_at_least,
+    of_one_dtype,
     rows_of,
     square_norm,
     sum_of_products,
-    sums_of_grams,
 )
 from psgrad.engine.gradients.terms.product import Product
 from psgrad.engine.transforms.rules.convolution import (
@@ -38,6 +41,9 @@ from psgrad.engine.transforms.rules.convolution import (
 )
 
 aten = torch.ops.aten
+
+# Fewer channels a slice would materialise a convolution's patches too often.
+_CHANNELS = 32
 
 
 class Sizes(NamedTuple):
@@ -55,7 +61,7 @@ class Sizes(NamedTuple):
 @dataclass(frozen=True)
 class Convolution(Term):
     """A convolution's weight gradient: a product over output positions of cotangents with patches that are
-    not written out.
+    not materialised.
     """
 
     cotangents: torch.Tensor  # [n, b, o, *out]
@@ -81,11 +87,11 @@ class Convolution(Term):
         )
 
     def as_product(self) -> Product:
-        """The same gradient with its patches written out, [n, g, t, columns]."""
+        """The same gradient with its patches materialised, [n, g, t, columns]."""
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 
-    def _sizes(self) -> Sizes:
+    def _numbers(self) -> Sizes:
         return _sizes(
             self.cotangents.shape[1:],
             self.inputs.shape[1:],
@@ -93,39 +99,39 @@ class Convolution(Term):
             Geometry.of(self.geometry, self.inputs.dim() - 3),
         )
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of
-        p*p for each step along an axis of the kernel; writing the value out t*rows*columns for each of its
+        p*p for each step along an axis of the kernel; materialising the value t*rows*columns for each of its
         places.
         """
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _norm_ways(
+        return _norm_order_costs(
             machine(self.device),
-            self._sizes(),
+            self._numbers(),
             accumulating_dtype(self.dtype),
             grouped,
             block_bytes(self.device),
         )
 
-    def way(self) -> str:
+    def order(self) -> str:
         on, kind = machine(self.device), accumulating_dtype(self.dtype)
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _cheapest_way(on, self._sizes(), kind, grouped, block_bytes(self.device))
+        return _cheapest_order(on, self._numbers(), kind, grouped, block_bytes(self.device))
 
     def _blocks(self) -> Iterator[slice]:
-        """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
+        """Samples whose weight gradients, and patches where they have to be materialised, fit a block."""
         elements = math.prod(self.weight_shape)
         if writes_patches(self.cotangents, self.weight_shape, self.geometry):
-            sizes = self._sizes()
+            sizes = self._numbers()
             elements = max(elements, sizes.positions * sizes.places * sizes.columns * sizes.groups)
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
-        if self.way() == "materialise":
+        if self.order() == "materialise":
             return self.materialised_square_norms()
         kind = accumulating_dtype(self.dtype)
         parts = []
-        for block in blocks(self.samples, self.ways()["gram"].bytes, self.device):
+        for block in blocks(self.samples, self.order_costs()["gram"].bytes, self.device):
             some = self.at(block, kind)
             cotangents, patches = grams(some.cotangents, some.inputs, self.weight_shape, self.geometry)
             parts.append(sums_of_grams(some, cotangents, patches, self.geometry.groups))
@@ -134,20 +140,20 @@ class Convolution(Term):
     def materialised_square_norms(self) -> torch.Tensor:
         kind = accumulating_dtype(self.dtype)
         some = self if kind == self.dtype else self.at(slice(None), kind)
-        if some._in_one_product:
-            return joined([square_norm(part) for part in some._written_out()], some)
+        if some._is_one_kernel:
+            return joined([square_norm(part) for part in some._values()], some)
         total = torch.zeros(self.samples, dtype=kind, device=self.device)
         for _, part in shifted(some.cotangents, some.inputs, self.weight_shape, self.geometry):
             total += square_norm(part)
         return total
 
     @property
-    def _in_one_product(self) -> bool:
+    def _is_one_kernel(self) -> bool:
         """Whether all places of the kernel come out of one kernel or product, not one after the other."""
         written = self.cotangents, self.weight_shape, self.geometry
         return grouped_kernel_is_fast(*written) or writes_patches(*written)
 
-    def _written_out(self) -> Iterator[torch.Tensor]:
+    def _values(self) -> Iterator[torch.Tensor]:
         """[k, *shape] for one block of samples after the other."""
         for block in self._blocks():
             whole = block == slice(0, self.samples)
@@ -158,17 +164,17 @@ class Convolution(Term):
 
     @property
     def summands(self) -> int:
-        return self._sizes().positions
+        return self._numbers().positions
 
     def absolute_sums(self) -> torch.Tensor:
         """By Cauchy and Schwarz over positions; a pixel is in at most as many patches as the kernel has
         places.
         """
         norms = [norms_at_least(factor.flatten(1), 1) for factor in (self.cotangents, self.inputs)]
-        return norms[0] * norms[1] * math.sqrt(self._sizes().places)
+        return norms[0] * norms[1] * math.sqrt(self._numbers().places)
 
     def materialise(self) -> torch.Tensor:
-        return joined(list(self._written_out()), self, self.weight_shape)
+        return joined(list(self._values()), self, self.weight_shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)
@@ -197,6 +203,212 @@ class Convolution(Term):
         )
         return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
 
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        groups = self.geometry.groups
+        return groups, self.shape[0] // groups, self.weight_shape[1:].numel()
+
+    def simplified(self) -> Term:
+        """A convolution with windows of one element has its patches in the input."""
+        return self.as_product() if math.prod(self.shape[2:]) == 1 and self.geometry.groups == 1 else self
+
+    @property
+    def _sides(self) -> tuple[str, str]:
+        """The factors of the kernel's first and second axis."""
+        return ("inputs", "cotangents") if self.geometry.transposed else ("cotangents", "inputs")
+
+    @property
+    def row_count(self) -> int | None:
+        return self.weight_shape[0] if self.geometry.groups == 1 else 1
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        if count == 1:
+            return self.materialise()
+        return self._channels(range(rows.start, rows.stop), range(1)).materialise()
+
+    def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
+        narrow = self.inputs if self.geometry.transposed else self.cotangents
+        elements = self.samples * math.prod(self.shape)
+        operations = 2.0 * elements * narrow.shape[1] * math.prod(narrow.shape[3:])
+        return on.convolution_seconds(operations, elements * dtype.itemsize, dtype, grouped=True)
+
+    def slices(self, room: int, width: int) -> Iterator[Slice]:
+        """Whole groups, or some channels of one group: the gradient of a narrower convolution."""
+        shape, groups = self.weight_shape, self.geometry.groups
+        row = math.prod(shape[1:])
+        channels = shape[0] // groups  # of the weight's first axis, in a group
+        wanted = max(1, min(_CHANNELS, shape[0]), room // max(self.samples * row, 1))
+        several = max(1, wanted // channels)
+        step = wanted if wanted < channels else several * channels
+        for group in range(0, groups, several):
+            last = min(groups, group + several)
+            for start in range(group * channels, last * channels, step):
+                stop = min(start + step, last * channels)
+                part = self._channels(range(start, stop), range(group, last))
+                yield Slice(part.materialise().flatten(1), range(start * row, stop * row), slice(None))
+
+    def _channels(self, channels: range, groups: range) -> Convolution:
+        """The convolution whose weight is some channels of some groups, counted along the weight's first
+        axis.
+        """
+        first, second = self._sides
+        each = getattr(self, second).shape[2] // self.geometry.groups
+        return replace(
+            self,
+            weight_shape=torch.Size([len(channels), *self.weight_shape[1:]]),
+            geometry=self.geometry._replace(groups=len(groups)),
+            **{
+                first: getattr(self, first)[:, :, channels.start : channels.stop],
+                second: getattr(self, second)[:, :, groups.start * each : groups.stop * each],
+            },
+        )
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        return torch.arange(self.weight_shape[0], device=self.device), math.prod(self.weight_shape[1:])
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The second matrix is a convolution with kernels."""
+        groups, axes = self.geometry.groups, len(self.weight_shape) - 2
+        kernels = (
+            second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
+        )  # [g * k, i, *kernel]
+        geometry = self.geometry._replace(transposed=False, output_padding=(0,) * axes)
+        each = (self.cotangents[:1].numel() + self.inputs[:1].numel()) * dtype.itemsize
+        for samples in blocks(self.samples, 2 * each, self.device):
+            # a transposed convolution is the adjoint of an ordinary one: input and cotangent change places
+            some = self.at(samples, dtype)
+            narrow, wide = (getattr(some, side) for side in self._sides)
+            patches = aten.convolution.default(wide.flatten(0, 1), kernels, None, *geometry)
+            for axis, size in enumerate(
+                narrow.shape[3:]
+            ):  # output padding, and windows that end before the input does
+                patches = patches.narrow(2 + axis, 0, size)
+            right = _by_position(patches.unflatten(0, narrow.shape[:2]), groups)  # [m, g, t, k]
+            left = _by_position(narrow, groups) @ first.view(groups, self.weight_shape[0] // groups, -1)
+            yield samples, left.flatten(1, 2), right.flatten(1, 2)
+
+    def _is_whole(self, layout: Layout) -> bool:
+        return layout.atoms == self.shape
+
+    def _put(self, layout: Layout, axis: int, factor: torch.Tensor) -> Placed:
+        """The self with one side's channels changed, [n, b, channels, *]."""
+        side = self._sides[axis]
+        other = next(name for name in ("cotangents", "inputs") if name != side)
+        factor, same = of_one_dtype(factor, getattr(self, other))
+        shape = list(self.weight_shape)
+        before, shape[axis] = shape[axis], factor.shape[2]
+        inner = list(layout.inner)
+        for dim, names in enumerate(named_axes(layout) or []):
+            if axis in names:
+                inner[dim] = inner[dim] // before * factor.shape[2]
+        factors = {side: factor, other: same}
+        new = replace(
+            self, weight_shape=torch.Size(shape), cotangents=factors["cotangents"], inputs=factors["inputs"]
+        )
+        return arranged(new, list(range(len(shape))), shape, named_axes(layout) or [], inner)
+
+    def _along_kernel(self, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs convolved with a kernel, and the cotangents: [n, b, k, *out] and [n, b, o, *out]. Not
+        for transposed ones.
+        """
+        inputs, kernel = of_one_dtype(self.inputs, kernel)
+        moved = aten.convolution.default(inputs.flatten(0, 1), kernel, None, *self.geometry)
+        return moved.unflatten(0, inputs.shape[:2]), self.cotangents
+
+    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        axes = named_axes(layout)
+        if (
+            axes is None
+            or not self._is_whole(layout)
+            or self.geometry.groups != 1
+            or axes[dim] not in ([0], [1])
+        ):
+            return None
+        axis = axes[dim][0]
+        factor: torch.Tensor = getattr(self, self._sides[axis])
+        return self._put(layout, axis, factor[:, :, start : start + (length - 1) * step + 1 : step])
+
+    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        axes = named_axes(layout)
+        if axes is None or not self._is_whole(layout):
+            return None
+        names = [atom for atom, size in enumerate(layout.atoms) if size != 1]
+        spread = by_atoms(by, layout, axes, names, each=each)
+        channels = [0] if self.geometry.groups != 1 else [0, 1]
+        for axis in channels:
+            if not varies(spread, names, [name for name in names if name != axis], each=each):
+                factor: torch.Tensor = getattr(self, self._sides[axis])
+                lead = spread.shape[: int(each)]
+                spread = spread.reshape(
+                    *(lead or (1,)), 1, -1 if axis in names else 1, *(1,) * (factor.dim() - 3)
+                )
+                return self._put(layout, axis, product(factor, spread))
+        if each:
+            return None
+        return Hadamard.of(self, layout, by, product)
+
+    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+        if not self._is_whole(layout) or self.geometry.groups != 1:
+            return None
+        ones = torch.ones(1, *self.shape[1:], dtype=self.dtype, device=self.device)
+        return self.sum_times(layout, dims, ones)
+
+    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        axes = named_axes(layout)
+        if axes is None or not self._is_whole(layout) or self.geometry.groups != 1 or matrix.dim() != 2:
+            return None
+        names = axes[dim]
+        if names in ([0], [1]):
+            factor, matrix = of_one_dtype(getattr(self, self._sides[names[0]]), matrix)
+            return self._put(layout, names[0], torch.matmul(factor.movedim(2, -1), matrix).movedim(-1, 2))
+        every = [axis for axis, size in enumerate(self.shape) if size != 1 and axis]
+        if names != every or self.geometry.transposed:
+            return None
+        moved, cotangents = self._along_kernel(
+            matrix.t().reshape(matrix.shape[1], *self.shape[1:])
+        )  # a low-rank kernel
+        n, b = moved.shape[:2]
+        left, right = of_one_dtype(
+            *(
+                x.reshape(n, b, x.shape[2], -1).transpose(2, 3).reshape(n, 1, -1, x.shape[2])
+                for x in (cotangents, moved)
+            )
+        )
+        axes[dim], new = [len(layout.atoms)], list(layout.inner)
+        new[dim] = matrix.shape[1]
+        return arranged(
+            Product(left, right), [0, len(layout.atoms)], [self.shape[0], matrix.shape[1]], axes, new
+        )
+
+    def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
+        """The axes have to be all but that of the output channels at least.
+
+        shared: [*shape], or with one output channel if it is the same for all.
+        """
+        if not self._is_whole(layout):
+            return None
+        axes = named_axes(layout)
+        if axes is None or self.geometry.transposed:
+            return None
+        gone = {name for dim in dims for name in axes[dim]}
+        if not {axis for axis, size in enumerate(self.shape) if axis and size != 1} <= gone:
+            return None
+        moved, cotangents = self._along_kernel(shared)
+        moved, cotangents = of_one_dtype(moved.expand_as(cotangents), cotangents)
+        n, channels = cotangents.shape[0], cotangents.shape[2]
+        products = sum_of_products(
+            *(x.transpose(1, 2).reshape(n * channels, -1) for x in (moved, cotangents))
+        ).reshape(n, channels)
+        if 0 in gone:
+            products = products.sum(1, keepdim=True)
+        for dim in dims:
+            axes[dim] = []
+        return dense(
+            products, [0], axes, [1 if dim in dims else size for dim, size in enumerate(layout.inner)]
+        )
+
 
 @functools.lru_cache(maxsize=4096)
 def _sizes(cotangents: torch.Size, inputs: torch.Size, weight: torch.Size, geometry: Geometry) -> Sizes:
@@ -209,7 +421,9 @@ def _sizes(cotangents: torch.Size, inputs: torch.Size, weight: torch.Size, geome
 
 
 @functools.lru_cache(maxsize=4096)
-def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> dict[str, Cost]:
+def _norm_order_costs(
+    on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int
+) -> dict[str, Cost]:
     """The ways to a convolution's squared norms."""
     groups, places, steps, positions, pixels, rows, columns = sizes
     item = dtype.itemsize
@@ -232,5 +446,16 @@ def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, blo
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest_way(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> str:
-    return cheapest(_norm_ways(on, sizes, dtype, grouped, block), block)
+def _cheapest_order(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> str:
+    return cheapest(_norm_order_costs(on, sizes, dtype, grouped, block), block)
+
+
+def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[m, b, groups * c, *positions] to [m, groups, b * positions, c]."""
+    x = x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
+    m, inner, channels, positions = x.shape
+    return (
+        x.reshape(m, inner, groups, channels // groups, positions)
+        .permute(0, 2, 1, 4, 3)
+        .reshape(m, groups, inner * positions, -1)
+    )

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, norm_ways
+from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
+from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.base import (
-    Term,
+from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, varies
+from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, sums_of_grams
+from psgrad.engine.gradients.terms.dense import dense
+from psgrad.engine.gradients.terms.hadamard import Hadamard
+from psgrad.engine.gradients.terms.numerics import (
+    OF_ZERO,
+    Workspace,
     accumulating,
     accumulating_dtype,
     block_bytes,
     blocks,
+    exponent,
     norms_at_least,
+    power_of_two,
     rows_of,
     square_norm,
     sum_of_products,
-    sums_of_grams,
     times_shared,
     zero_where_lost,
 )
+from psgrad.engine.gradients.terms.product_cut import CutProduct
 
 
 @dataclass(frozen=True)
@@ -49,13 +58,11 @@ class Product(Term):
             rows_of(self.right, samples).to(dtype or self.dtype),
         )
 
-    def ways(self) -> dict[str, Cost]:
-        """Gram matrices cost t*t*(a+b) a group, writing the value out t*a*b; neither is needed for one
-        position.
-        """
+    def order_costs(self) -> dict[str, Cost]:
+        """Gram matrices cost t*t*(a+b) a group, the value t*a*b; neither is needed for one position."""
         groups, rows, columns = self.shape
         sizes = groups, self.left.shape[2], rows, columns
-        return norm_ways(
+        return norm_order_costs(
             machine(self.device), *sizes, accumulating_dtype(self.dtype), block_bytes(self.device)
         )
 
@@ -68,7 +75,7 @@ class Product(Term):
                 return zero_where_lost(squares[0] * squares[1], *squares)
             squares = (left * left).sum((2, 3)), (right * right).sum((2, 3))
             return zero_where_lost((squares[0] * squares[1]).sum(1), squares[0].amax(1), squares[1].amax(1))
-        if self.way() == "materialise":
+        if self.order() == "materialise":
             return Product(left, right).materialised_square_norms()
         out = torch.empty(n, dtype=left.dtype, device=left.device)
         for block in blocks(n, 2 * groups * positions * positions * left.element_size(), left.device):
@@ -120,5 +127,236 @@ class Product(Term):
             torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2)
         )
 
-    def transposed(self) -> Product:
-        return Product(self.right, self.left)
+    @property
+    def is_outer_product(self) -> bool:
+        return self.left.shape[2] == 1
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        return self.shape  # type: ignore[return-value]
+
+    def as_product(self) -> Product:
+        return self
+
+    def square_sums(self) -> torch.Tensor | None:
+        """Of one outer product per sample: sum_n (l_n r_n^T)^2 = (L^2)^T (R^2)."""
+        if not self.is_outer_product:
+            return None
+        groups, rows, columns = self.shape
+        total = torch.zeros(groups, rows, columns, dtype=torch.float64, device=self.device)
+        for block in blocks(self.samples, 16 * groups * (rows + columns), self.device):
+            left, right = (
+                factor[block].double().square().squeeze(2).transpose(0, 1) for factor in self.factors
+            )
+            total.baddbmm_(left.transpose(1, 2), right)
+        return total
+
+    def transposed(self) -> Product | None:
+        return Product(self.right, self.left) if self.shape[0] == 1 else None
+
+    def cross_products(self, other: Term) -> torch.Tensor | None:
+        """Sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>, where that is cheaper than
+        both values.
+        """
+        if not isinstance(other, Product) or self.shape != other.shape:
+            return None
+        t, s, rows, columns = self.left.shape[2], other.left.shape[2], *self.shape[1:]
+        if t * s * (rows + columns) > (t + s) * rows * columns:
+            return None
+        kind = torch.promote_types(accumulating_dtype(self.dtype), accumulating_dtype(other.dtype))
+        out = torch.empty(self.samples, dtype=torch.float64, device=self.device)
+        for block in blocks(self.samples, 2 * self.shape[0] * t * s * kind.itemsize, self.device):
+            x, y = self.at(block, kind), other.at(block, kind)
+            left = torch.matmul(x.left, y.left.transpose(2, 3))
+            out[block] = sum_of_products(left, torch.matmul(x.right, y.right.transpose(2, 3))).double()
+        return out
+
+    def goes_with(self, other: Term) -> bool:
+        return isinstance(other, Product) and self.shape == other.shape
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (*self.left.shape[1:], self.right.shape[3])
+
+    def at_positions(self, some: slice) -> Product:
+        return Product(self.left[:, :, some], self.right[:, :, some])
+
+    def position_square_norms(self) -> torch.Tensor:
+        left, right = (torch.linalg.vector_norm(f, dim=3, dtype=torch.float64) for f in self.factors)
+        return (left * right).square_().sum((1, 2))
+
+    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (left, left_finite), (right, right_finite) = exponent(self.left), exponent(self.right)
+        return left, right, (left_finite & right_finite).flatten(1).all(1)
+
+    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Product:
+        total = (first + second).clamp(min=OF_ZERO) - target[:, None, None]
+        half = torch.div(total, 2, rounding_mode="floor")
+        left = power_of_two(half - first, self.dtype).masked_fill_(first == OF_ZERO, 0)
+        right = power_of_two(total - half - second, self.dtype).masked_fill_(second == OF_ZERO, 0)
+        return Product(self.left * left.unsqueeze(3), self.right * right.unsqueeze(3))
+
+    def tile_products(self, other: Term) -> torch.Tensor | None:
+        if not isinstance(other, Product):
+            return None
+        (n, groups, t, _), (m, _, s, _) = self.left.shape, other.left.shape
+        if groups == 1:
+            left = self.left.flatten(0, 2) @ other.left.flatten(0, 2).t()
+            pairs = left.mul_(self.right.flatten(0, 2) @ other.right.flatten(0, 2).t())
+        else:
+            flat = [f.transpose(0, 1).flatten(1, 2) for f in (*self.factors, *other.factors)]  # [g, n * t, a]
+            pairs = torch.bmm(flat[0], flat[2].transpose(1, 2)).mul_(
+                torch.bmm(flat[1], flat[3].transpose(1, 2))
+            )
+        if groups == t == s == 1:
+            return pairs
+        return pairs.reshape(groups, n, t, m, s).sum((0, 2, 4))
+
+    @property
+    def row_count(self) -> int | None:
+        return self.shape[1] if self.shape[0] == 1 else self.shape[0]
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        if self.shape[0] == 1:
+            return Product(self.left[..., rows], self.right).materialise()
+        return Product(self.left[:, rows], self.right[:, rows]).materialise()
+
+    def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
+        groups, t, a, b = self.sizes
+        size = math.prod(self.shape) * self.samples * dtype.itemsize
+        return on.matmul_seconds(self.samples * groups, a, b, t, dtype) + on.stream_seconds(size)
+
+    def slices(self, room: int, width: int) -> Iterator[Slice]:
+        n, groups, positions, rows = self.left.shape
+        columns = self.right.shape[3]
+        some_columns = max(1, min(columns, room // max(n, 1)))
+        some_rows = max(1, min(rows, room // max(n * columns, 1)))
+        memory, dtype = Workspace(self.device), self.dtype
+        for group in range(groups):
+            for i in range(0, rows, some_rows):
+                left = self.left[:, group, :, i : i + some_rows]
+                for j in range(
+                    0, columns, some_columns
+                ):  # less than a row only where a row by itself is a slice
+                    right = self.right[:, group, :, j : j + some_columns]
+                    a, b = left.shape[2], right.shape[2]
+                    if (
+                        positions == 1
+                    ):  # samples last: best for a sparse projection, and no worse for a product
+                        value = memory.tensor("values", (a, b, n), dtype)
+                        torch.mul(
+                            left[:, 0].t().contiguous().unsqueeze(1), right[:, 0].t().contiguous(), out=value
+                        )
+                        value = value.flatten(0, 1).t()
+                    else:
+                        value = torch.bmm(
+                            left.transpose(1, 2), right, out=memory.tensor("values", (n, a, b), dtype)
+                        ).flatten(1)
+                    start = (group * rows + i) * columns + j
+                    yield Slice(value, range(start, start + value.shape[1]), slice(None))
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        groups, rows, columns = self.shape
+        return torch.arange(groups * rows, device=self.device), columns
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        groups, positions, rows, columns = self.sizes
+        each = groups * positions * (rows + columns + first.shape[1] + second.shape[1]) * dtype.itemsize
+        for samples in blocks(self.samples, each, self.device):
+            some = self.at(samples, dtype)
+            # one weight for all samples: a product with a matrix, where there are no groups
+            left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
+            yield samples, left.flatten(1, 2), (some.right @ second).flatten(1, 2)
+
+    def _cut(self, layout: Layout) -> CutProduct | None:
+        return CutProduct.of(self.left, self.right, layout)
+
+    @staticmethod
+    def _placed(cut: CutProduct) -> Placed:
+        """The product again. It is materialised where one factor has no axis left: the value is then no
+        larger than the other factor.
+        """
+        left, right = cut.factors()
+        if left.shape[3] == 1 or right.shape[3] == 1:
+            value = torch.matmul(left.transpose(2, 3), right)
+            return dense(value.reshape(len(left), *cut.sizes()), cut.names, cut.axes, cut.shape)
+        return arranged(Product(left, right), cut.names, cut.sizes(), cut.axes, cut.shape)
+
+    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        cut = self._cut(layout)
+        if cut is None or not cut_out(cut, layout, dim, start, step, length):
+            return None
+        return self._placed(cut)
+
+    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+        cut = self._cut(layout)
+        if cut is None:
+            return None
+        for dim in dims:
+            for name in cut.axes[dim]:
+                cut.sum(name)
+            cut.axes[dim], cut.shape[dim] = [], 1
+        return self._placed(cut)
+
+    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        cut = self._cut(layout)
+        if cut is None:
+            return None
+        names = cut.names
+        spread = by_atoms(by, layout, cut.axes, names, each=each)
+        front = int(each) + len(cut.groups)
+        if not varies(spread, names, cut.columns, each=each):
+            shape = spread.shape[: front + len(cut.rows)]
+            cut.left = product(cut.left, spread.reshape(*shape[:front], 1, *shape[front:]))
+        elif not varies(spread, names, cut.rows, each=each):
+            shape = spread.shape
+            cut.right = product(cut.right, spread.reshape(*shape[:front], 1, *shape[front + len(cut.rows) :]))
+        elif each:
+            return None
+        else:
+            return Hadamard.of(self, layout, by, product)
+        return self._placed(cut)
+
+    def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
+        cut = self._cut(layout)
+        if cut is None:
+            return None
+        gone = {name for dim in dims for name in cut.axes[dim]}
+        if set(cut.columns) <= gone:  # sum over b of s_ab r_tb, a vector of the other factor's kind
+            products, left_over = self.left * times_shared(self.right, shared.transpose(1, 2)), cut.rows
+        elif set(cut.rows) <= gone:
+            products, left_over = times_shared(self.left, shared) * self.right, cut.columns
+        else:
+            return None
+        names = [*cut.groups, *left_over]
+        value = products.sum(2).reshape(products.shape[0], *(layout.atoms[name] for name in names))
+        if summed := [1 + names.index(name) for name in names if name in gone]:
+            value = value.sum(summed)
+        for dim in dims:
+            cut.axes[dim] = []
+        shape = [1 if dim in dims else size for dim, size in enumerate(cut.shape)]
+        return dense(value, [name for name in names if name not in gone], cut.axes, shape)
+
+    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        cut = self._cut(layout)
+        if cut is None or len(cut.axes[dim]) != 1 or not cut.scatter(cut.axes[dim][0], index, size):
+            return None
+        cut.shape[dim] = size
+        return self._placed(cut)
+
+    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        cut = self._cut(layout)
+        if cut is None:
+            return None
+        new = len(layout.atoms)
+        if matrix.dim() > 2:
+            lead = [name for axis in cut.axes[: matrix.dim() - 2] for name in axis]
+            if lead != cut.groups or matrix.shape[:-2] != layout.inner[: matrix.dim() - 2]:
+                return None
+            matrix = matrix.reshape(*(layout.atoms[name] for name in lead), *matrix.shape[-2:])
+        if not cut.contract(cut.axes[dim], matrix, new):
+            return None
+        cut.axes[dim], cut.shape[dim] = [new], matrix.shape[-1]
+        return self._placed(cut)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.costs import Cost
+from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.base import (
-    Term,
+from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, named_axes, owners, varies
+from psgrad.engine.gradients.terms.base import Multiply, Names, Placed, Slice, Term
+from psgrad.engine.gradients.terms.dense import dense
+from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
+    block_bytes,
+    blocks,
+    exponent,
     norms_at_least,
+    of_one_dtype,
+    power_of_two,
     rows_of,
     square_norm,
     sum_of_products,
 )
+from psgrad.engine.gradients.terms.product import Product
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class Rows(Term):
             self.count,
         )
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
         return {"index": Cost(machine(self.device).scattered_seconds(4 * size), size)}
 
@@ -127,3 +137,295 @@ class Rows(Term):
 
     def describe(self) -> str:
         return "materialise" if self._table_is_smaller else "index"
+
+    @property
+    def is_lookup(self) -> bool:
+        return True
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        return (1, *self.shape)  # type: ignore[return-value]
+
+    def square_sums(self) -> torch.Tensor:
+        total = torch.zeros(self.count, self.rows.shape[2], dtype=torch.float64, device=self.device)
+        for block in blocks(self.samples, 24 * self.rows[:1].numel(), self.device):
+            found = self.at(block, torch.float64).entries()
+            total.index_add_(0, found.index, found.rows.square())
+        return total
+
+    def cross_products(self, other: Term) -> torch.Tensor | None:
+        """With a product, as for a tied table: sum over positions t, s of left[t, index[s]] * <right[t],
+        rows[s]>, in which no table-sized value appears.
+        """
+        if not isinstance(other, Product) or other.shape != (1, *self.shape):
+            return None
+        out = torch.empty(self.samples, dtype=torch.float64, device=self.device)
+        left, right = (accumulating(factor).squeeze(1) for factor in other.factors)
+        rows, positions = accumulating(self.rows), left.shape[1]
+        for block in blocks(self.samples, 2 * positions * rows.shape[1] * left.element_size(), self.device):
+            index = self.index[block].unsqueeze(1).expand(-1, positions, -1)
+            picked = torch.gather(left[block], 2, index)  # [n, t, s]
+            inner = torch.bmm(right[block], rows[block].transpose(1, 2))  # [n, t, s]
+            out[block] = sum_of_products(picked, inner).double()
+        return out
+
+    def goes_with(self, other: Term) -> bool:
+        if isinstance(other, Rows):
+            return self.shape == other.shape
+        return isinstance(other, Product) and other.shape == (1, *self.shape)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return 1, self.rows.shape[1], 0, self.rows.shape[2]
+
+    def at_positions(self, some: slice) -> Rows:
+        return Rows(self.index[:, some], self.rows[:, some], self.count)
+
+    def position_square_norms(self) -> torch.Tensor:
+        return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
+
+    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, finite = exponent(self.rows)
+        return rows, torch.zeros_like(rows), finite.all(1)
+
+    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Rows:
+        if not bool(target.any()):
+            return self
+        return replace(self, rows=self.rows * power_of_two(-target, self.dtype)[:, None, None])
+
+    def tile_products(self, other: Term) -> torch.Tensor | None:
+        if isinstance(other, Rows):
+            factor, right = self.index.reshape(-1, 1) == other.index.reshape(1, -1), other.rows.flatten(0, 1)
+        elif isinstance(other, Product):
+            factor = other.left.flatten(0, 2).index_select(1, self.index.reshape(-1)).t()  # [n * t, m * s]
+            right = other.right.flatten(0, 2)
+        else:
+            return None
+        (n, t, _), (m, s) = self.rows.shape, (other.samples, other.sizes[1])
+        pairs = self.rows.flatten(0, 1) @ right.t()
+        pairs = pairs.masked_fill_(~factor, 0) if factor.dtype == torch.bool else pairs.mul_(factor)
+        return pairs.reshape(n, t, m, s).sum((1, 3))
+
+    def matches_with(self, other: Term) -> bool:
+        return isinstance(other, Rows)
+
+    def count_matches(self, other: Term) -> int:
+        """From two counts for each row of the table."""
+        assert isinstance(other, Rows)
+        counts = [torch.bincount(term.index.reshape(-1), minlength=term.count) for term in (self, other)]
+        return int((counts[0].double() * counts[1]).sum()) if self.count else 0
+
+    def match_products(self, other: Term) -> torch.Tensor:
+        """One side is sorted, the other is looked up in it."""
+        assert isinstance(other, Rows)
+        out = torch.zeros(self.samples * other.samples, dtype=torch.float64, device=self.device)
+        left, right = self.entries(), other.entries()
+        order = right.index.argsort()
+        looked_up = right.index[order]
+        first = torch.searchsorted(looked_up, left.index)
+        counts = torch.searchsorted(looked_up, left.index, right=True) - first
+        room = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
+        for some in _bounded(counts, room):
+            repeated = torch.arange(some.start, some.stop, device=self.device).repeat_interleave(counts[some])
+            within = torch.arange(len(repeated), device=self.device) - (
+                counts[some].cumsum(0) - counts[some]
+            ).repeat_interleave(counts[some])
+            partner = order[first[repeated] + within]
+            dots = (left.rows[repeated] * right.rows[partner]).sum(1)
+            out.index_add_(0, left.sample[repeated] * other.samples + right.sample[partner], dots.double())
+        return out.reshape(self.samples, other.samples)
+
+    def entries(self) -> Entries:
+        """The rows of each sample that have the same index added up; rows of zeros (padding) are left out."""
+        columns = self.rows.shape[2]
+        rows = self.rows.reshape(-1, columns)
+        keys = (
+            self.index + torch.arange(self.samples, device=self.device).unsqueeze(1) * self.count
+        ).reshape(-1)
+        kept = (rows != 0).any(1)
+        keys, places = keys[kept].unique(return_inverse=True)
+        merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[kept])
+        return Entries(torch.div(keys, self.count, rounding_mode="floor"), keys % self.count, merged)
+
+    @property
+    def row_count(self) -> int | None:
+        return self.count
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        """[n, rows, b]; the positions that lie elsewhere are not touched."""
+        n, _, columns = self.rows.shape
+        size = rows.stop - rows.start
+        inside = ((self.index >= rows.start) & (self.index < rows.stop)).reshape(-1).nonzero().squeeze(1)
+        samples = torch.arange(n, device=self.device).unsqueeze(1).expand_as(self.index).reshape(-1)[inside]
+        places = samples * size + self.index.reshape(-1)[inside] - rows.start
+        value = self.rows.new_zeros(n * size, columns)
+        return value.index_add_(0, places, self.rows.reshape(-1, columns)[inside]).reshape(n, size, columns)
+
+    def slices(self, room: int, width: int) -> Iterator[Slice]:
+        """The rows of the table that any sample looked up, some at a time, for the samples that did."""
+        n, positions, columns = self.rows.shape
+        if not self.rows.numel():
+            return
+        found, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
+        sorted_ranks, order = ranks.sort(stable=True)
+        step = max(1, width // columns)
+        starts = list(range(0, len(found), step))
+        bounds = torch.searchsorted(
+            sorted_ranks, torch.tensor([*starts, len(found)], device=ranks.device)
+        ).tolist()
+        rows = self.rows.reshape(n * positions, columns)
+        for number, start in enumerate(starts):
+            table_rows = found[start : start + step]
+            uses = order[bounds[number] : bounds[number + 1]]
+            samples, whose = torch.unique(uses // positions, return_inverse=True)
+            values = torch.zeros(
+                len(samples) * len(table_rows), columns, dtype=rows.dtype, device=rows.device
+            )
+            values.index_add_(0, whose * len(table_rows) + ranks[uses] - start, rows[uses])
+            places = table_rows.unsqueeze(1) * columns + torch.arange(columns, device=rows.device)
+            yield Slice(values.reshape(len(samples), -1), places.flatten(), samples)
+
+    def listed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = self.rows.shape[2]
+        places = self.index.unsqueeze(-1) * columns + torch.arange(
+            columns, device=self.device
+        )  # [n, t, columns]
+        return places.flatten(1), self.rows.flatten(1)
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        return torch.unique(self.index), self.rows.shape[2]
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        ranks = torch.unique(self.index, return_inverse=True)[1]
+        each = self.rows.shape[1] * (self.rows.shape[2] + first.shape[1] + second.shape[1]) * dtype.itemsize
+        for samples in blocks(self.samples, each, self.device):
+            yield samples, first[ranks[samples]], self.rows[samples].to(dtype) @ second
+
+    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        cut = _Cut.of(self, layout)
+        if cut is None or not cut_out(cut, layout, dim, start, step, length):
+            return None
+        return cut.placed()
+
+    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+        cut = _Cut.of(self, layout)
+        if cut is None:
+            return None
+        for dim in dims:
+            for name in cut.axes[dim]:
+                if name == cut.table:
+                    cut.count = 1  # all rows are one then
+                else:
+                    cut.rows = cut.rows.sum(2 + cut.columns.index(name))
+                    cut.columns.remove(name)
+            cut.axes[dim], cut.shape[dim] = [], 1
+        return cut.placed()
+
+    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        cut = _Cut.of(self, layout)
+        if cut is None:
+            return None
+        names = [cut.table, *cut.columns]
+        spread = by_atoms(
+            by, layout, cut.axes, names, each=each
+        )  # [n or nothing, count or 1, *columns or ones]
+        if not varies(spread, names, [cut.table], each=each):
+            cut.rows = product(cut.rows, spread if each else spread.unsqueeze(0))
+        elif each:
+            samples = torch.arange(spread.shape[0], device=cut.index.device).unsqueeze(1)
+            cut.rows = product(cut.rows, spread[samples, cut.index])
+        else:
+            cut.rows = product(cut.rows, spread[cut.index])
+        return cut.placed()
+
+    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        cut = _Cut.of(self, layout)
+        if cut is None or cut.axes[dim] != [cut.table]:
+            return None
+        cut.index, cut.count, cut.shape[dim] = index[cut.index], size, size
+        return cut.placed()
+
+    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        cut = _Cut.of(self, layout)
+        if cut is None or matrix.dim() != 2:
+            return None
+        new, names = len(layout.atoms), cut.axes[dim]
+        n, t, *sizes = cut.rows.shape
+        cut.axes[dim], cut.shape[dim] = [new], matrix.shape[1]
+        if names == [cut.table]:  # sum over t of matrix[index] ⊗ rows
+            left, right = of_one_dtype(matrix[cut.index], cut.rows)
+            term_ = Product(left.unsqueeze(1), right.reshape(n, 1, t, math.prod(sizes)))
+            return arranged(term_, [new, *cut.columns], [matrix.shape[1], *sizes], cut.axes, cut.shape)
+        if names != cut.columns:
+            return None
+        rows, matrix = of_one_dtype(cut.rows.reshape(n, t, math.prod(sizes)), matrix)
+        cut.rows, cut.columns = torch.matmul(rows, matrix), [new]
+        return cut.placed()
+
+
+@dataclass
+class _Cut:
+    """Rows whose columns are cut into the atoms of a layout; the axis of the table is whole and alone."""
+
+    index: torch.Tensor  # [n, t]
+    rows: torch.Tensor  # [n, t, *columns]
+    count: int
+    table: int  # the table's axis
+    columns: Names
+    axes: list[Names]
+    shape: list[int]
+
+    @classmethod
+    def of(cls, term: Rows, layout: Layout) -> _Cut | None:
+        axes = named_axes(layout)
+        if axes is None:
+            return None
+        owner = owners(layout, term.shape)
+        tables, columns = ([name for name in owner if owner[name] == axis] for axis in range(2))
+        if len(tables) != 1 or tables not in axes:
+            return None
+        rows = term.rows.reshape(*term.rows.shape[:2], *(layout.atoms[name] for name in columns))
+        return cls(term.index, rows, term.count, tables[0], columns, axes, list(layout.inner))
+
+    def slice(self, name: int, at: slice) -> None:
+        if name == self.table:
+            start, stop, step = at.indices(self.count)
+            inside = (self.index >= start) & (self.index < stop) & ((self.index - start) % step == 0)
+            self.count = len(range(start, stop, step))
+            self.index = torch.where(inside, (self.index - start) // step, 0)
+            self.rows = self.rows.masked_fill(~inside.reshape(*inside.shape, *(1,) * len(self.columns)), 0)
+        else:
+            self.rows = self.rows[(slice(None),) * (2 + self.columns.index(name)) + (at,)]
+
+    def placed(self) -> Placed:
+        n, t, *sizes = self.rows.shape
+        if self.count == 1:
+            return dense(self.rows.sum(1), self.columns, self.axes, self.shape)
+        term = Rows(self.index, self.rows.reshape(n, t, math.prod(sizes)), self.count)
+        return arranged(term, [self.table, *self.columns], [self.count, *sizes], self.axes, self.shape)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Rows of tables that are not zero, of each sample and index at most one.
+
+    Attributes:
+        sample, index: [q], in the order of (sample, index).
+        rows: [q, b].
+    """
+
+    sample: torch.Tensor
+    index: torch.Tensor
+    rows: torch.Tensor
+
+
+def _bounded(counts: torch.Tensor, room: int) -> Iterator[slice]:
+    """Runs of entries with at most `room` matches together, or of one entry."""
+    start, done = 0, 0
+    totals = counts.cumsum(0)
+    while start < len(counts):
+        stop = max(start + 1, int(torch.searchsorted(totals, done + room, right=True)))
+        yield slice(start, stop)
+        start, done = stop, int(totals[stop - 1])

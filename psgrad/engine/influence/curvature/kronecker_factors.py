@@ -1,12 +1,10 @@
-"""Second moments of the factors of gradients, summed over samples and positions: what the bases of
-Kronecker-factored blocks come from.
+"""Second moments of the factors of gradients, summed over samples and positions: the bases of
+Kronecker-factored blocks are their eigenvectors.
 
-How parameters lie as matrices whose gradients are sums over positions of outer products.
-
-Nothing here knows layers: what a gradient's terms say of themselves decides. A product of factors ([n, g, t,
-a], [n, g, t, b]) makes the parameter g matrices [a, b], a convolution its groups' matrices over channels and
-places of the kernel, a looked-up table one matrix whose left factor is one-hot. Several uses of one weight
-are more positions of it.
+Layers are not needed: the terms of a gradient say how the parameter is a set of matrices. A product of
+factors ([n, g, t, a], [n, g, t, b]) makes it g matrices [a, b], a convolution its groups' matrices over
+channels and kernel positions, an embedding table one matrix whose left factor is one-hot. Several uses of one
+weight are more positions of it.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed, upright
+from psgrad.engine.gradients.deferred import DeferredGradient, upright
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Convolution, Product, Rows, Term, blocks
+from psgrad.engine.gradients.terms import Product, Term, blocks
 
 
 @dataclass(frozen=True)
@@ -67,38 +65,22 @@ class Form:
         )
 
 
-def factored(gradient: DeferredGradient) -> dict[Form, list[Product | Convolution | Rows]]:
+def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
     """The terms that are sums of outer products, by the matrices that they say the parameter is."""
-    found: dict[Form, list[Product | Convolution | Rows]] = {}
+    found: dict[Form, list[Term]] = {}
     for placed in map(upright, gradient.terms):
         term = placed.term
-        if isinstance(term, Product | Convolution | Rows):
-            found.setdefault(Form(placed.layout, _matrix_shape(term)), []).append(term)
+        if (shape := term.matrix_shape) is not None:
+            found.setdefault(Form(placed.layout, shape), []).append(term)
     return found
 
 
-def _matrix_shape(term: Term) -> tuple[int, int, int]:
-    if isinstance(term, Convolution):
-        groups = term.geometry.groups
-        return groups, term.shape[0] // groups, term.weight_shape[1:].numel()
-    return term.shape if len(term.shape) == 3 else (1, *term.shape)  # type: ignore[return-value]
-
-
-def as_product(term: Product | Convolution) -> Product:
-    """The term with a convolution's patches written out."""
-    return term.as_product() if isinstance(term, Convolution) else term
-
-
 def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
-    """The gradient as one product in this form; None where it is anything else, more terms or one that has
-    been written out, say.
+    """The gradient as one product in this form; None if it is anything else, such as several terms or a
+    materialised one.
     """
-    if len(gradient.terms) != 1:
-        return None
-    placed: Placed = upright(gradient.terms[0])
-    if not isinstance(placed.term, Product) or Form(placed.layout, _matrix_shape(placed.term)) != form:
-        return None
-    return placed.term
+    (term,) = factored(gradient).get(form, [None]) if len(gradient.terms) == 1 else [None]
+    return term if isinstance(term, Product) else None
 
 
 def cover(forms: Iterable[Form], shape: torch.Size) -> bool:
@@ -138,7 +120,7 @@ class Tie:
 
 
 @dataclass
-class Sums:
+class FactorSums:
     """Of some samples.
 
     Attributes:
@@ -154,7 +136,7 @@ class Sums:
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)
     ties: dict[Tie, bool] = field(default_factory=dict)
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: FactorSums) -> None:
         for use, found in other.moments.items():
             _add(self.moments.setdefault(use, {}), found)
         _add(self.vectors, other.vectors)
@@ -168,26 +150,26 @@ def _add(totals: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None
 
 
 class Covariances:
-    """A measure that gathers `Sums` over the samples of a run. Asked for gradients that are not settled: it
-    needs their factors.
+    """Gathers `FactorSums` over the samples of a stream. It needs gradients that keep their factors
+    (settle=False).
     """
 
     needs_factors = True
 
     def __init__(self) -> None:
-        self.sums = Sums()
-        self._chunk = Sums()
+        self.sums = FactorSums()
+        self._chunk = FactorSums()
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        self._chunk = Sums()
+        self._chunk = FactorSums()
         for name, gradient in gradients.gradients.items():
             terms = factored(gradient)
             for form, found in terms.items():
-                along = _Moments(form)
+                along = _FactorMoments(form)
                 for term in found:
                     along.add(term)
                 self._chunk.moments[name, form] = along.totals
-                if all(not isinstance(term, Rows) for term in found):
+                if not any(term.is_lookup for term in found):
                     self._find_ties(gradients, (name, form), along)
             if gradient.terms and not terms and gradient.shape.numel() <= LARGEST_VECTOR:
                 flat = gradient.materialise().reshape(len(gradients), -1).double()
@@ -196,9 +178,9 @@ class Covariances:
 
     def keep(self) -> None:
         self.sums.add(self._chunk)
-        self._chunk = Sums()
+        self._chunk = FactorSums()
 
-    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _Moments) -> None:
+    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _FactorMoments) -> None:
         """Which parameters of the same owner have a gradient that is the sum over positions of one of the
         factors.
         """
@@ -219,7 +201,7 @@ def _same(gradient: DeferredGradient, sums: torch.Tensor) -> bool:
     return bool(((value - sums).abs() <= tolerance).all())
 
 
-class _Moments:
+class _FactorMoments:
     """The moments of one use, and each sample's sums over positions."""
 
     def __init__(self, form: Form) -> None:
@@ -231,29 +213,30 @@ class _Moments:
         """[n, g * a]"""
         return torch.stack(self._sums[side]).sum(0)
 
-    def add(self, term: Product | Convolution | Rows) -> None:
-        if isinstance(term, Rows):
-            self._second_moment("right", term.rows.unsqueeze(1))
-            counts = torch.bincount(term.index.reshape(-1), minlength=term.count).double()
+    def add(self, term: Term) -> None:
+        if term.is_lookup:
+            rows, index = term.factors
+            self._second_moment("right", rows.unsqueeze(1))
+            counts = torch.bincount(index.reshape(-1), minlength=self.form.shape[1]).double()
             _add(self.totals, {"one_hot": counts})
             return
         columns = self.form.shape[2]
         each = term.factors[0][:1].numel() * (1 + columns // max(self.form.shape[1], 1)) * 8
         parts = [
-            self._add_product(as_product(term.at(block))) for block in blocks(term.samples, each, term.device)
+            self._add_product(term.at(block).as_product())
+            for block in blocks(term.samples, each, term.device)
         ]
         for place, side in enumerate(("left", "right")):
             self._sums[side].append(torch.cat([part[place] for part in parts]))
 
-    def _add_product(self, term: Product) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_product(self, term: Term) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums over positions of both factors, [n, g * a] and [n, g * b]."""
-        sums = term.left.sum(2), term.right.sum(2)
-        for side, factor, along in (("left", term.left, sums[0]), ("right", term.right, sums[1])):
+        left, right = term.factors
+        sums = left.sum(2), right.sum(2)
+        for side, factor, along in (("left", left, sums[0]), ("right", right, sums[1])):
             self._second_moment(side, factor)
             _add(self.totals, {f"{side}_sum": along.sum(0, dtype=torch.float64)})
-        positions = torch.tensor(
-            float(term.samples * term.left.shape[2]), dtype=torch.float64, device=term.device
-        )
+        positions = torch.tensor(float(term.samples * left.shape[2]), dtype=torch.float64, device=term.device)
         _add(self.totals, {"positions": positions})
         return sums[0].flatten(1), sums[1].flatten(1)
 

@@ -1,11 +1,4 @@
-"""How steeply each sample's loss, or a logit, rises along its input.
-
-What each part of a sample's input adds to its loss, or to a logit, to first order.
-
-What each part of a sample's input adds to its loss, or to a logit, along the straight way from a baseline.
-
-How steeply each sample's loss, or a logit, rises around its input: the mean gradient under noise.
-"""
+"""Measures of input attribution: input gradient, gradient x input, integrated gradients, SmoothGrad."""
 
 from __future__ import annotations
 
@@ -29,7 +22,7 @@ class InputGradient(Attribution):
 
     Options:
         of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-        own prediction (prediction).
+            own prediction (prediction).
     """
 
     of: Of = "loss"
@@ -63,7 +56,7 @@ class GradientXInput(Attribution):
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-        prediction (prediction).
+            prediction (prediction).
     """
 
     of: Of = "loss"
@@ -102,10 +95,12 @@ class IntegratedGradients(Attribution):
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-        prediction (prediction). steps: points of the Gauss-Legendre rule along the line, at least 1.
+            prediction (prediction).
+        steps: points of the Gauss-Legendre rule along the line, at least 1.
         baseline: the value of every entry of an input at the start of the line, and of every entry of
-        embeddings. baseline_token: for inputs of ids, the id whose embedding is the start of the line, in
-        place of `baseline` (a padding token).
+            embeddings.
+        baseline_token: for inputs of ids, the id whose embedding is the start of the line, in place of
+            `baseline` (a padding token).
     """
 
     of: Of = "loss"
@@ -171,9 +166,10 @@ class SmoothGrad(Attribution):
 
     Options:
         of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-        own prediction (prediction). samples: noisy copies of each input, at least 1. noise: standard
-        deviation of the noise, as a share of the range of the sample's own values (largest minus smallest),
-        more than 0.
+            own prediction (prediction).
+        samples: noisy copies of each input, at least 1.
+        noise: standard deviation of the noise, as a share of the range of the sample's own values (largest
+            minus smallest), more than 0.
     """
 
     of: Of = "loss"

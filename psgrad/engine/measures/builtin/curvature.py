@@ -1,6 +1,5 @@
-"""The ends of the spectrum of the Hessian of each sample's loss, by Lanczos.
-
-The trace of the Hessian of each sample's loss, by random probes.
+"""Measures of the Hessian of each sample's loss: the ends of its spectrum, by Lanczos, and its trace, by
+random probes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class HessianTopEigenvalue(Measure):
 
     Options:
         iterations: Lanczos steps for each sample, at least 2: products with its Hessian, and vectors that are
-        kept.
+            kept.
     """
 
     iterations: int = 20
@@ -110,7 +109,7 @@ class HessianTrace(Measure):
 
     Options:
         probes: random vectors for each sample, at least 2. The standard error is divided by the square root
-        of their number.
+            of their number.
     """
 
     probes: int = 32

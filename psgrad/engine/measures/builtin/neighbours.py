@@ -1,8 +1,4 @@
-"""How far each sample's gradient is from those nearest to it, and whose they are.
-
-Random projections of the samples' gradients: few numbers a sample, of which inner products and distances
-estimate the gradients'.
-"""
+"""The random projection of each sample's gradient to few numbers, and its distance to the nearest others."""
 
 from __future__ import annotations
 
@@ -36,11 +32,11 @@ class NeighbourDistance(Measure):
     projections, at one standard deviation.
 
     Options:
-        neighbours: how many; all, if there are fewer. reference: the largest number of samples among which
-        neighbours are searched. save: whether all neighbours are written to
-        measures/neighbour_distance.safetensors, as rows of the dataset, nearest first:
-            `neighbours` by Euclidean distance and `neighbours_by_angle`, [samples, neighbours], -1 if there
-            are none.
+        neighbours: how many; all, if there are fewer.
+        reference: the largest number of samples among which neighbours are searched.
+        save: whether all neighbours are written to measures/neighbour_distance.safetensors, as rows of the
+            dataset, nearest first: `neighbours` by Euclidean distance and `neighbours_by_angle`, [samples,
+            neighbours], -1 if there are none.
     """
 
     neighbours: int = 10
@@ -218,12 +214,10 @@ class ProjectedGradients(Measure):
 
     Options:
         dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has
-        no more numbers than
-            that, nothing is projected.
+            no more numbers than that, nothing is projected.
         kind: 'sparse' (a few instructions for each number), 'rademacher' or 'gaussian' (`dimension` products
-        for each number), or
-            'none', all numbers of all parameters. There is no two-sided projection: its error differs from
-            layer to layer, and does not follow from the number of columns.
+            for each number), or 'none', all numbers of all parameters. There is no two-sided projection: its
+            error differs from layer to layer, and does not follow from the number of columns.
         save: whether the rows are written to measures/projected_gradients.safetensors, [samples, dimension].
     """
 

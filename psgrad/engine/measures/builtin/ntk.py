@@ -34,8 +34,9 @@ class NTK(Measure):
     empty if the smallest eigenvalue is only rounding: the kernel then has not full rank.
 
     Options:
-        samples: the largest number of samples. save: whether the kernel of all outputs is stored beside the
-        trace kernel, as `kernel` [samples, C, samples, C].
+        samples: the largest number of samples.
+        save: whether the kernel of all outputs is stored beside the trace kernel, as `kernel` [samples, C,
+            samples, C].
     """
 
     samples: int = 256

@@ -1,15 +1,11 @@
-"""An epsilon, or the reason why there is none.
+"""Epsilon by Renyi differential privacy (RDP), and the calls to dp-accounting, which computes every epsilon.
+The library is imported where it is needed: that takes a second.
 
-dp-accounting, which computes every epsilon here. It is imported where it is needed: that takes a second.
-
-Renyi differential privacy (RDP): moments of one step's privacy loss, which add up over steps, and the epsilon
-that they give.
-
-dp-accounting computes them. Noise on the integers has the same moments of integer order as continuous noise:
-a shift by integers maps the integers to themselves, and so does the reflection by which adding a record is
-shown to cost no more than removing one (Mironov, Talwar and Zhang, "Renyi Differential Privacy of the Sampled
-Gaussian Mechanism", arXiv 1908.10530, theorem 5). Between the integers its moments are other ones, and these
-orders are left out.
+RDP adds up moments of one step's privacy loss over the steps. Noise on the integers has the same moments of
+integer order as continuous noise: a shift by integers maps the integers to themselves, and so does the
+reflection by which adding a record is shown to cost no more than removing one (Mironov, Talwar and Zhang,
+"Renyi Differential Privacy of the Sampled Gaussian Mechanism", arXiv 1908.10530, theorem 5). Its moments of
+other orders differ, and these orders are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from psgrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class Epsilon:
-    """What an accountant says. An upper bound on the true epsilon, always.
+    """The result of an accountant: always an upper bound on the true epsilon.
 
     Attributes:
         value: epsilon, at least 0; infinite where a step had no noise. None where this accountant does not
@@ -87,8 +83,8 @@ def rdp_rates(event: StepEvent, orders: np.ndarray) -> np.ndarray:
 
 
 def rdp_epsilon(orders: np.ndarray, rates: np.ndarray, delta: float) -> tuple[float, float]:
-    """(epsilon, the order that gave it) of rates that were added up over steps, as RdpAccountant converts
-    them.
+    """(epsilon, the order that gave it) of orders [k] and their rates [k], added up over steps, as
+    RdpAccountant converts them.
     """
     epsilon, order = dp_accounting().rdp.rdp_privacy_accountant.compute_epsilon(orders, rates, delta)
     return max(0.0, float(epsilon)), float(order)
@@ -112,7 +108,7 @@ def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) 
         for event, steps in counts.items():
             accountant.compose(_event(event, event.pld_multiplier), steps)
         epsilon = float(accountant.get_epsilon(delta))
-    except OverflowError:  # losses beyond e^700: no figure, and no bound that anybody would sign
+    except OverflowError:  # losses beyond e^700: there is no useful figure
         return math.inf
     if math.isnan(epsilon):
         raise ConfigError(

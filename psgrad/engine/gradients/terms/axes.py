@@ -1,0 +1,95 @@
+"""The axes of a term cut into the atoms of a layout, and a term placed again after its factors were changed.
+
+An atom is a part of an axis that a layout keeps whole. Its name is its place in `layout.atoms`; atoms of size
+one have no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from psgrad.engine.gradients.layout import Layout, split_run
+from psgrad.engine.gradients.terms.base import Names, Placed, Term
+
+
+def named_axes(layout: Layout) -> list[Names] | None:
+    """For each labelled axis the names (places in `layout.atoms`) of its atoms that are longer than one."""
+    groups = layout.groups()
+    return (
+        None if groups is None else [[atom for atom in group if layout.atoms[atom] != 1] for group in groups]
+    )
+
+
+def owners(layout: Layout, canonical: Sequence[int]) -> dict[int, int]:
+    """For each atom longer than one, the canonical axis that it is a part of."""
+    found: dict[int, int] = {}
+    axis, left = -1, 1
+    for atom, size in enumerate(layout.atoms):
+        if size == 1:
+            continue
+        while left == 1:
+            axis += 1
+            left = canonical[axis]
+        found[atom] = axis
+        left //= size
+    return found
+
+
+def arranged(
+    term: Term, names: Names, sizes: Sequence[int], axes: list[Names], shape: Sequence[int]
+) -> Placed:
+    """A term whose canonical axes are those of `names`, in order and of these sizes, placed under axes that
+    are runs of names.
+    """
+    kept = [(name, size) for name, size in zip(names, sizes, strict=True) if size != 1]
+    place = {name: number for number, (name, _) in enumerate(kept)}
+    order = tuple(place[name] for axis in axes for name in axis if name in place)
+    return Placed(term, Layout(tuple(size for _, size in kept), order, tuple(shape)))
+
+
+def by_atoms(
+    by: torch.Tensor, layout: Layout, axes: list[Names], names: Names, *, each: bool
+) -> torch.Tensor:
+    """A multiplier of the labelled rank, one long where it does not vary, as [*names] in that order (with the
+    sample axis in front).
+    """
+    lead = tuple(by.shape[: int(each)])
+    sizes: list[int] = []
+    order: Names = []
+    for axis, length in zip(axes, by.shape[len(lead) :], strict=True):
+        order += axis
+        sizes += [layout.atoms[name] if length != 1 else 1 for name in axis]
+    by = by.reshape((*lead, *sizes))
+    return by.permute((*range(len(lead)), *(len(lead) + order.index(name) for name in names)))
+
+
+def varies(by: torch.Tensor, names: Names, among: Names, *, each: bool) -> bool:
+    """Whether a multiplier [*names] differs along one of some names."""
+    return any(by.shape[int(each) + names.index(name)] != 1 for name in among)
+
+
+class Cut(Protocol):
+    """A term whose factors' axes are cut into atoms."""
+
+    axes: list[Names]  # for each axis of the layout its atoms
+    shape: list[int]  # of the layout
+
+    def slice(self, name: int, at: slice) -> None:
+        """Keep these places of an atom."""
+
+
+def cut_out(cut: Cut, layout: Layout, dim: int, start: int, step: int, length: int) -> bool:
+    """Keep `length` places of an axis: each of its atoms keeps a run of its own. False if the places are no
+    such runs.
+    """
+    runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])
+    if runs is None:
+        return False
+    for name, (run, count) in zip(cut.axes[dim], runs, strict=True):
+        if not run.covers(count):
+            cut.slice(name, slice(run.start, run.end(count), run.step))
+    cut.shape[dim] = length
+    return True

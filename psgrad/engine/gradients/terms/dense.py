@@ -1,0 +1,144 @@
+"""A stored value: biases, affine parameters, and whatever has no factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.costs import Cost
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.terms.axes import arranged
+from psgrad.engine.gradients.terms.base import Multiply, Names, Placed, Slice, Term
+from psgrad.engine.gradients.terms.numerics import (
+    accumulating,
+    norms_at_least,
+    of_one_dtype,
+    rows_of,
+    square_norm,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Dense(Term):
+    """A stored value: biases, affine parameters, values without factors or smaller than their factors."""
+
+    value: torch.Tensor  # [n, *shape]
+    materialised: bool = False  # whether it had factors
+    lost_at: str = ""  # the operator at which they were lost, if that is the reason
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.value.shape[1:])
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return (self.value,)
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Dense:
+        return replace(self, value=rows_of(self.value, samples).to(dtype or self.dtype))
+
+    def square_norms(self) -> torch.Tensor:
+        return square_norm(self.value)
+
+    @property
+    def summands(self) -> int:
+        return 1
+
+    def absolute_sums(self) -> torch.Tensor:
+        return norms_at_least(self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1), 1)
+
+    def materialise(self) -> torch.Tensor:
+        return self.value
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        value = accumulating(self.value)
+        return torch.mm(
+            weights.to(value.dtype).unsqueeze(0), value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)
+        ).reshape(self.shape)
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        value = accumulating(self.value)
+        return value.reshape(value.shape[0], vector.numel()) @ vector.reshape(-1).to(value.dtype)
+
+    def scaled(self, factor: float) -> Dense:
+        return replace(self, value=self.value * factor)
+
+    def kin(self) -> tuple[Any, ...]:
+        return Dense, self.shape
+
+    def plus(self, others: Sequence[Dense]) -> Dense:
+        lost = next((term.lost_at for term in (self, *others) if term.lost_at), "")
+        return replace(self, value=sum((other.value for other in others), self.value), lost_at=lost)
+
+    def order_costs(self) -> dict[str, Cost]:
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return {self.describe(): Cost(machine(self.device).stream_seconds(size), 0)}
+
+    def describe(self) -> str:
+        if self.lost_at:
+            return f"materialise after {self.lost_at}"
+        return "materialise" if self.materialised else "direct"
+
+    @property
+    def stored_value(self) -> torch.Tensor:
+        return self.value
+
+    @property
+    def row_count(self) -> int | None:
+        return None
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        return self.value.reshape(self.samples, count, -1)[:, rows]
+
+    def slices(self, room: int, width: int) -> Iterator[Slice]:
+        """Whole rows of the last axes where they fit."""
+        values = self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1)
+        row, most = math.prod(self.shape[1:]), max(1, room // max(self.samples, 1))
+        yield from Slice(values, range(values.shape[1]), slice(None)).cut(
+            most // row * row if 0 < row <= most else most
+        )
+
+    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        value = layout.apply(self.value, lead=1)
+        at = (slice(None),) * (dim + 1) + (slice(start, start + (length - 1) * step + 1, step),)
+        return Placed.plain(replace(self, value=value[at]))
+
+    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+        return Placed.plain(
+            replace(self, value=layout.apply(self.value, lead=1).sum([dim + 1 for dim in dims], keepdim=True))
+        )
+
+    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        return Placed.plain(
+            replace(self, value=product(layout.apply(self.value, lead=1), by if each else by.unsqueeze(0)))
+        )
+
+    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        value = layout.apply(self.value, lead=1)
+        shape = [size if d == dim + 1 else length for d, length in enumerate(value.shape)]
+        return Placed.plain(
+            replace(self, value=aten.index_select_backward.default(value, shape, dim + 1, index))
+        )
+
+    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        if matrix.dim() != 2:
+            return None
+        value, matrix = of_one_dtype(layout.apply(self.value, lead=1), matrix)
+        return Placed.plain(
+            replace(self, value=torch.matmul(value.movedim(dim + 1, -1), matrix).movedim(-1, dim + 1))
+        )
+
+
+def dense(value: torch.Tensor, names: Names, axes: list[Names], shape: Sequence[int]) -> Placed:
+    """A stored value [n, *names], placed."""
+    n = value.shape[0]
+    sizes = list(value.shape[1:])
+    layout = arranged(Dense(value), names, sizes, axes, shape).layout
+    return Placed.plain(Dense(layout.apply(value.reshape(n, *layout.atoms), lead=1)))

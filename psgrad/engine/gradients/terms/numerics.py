@@ -1,0 +1,190 @@
+"""Numerical tools of the kinds of terms: blocks of samples, sums in a safe precision, norms.
+
+Axes: sample n, position t, row a, column b, group g.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+# Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a
+# GPU's kernels.
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+
+# A Gram sum under this share of its diagonal has lost about two digits: it is taken again without
+# cancellation.
+CANCELLATION = 0.05
+
+
+def block_bytes(device: torch.device) -> int:
+    """Bytes of the intermediates of one block of samples on this device."""
+    return BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+
+
+def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slice]:
+    """The samples, as slices whose intermediates fit the block size."""
+    step = max(1, min(n, block_bytes(device) // max(bytes_per_sample, 1)))
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+class Workspace:
+    """Named memory that is reused from block to block: fresh pages cost more than most of what is written
+    into them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor. An earlier tensor of the same name shares its memory."""
+        size, held = math.prod(shape), self._memory.get(name)
+        if held is None or held.numel() < size or held.dtype != dtype:
+            held = self._memory[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return held[:size].view(shape)
+
+
+def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: sums of products of halves are not taken in halves."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def accumulating(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in the precision in which it may be summed."""
+    return x.to(accumulating_dtype(x.dtype))
+
+
+def rows_of(x: torch.Tensor, samples: slice | torch.Tensor) -> torch.Tensor:
+    """x[samples]; indices are copied by `index_select`, which takes a third of the time."""
+    return (
+        x.index_select(0, samples)
+        if isinstance(samples, torch.Tensor) and samples.dtype == torch.int64
+        else x[samples]
+    )
+
+
+def of_one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in the type that they promote to."""
+    kind = tensors[0].dtype
+    for tensor in tensors[1:]:
+        kind = torch.promote_types(kind, tensor.dtype)
+    return [tensor.to(kind) for tensor in tensors]
+
+
+def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """[n]: the sum over all other axes of x * y.
+
+    Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32
+    (bmm, einsum) adds them up in a row, and its error reaches 1e-4.
+    """
+    axes = list(range(1, x.dim()))
+    if not axes:
+        return x * y
+    each = math.prod(x.shape[1:]) * x.element_size()
+    parts = [(x[block] * y[block]).sum(axes) for block in blocks(x.shape[0], each, x.device)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0)
+
+
+# Squares of smaller numbers have lost digits in float32, or are zero.
+_SMALLEST_ROOT = 2.0**-60
+
+
+def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
+    """Norms along some axes, and somewhat more, so that squares too small for their type don't make a norm
+    too small.
+    """
+    x = accumulating(x)
+    count = math.prod(x.shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
+    return torch.linalg.vector_norm(x, dim=axes) + _SMALLEST_ROOT * math.sqrt(count)
+
+
+def square_norm(value: torch.Tensor) -> torch.Tensor:
+    """[n]: the sum of the squares of each sample's value.
+
+    Read once and not written: the norms of short runs, which are squared and added up pairwise. The norm of a
+    whole value adds up in a row, and with millions of float32 its error reaches 1e-4.
+    """
+    value = accumulating(value)
+    n, length = value.shape[0], value.shape[1:].numel()
+    runs, rest = _runs(length)
+    if not runs:
+        return (value * value).flatten(1).sum(1) if value.dim() > 1 else value * value
+    if not rest:
+        return torch.linalg.vector_norm(value.reshape(n, runs, -1), dim=2).square().sum(1)
+    value = value.flatten(1)
+    whole = value[:, : length - rest].reshape(n, runs, -1)
+    return torch.linalg.vector_norm(whole, dim=2).square().sum(1) + value[:, length - rest :].square().sum(1)
+
+
+# Squares added up in a row before the pairwise sum takes over.
+_RUN = 512
+
+
+@functools.lru_cache(maxsize=4096)
+def _runs(length: int) -> tuple[int, int]:
+    """How many runs a value is cut into, and how many entries are left over: none, if runs of nearly that
+    length leave none.
+    """
+    least = length // _RUN
+    for runs in range(max(least, 1), least + 9):
+        if least and length % runs == 0:
+            return runs, 0
+    return least, length - least * _RUN
+
+
+def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[n] norms that are products of squares, of which the largest in each factor are given, [n].
+
+    Squares near the smallest number of a type have lost their digits, and a large second factor would hide
+    it. Zero says so: whoever asked takes it again in a wider type. What is no number (nothing times infinity)
+    stays that.
+    """
+    kind = torch.finfo(norms.dtype)
+    return norms.masked_fill((torch.minimum(left, right) < kind.tiny / kind.eps) & ~norms.isnan(), 0)
+
+
+def times_shared(factor: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """[n, g, t, b] times [g, b, c]: [n, g, t, c].
+
+    As one product for each group over all positions of all samples; `torch.matmul` would first repeat what is
+    shared for each sample.
+    """
+    n, groups, positions, size = factor.shape
+    if groups == 1:
+        return (factor.reshape(n * positions, size) @ shared.squeeze(0)).reshape(
+            n, 1, positions, shared.shape[2]
+        )
+    rows = factor.transpose(0, 1).reshape(groups, n * positions, size)
+    return torch.bmm(rows, shared).reshape(groups, n, positions, shared.shape[2]).transpose(0, 1)
+
+
+# The exponent of zero: less than any other, and than any two of them.
+OF_ZERO = -10_000
+# Powers of two that bring a factor to one must be numbers of float32 themselves; what is smaller stays a
+# little smaller than one.
+_SMALLEST_EXPONENT = -120
+
+
+def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., a] -> [...]: the power of two just above the largest number, zero where it is not finite; and
+    whether it is.
+    """
+    if not factor.numel():
+        shape = factor.shape[:-1]
+        return torch.full(shape, OF_ZERO, device=factor.device), torch.ones(
+            shape, dtype=torch.bool, device=factor.device
+        )
+    largest = torch.maximum(factor.amax(-1), -factor.amin(-1)).double()
+    finite = torch.isfinite(largest)
+    found = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
+    return found.masked_fill_(largest == 0, OF_ZERO), finite
+
+
+def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """2^exponent in a type."""
+    return torch.exp2(exponent.double()).to(dtype)

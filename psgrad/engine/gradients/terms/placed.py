@@ -1,0 +1,189 @@
+"""Linear maps of placed terms, carried out on the factors: slices, sums over axes, products with shared
+tensors.
+
+Each function gives the terms of the result, none where it is zero, or None where the value would have to be
+materialised. Where a term stands in a window of the parameter, the map is applied to the window only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from psgrad.engine.gradients.layout import Run
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
+from psgrad.engine.gradients.terms.base import Multiply, Placed
+
+
+def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> list[Placed] | None:
+    """`length` places of an axis, from `start` on."""
+    layout = placed.layout
+    if layout.window is None:
+        inner = placed.term.narrow(layout, dim, start, step, length) if length else None
+        return None if inner is None else [inner]
+    found = layout.window[dim].narrow(layout.inner[dim], start, step, length)
+    if found is None:
+        return None
+    at, run = found
+    count = len(range(at.start, at.stop, at.step or 1))
+    if not count:
+        return []
+    bare = layout.bare
+    inner = (
+        Placed(placed.term, bare)
+        if count == layout.inner[dim]
+        else placed.term.narrow(bare, dim, at.start, at.step or 1, count)
+    )
+    return (
+        None
+        if inner is None
+        else [_in_window(inner, [run if d == dim else old for d, old in enumerate(layout.window)])]
+    )
+
+
+def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
+    """The sum over some axes, which stay, one long."""
+    if not _has_finite_factors(placed):
+        return None
+    layout = placed.layout
+    inner = placed.term.sum(layout.bare, dims)
+    if inner is None:
+        return None
+    return [
+        inner
+        if layout.window is None
+        else _in_window(inner, [Run(0, 1, 1) if d in dims else run for d, run in enumerate(layout.window)])
+    ]
+
+
+def times(
+    placed: Placed, by: torch.Tensor, product: Multiply = torch.mul, *, each: bool = False
+) -> list[Placed] | None:
+    """Element by element times (or over) a tensor that broadcasts to the parameter's shape; each: with a
+    sample axis in front.
+    """
+    layout = placed.layout
+    lead = int(each)
+    rank = len(layout.inner)
+    if by.dim() - lead > rank:
+        return None
+    by = by.reshape([*by.shape[:lead], *(1,) * (rank + lead - by.dim()), *by.shape[lead:]])
+    strides = by.stride()
+    at = [
+        slice(0, 1) if size != 1 and stride == 0 else slice(None)
+        for size, stride in zip(by.shape, strides, strict=True)
+    ]
+    if each:
+        at[0] = slice(None)
+    by = by[tuple(at)]
+    if layout.window is not None:
+        inside = [
+            part if size != 1 else slice(None)
+            for part, size in zip(layout.slices, by.shape[lead:], strict=True)
+        ]
+        by = by[(slice(None),) * lead + tuple(inside)]
+    if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
+        return None  # it makes NaN of zeros and of sums, in the value and not in the factors
+    inner = placed.term.times(layout.bare, by, product, each=each)
+    if inner is None or not _has_finite_factors(inner):
+        return None
+    return [inner if layout.window is None else _in_window(inner, layout.window)]
+
+
+def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
+    """`times`, where a zero of `by` stands for a zero of the result, whatever is there now."""
+    return times(placed, by)  # which looks for NaN and infinity
+
+
+def _has_finite_factors(placed: Placed) -> bool:
+    """Whether zeros that are put into a factor, and sums that are taken within it, are those of the value.
+    Beside NaN or infinity in another factor a zero would be NaN, and infinities that cancel in the value
+    would not. Asked of the result of a product: a factor may overflow beside one that is zero.
+    """
+    return _is_finite(*(narrow(factor) for factor in placed.term.factors))
+
+
+def _is_finite(*values: torch.Tensor) -> bool:
+    infinite = torch.stack([~value.isfinite().all() for value in values])
+    return not len(samples_to_recompute(infinite))
+
+
+def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] | None:
+    """An axis contracted with the first of a matrix's two, [size, k]; or, with [*lead, size, k], each place
+    in front with its own.
+    """
+    layout, whole = placed.layout, matrix
+    if layout.window is not None:
+        slices = layout.slices
+        matrix = matrix[(*slices[: matrix.dim() - 2], slices[dim])]
+    inner = placed.term.contract(layout.bare, dim, matrix)
+    if inner is None or not _is_finite(whole) or not _has_finite_factors(inner):
+        return None
+    if layout.window is None:
+        return [inner]
+    window = [Run(0, 1, matrix.shape[-1]) if d == dim else run for d, run in enumerate(layout.window)]
+    return [_in_window(inner, window)]
+
+
+def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
+    """Repeated along axes of length one, or along new axes in front, of a parameter of this shape."""
+    found = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
+    return None if found is None else [found]
+
+
+def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
+    """Under another shape; where a window would be none there, zeros are put into the factors instead."""
+    layout = placed.layout.reshape(shape)
+    if layout is not None or placed.layout.window is None:
+        return None if layout is None else Placed(placed.term, layout)
+    for dim, run in enumerate(placed.layout.window):
+        if not run.covers(placed.layout.inner[dim]):
+            bare = Placed(placed.term, replace(placed.layout, window=None))
+            index = torch.arange(
+                run.start, run.end(bare.layout.inner[dim]), run.step, device=placed.term.device
+            )
+            filled = scattered(bare, dim, index, run.size)
+            if filled is None:
+                return None
+            rest = [
+                Run(0, 1, run.size) if d == dim else other for d, other in enumerate(placed.layout.window)
+            ]
+            return reshaped(_in_window(filled[0], rest), shape)
+    return None
+
+
+def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
+    """An axis' places added into those that an index names, of `size`; the others are zero."""
+    if not _has_finite_factors(placed):
+        return None
+    if placed.layout.window is None:
+        inner = placed.term.scatter(placed.layout, dim, index, size)
+    else:
+        inner = placed.term.scatter(placed.layout.bare, dim, index[placed.layout.slices[dim]], size)
+    if inner is None:
+        return None
+    window = placed.layout.window
+    return [
+        inner
+        if window is None
+        else _in_window(inner, [Run(0, 1, size) if d == dim else run for d, run in enumerate(window)])
+    ]
+
+
+def _in_window(placed: Placed, window: Sequence[Run]) -> Placed:
+    layout = placed.layout
+    if all(run.covers(length) for run, length in zip(window, layout.inner, strict=True)):
+        return Placed(placed.term, layout.bare)
+    return Placed(placed.term, replace(layout, window=tuple(window)))
+
+
+def narrow(value: torch.Tensor) -> torch.Tensor:
+    """One long along the axes (but the first) along which a value was expanded."""
+    strides = value.stride()[1:]
+    return (
+        value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]
+        if 0 in strides
+        else value
+    )

@@ -1,0 +1,242 @@
+"""The figures of a report: one function a plot, data frames in, a `Plot` out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from psgrad.reports.drawing import (
+    DARK,
+    DASHES,
+    REST,
+    REVIEW,
+    WIDTH_IN,
+    Array,
+    Plot,
+    figure_with_axes,
+    figure_with_panels,
+    legend_above,
+    line_height,
+    log_bins,
+    name_rows,
+    place_picture,
+    place_words,
+    rows_height,
+    say_empty,
+    sheet,
+)
+from psgrad.reports.loss_against_norm import NORM_AXIS, drawable, loss_against_norm
+from psgrad.reports.outliers import LISTED, listed_words
+from psgrad.reports.pictures import PICTURE_NOTE, to_rgb
+from psgrad.reports.ticks import count_axis, log_axis
+from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
+from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
+from psgrad.results.manifest import read_manifest
+from psgrad.wording import common_prefix, parameter_names, prefix_note
+
+MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
+MAX_MARKS = 250  # single samples drawn as vectors
+MAX_PICTURES = 24
+
+
+def draw_plots(result: AnalyzeResult) -> list[Plot]:
+    """All figures that this result has the data for, in reading order."""
+    samples, names = result.samples, result.class_names
+    listed, unit = listed_words(result), read_manifest(result.manifest).loss_unit
+    plots = [norm_histogram(samples, listed)]
+    if not (samples["status"] == "ok").any():
+        return plots
+    plots.append(loss_against_norm(samples, unit, listed))
+    if has_classes(samples):
+        plots.append(norms_per_class(samples, names, listed))
+    if len(result.parameters):
+        plots.append(norms_per_layer(result.parameters))
+    if any(sample.image is not None for sample in result.top_inputs):
+        plots.append(top_sheet(samples, result.top_inputs, names))
+    return plots
+
+
+def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
+    """How the norms are distributed (log axis), with those that are listed marked and every row that can't be
+    drawn counted.
+    """
+    drawn, not_drawn = drawable(samples, ["grad_norm"])
+    norm, review = drawn["grad_norm"].to_numpy(float), drawn["is_outlier_issue"].to_numpy(bool)
+    figure, axes = figure_with_axes(3.2)
+    caption = f"Distribution of the gradient norms of {count(len(drawn))}. "
+    alt = "Histogram of the gradient norms: nothing to draw."
+    if not len(drawn):
+        say_empty(axes)
+    else:
+        bins = log_bins(norm, 60)
+        counts, reviewed = (np.histogram(values, bins)[0] for values in (norm, norm[review]))
+        # One outline each, as a bar a bin takes ten times as long.
+        axes.stairs(counts - reviewed, bins, fill=True, color=REST, label="other samples")
+        axes.stairs(counts, bins, baseline=counts - reviewed, fill=True, color=REVIEW, label=listed)
+        log_axis(axes, "x")
+        axes.set_xlim(bins[0], bins[-1])
+        axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
+        begins = bool(review.any() and not review.all() and norm[review].min() >= norm[~review].max())
+        _mark_review(axes, norm[review], begins)
+        axes.set_ylim(bottom=0)
+        count_axis(axes)
+        legend_above(axes)
+        caption += f"Orange: {listed} ({count(int(review.sum()))})"
+        caption += ", from the dashed line on" if begins else ""
+        caption += "; the ticks below are these samples. " if 0 < review.sum() <= MAX_MARKS else ". "
+        alt = f"Histogram of the gradient norms of {count(len(norm))} on a log axis: {_range_words(norm)}."
+        if review.any():
+            reviewed_norms = f"{number(norm[review].min())} to {number(norm[review].max())}"
+            alt += f" Of them {int(review.sum()):,} are marked, {listed}, of norms from {reviewed_norms}."
+    return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
+
+
+def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed: str = LISTED) -> Plot:
+    """The norms of each class: median, middle half, middle 90 %, and the samples that are listed."""
+    drawn, not_drawn = drawable(samples, ["grad_norm"])
+    groups = drawn.groupby("target", observed=True)["grad_norm"]
+    spread = groups.quantile(np.array([0.05, 0.25, 0.5, 0.75, 0.95])).unstack()
+    total = len(spread)
+    if total > MAX_GROUPS:
+        spread = spread.loc[spread[0.5].nlargest(MAX_GROUPS).index.sort_values()]
+    figure, axes = figure_with_axes(rows_height(len(spread)))
+    caption = (
+        f"Tick: median; bar: the middle half of the class; line: the middle 90 %. Orange dots: {listed}. "
+    )
+    if total > MAX_GROUPS:
+        caption += f"The {MAX_GROUPS} of {total:,} classes with the largest median are shown. "
+    if not total:
+        say_empty(axes)
+    else:
+        _draw_spread(axes, spread[0.05], spread[0.5], spread[0.95], box=(spread[0.25], spread[0.75]))
+        review = drawn[drawn["is_outlier_issue"] & drawn["target"].isin(spread.index)]
+        if len(review) > MAX_MARKS:
+            caption += f"Of these only the {MAX_MARKS} with the largest norms are drawn. "
+            review = review.nlargest(MAX_MARKS, "grad_norm")
+        axes.scatter(
+            review["grad_norm"],
+            spread.index.get_indexer(pd.Index(review["target"])),
+            s=14,
+            color=REVIEW,
+            linewidths=0,
+            alpha=0.8,
+            zorder=4,
+        )
+        sizes = groups.size()
+        name_rows(axes, [f"{label(target, class_names)}  (n = {sizes[target]:,})" for target in spread.index])
+        axes.set(xlabel=NORM_AXIS)
+    alt = f"Spread of the gradient norms of each of {total:,} classes."
+    if total:
+        medians = spread[0.5].to_numpy()
+        for words, place in (("largest", int(medians.argmax())), ("smallest", int(medians.argmin()))):
+            alt += (
+                f" The {words} median is that of class {label(spread.index[place], class_names)}:"
+                f" {number(medians[place])}."
+            )
+    return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure, alt=alt)
+
+
+def norms_per_layer(parameters: pd.DataFrame) -> Plot:
+    """For each parameter the spread of its own per-sample norms, and its share of the mean squared norm."""
+    shown = parameters
+    if len(parameters) > MAX_GROUPS:
+        shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_GROUPS).index.sort_values()]
+    figure, (axes, shares) = figure_with_panels(rows_height(len(shown)), 2, sharey=True, width_ratios=[3, 1])
+    spread = shown[["q05", "median", "q95"]].reset_index(drop=True)
+    positive = spread["q95"] > 0
+    caption = (
+        "Left: the norm of each parameter's own gradient, per sample; dot: median, line: the middle 90 % of"
+        " samples. Right: its share of the mean squared norm; the shares of all parameters add up to 100 %."
+        " Model order, top to bottom. "
+    )
+    if len(parameters) > MAX_GROUPS:
+        caption += f"The {MAX_GROUPS} of {len(parameters):,} parameters with the largest share are shown. "
+    if positive.any():
+        drawn = spread[positive]
+        floor = float(drawn.to_numpy()[drawn.to_numpy() > 0].min())
+        axes.hlines(
+            drawn.index, drawn["q05"].clip(lower=floor), drawn["q95"], color=REST, linewidth=2.5, alpha=0.55
+        )
+        axes.scatter(drawn["median"].clip(lower=floor), drawn.index, s=26, color=REST, zorder=3)
+        log_axis(axes, "x")
+    else:
+        say_empty(axes)
+    shares.barh(np.arange(len(shown)), 100 * shown["share"].fillna(0), height=0.6, color=REST)
+    prefix = common_prefix(list(map(str, parameters["parameter"])))
+    name_rows(axes, parameter_names(list(map(str, shown["parameter"])), 44, prefix))
+    caption += f"{prefix_note(prefix)}. " if prefix else ""
+    axes.set(xlabel="gradient norm of the parameter (log scale)")
+    shares.set(xlabel="share (%)")
+    shares.tick_params(labelleft=False)
+    shares.grid(axis="y", visible=False)
+    alt = f"Spread of the gradient norms of {len(parameters):,} parameters, and the share of each."
+    if parameters["share"].notna().any():
+        most = parameters.nlargest(1, "share").iloc[0]
+        alt += (
+            f" The largest share, {percent(most['share'])}, is that of"
+            f" {shorten_middle(str(most['parameter']), 100)}."
+        )
+    return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
+
+
+def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[str] | None) -> Plot:
+    """The pictures of the first ranks, each with its label, the model's prediction and its gradient norm."""
+    rows = {row["id"]: row for row in top_samples(samples, len(inputs)).to_dict("records")}
+    shown = [sample for sample in inputs if sample.image is not None][:MAX_PICTURES]
+    columns = min(6, max(len(shown), 4))
+    cell = WIDTH_IN / columns
+    words = [_sheet_words(sample, rows.get(sample.id), class_names) for sample in shown]
+    side, caption_height = cell - 0.14, max(map(len, words)) * line_height(7.5)
+    figure, axes = sheet(-(-len(shown) // columns) * (side + caption_height + 0.16))
+    for place, (sample, lines) in enumerate(zip(shown, words, strict=True)):
+        assert sample.image is not None
+        left, top = place % columns * cell, place // columns * (side + caption_height + 0.16)
+        place_words(axes, lines, left + 0.04, top, cell - 0.08)
+        place_picture(axes, to_rgb(sample.image), left + 0.07, top + caption_height + 0.06, side)
+    caption = f"The first {len(shown)} ranks that are pictures. " + PICTURE_NOTE
+    return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
+
+
+def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
+    if row is None:
+        return [identifier(sample.id)]
+    truth, guess = (label(row.get(column), class_names) for column in ("target", "prediction"))
+    return [identifier(sample.id), f"label {truth}", f"model {guess}", f"norm {number(row['grad_norm'])}"]
+
+
+def _range_words(values: Array) -> str:
+    return f"from {number(values.min())} to {number(values.max())}, median {number(np.median(values))}"
+
+
+def _mark_review(axes: Axes, norms: Array, begins: bool) -> None:
+    if not len(norms):
+        return
+    if begins:
+        axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=DASHES)
+    if len(norms) <= MAX_MARKS:
+        axes.plot(
+            norms,
+            np.full(len(norms), -0.02),
+            "|",
+            color=REVIEW,
+            markersize=7,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+        )
+
+
+def _draw_spread(
+    axes: Axes,
+    low: pd.Series[float],
+    middle: pd.Series[float],
+    high: pd.Series[float],
+    box: tuple[pd.Series[float], pd.Series[float]],
+) -> None:
+    rows = np.arange(len(middle))
+    axes.hlines(rows, low, high, color=REST, linewidth=1.4, alpha=0.7)
+    axes.barh(rows, box[1] - box[0], left=box[0], height=0.5, color=REST, alpha=0.55)
+    axes.vlines(middle, rows - 0.32, rows + 0.32, color=DARK, linewidth=2)
+    log_axis(axes, "x")
