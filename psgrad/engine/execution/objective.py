@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms.functional import swapped, tied_slots
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import LossError, ModelError
 
 Criterion = Callable[[Any, Any], torch.Tensor]

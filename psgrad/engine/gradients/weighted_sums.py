@@ -20,6 +20,7 @@ from psgrad.engine.gradients.per_sample import (
 from psgrad.engine.gradients.queries import SquareNorms
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.levels import Divergence
+from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import TransformError
 
 WeightsByName = Mapping[str, torch.Tensor]
@@ -133,8 +134,8 @@ class _StoredGradients:
         for placed in gradient.terms:
             for factor in placed.term.factors:
                 storage = factor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
+                if storage_key(storage) not in self._seen:
+                    self._seen.add(storage_key(storage))
                     self._left -= storage.nbytes()
         if self._left < 0 and not self._asked:
             self._asked = True
