@@ -208,8 +208,8 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
 define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
 
 # PyTorch's backward kernel takes the weights to be exp(score - logsumexp), a difference of rounded numbers:
-# where scores are large, the weights do not add up to one. An operator of its own looks for such scores: inside
-# a rule, a check of values could not be captured and replayed.
+# where scores are large, the weights do not add up to one. An operator of its own looks for such scores:
+# inside a rule, a check of values could not be captured and replayed.
 
 LARGE_SCORE = 1e3
 _library = torch.library.Library("psgrad", "FRAGMENT")
