@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from psgrad.engine.gradients.layout import Run
-from psgrad.engine.gradients.precision_guard import samples_where
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.base import Multiply, Placed
 
 
@@ -107,7 +107,7 @@ def _has_finite_factors(placed: Placed) -> bool:
 
 def _is_finite(*values: torch.Tensor) -> bool:
     infinite = torch.stack([~value.isfinite().all() for value in values])
-    return not len(samples_where(infinite))
+    return not len(samples_to_recompute(infinite))
 
 
 def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] | None:
