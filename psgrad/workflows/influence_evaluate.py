@@ -179,7 +179,7 @@ def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
     found = {}
     train = bench.wanted.train
     checkpoint = Checkpoint(
-        0, train.learning_rate if train.function is None else 1.0, bench.setup.moments[0].checkpoint.say
+        0, train.learning_rate if train.function is None else 1.0, bench.setup.views[0].checkpoint.say
     )
     for name, method in bench.methods.items():
         try:
@@ -232,7 +232,7 @@ def evaluate_influence(
     with clock("load"):
         setup = set_up_influence(config, say)
     with clock("self-check"):
-        check = setup.run.self_check(setup.moments[0].training.stream)
+        check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):
         setup, _ = without_nonfinite(setup, known=None, say=say)
     folder = RunFolder.create(path, overwrite)
