@@ -17,7 +17,7 @@ from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
-from psgrad.reports.costs import duration
+from psgrad.reports.words import duration
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
     QUERY_COLUMNS,
