@@ -176,7 +176,7 @@ def _price(costs: PassCosts, on: Machine) -> float:
 
 
 def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], inputs: Any, target: Any) -> int:
-    """The rows at a time that the stream itself would settle on."""
+    """The chunk size that the stream itself would choose."""
     if not stream.automatic:
         return min(stream.chunk_size, rows)
     if stream.memory is None and rows < PREDICTED_FROM:  # there a small chunk's factors are measured

@@ -33,7 +33,7 @@ _FEW = 1024
 
 
 def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
-    """Whether a gradient is there, written out; if `small`, with few numbers."""
+    """Whether a gradient is a stored value; if `small`, one of few numbers."""
     whole = len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
     return whole and not (small and gradient.shape.numel() > _FEW)
 
