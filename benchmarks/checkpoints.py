@@ -32,7 +32,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.builtin.checkpoints import Asking
 from psgrad.engine.measures.checkpoint_history import moment_summary
-from psgrad.engine.measures.checkpoint_passes import Ensemble, grouped
+from psgrad.engine.measures.checkpoint_passes import StackedModels, grouped
 from psgrad.inputs.rows import Block
 from psgrad.workflows.analyze import analyze
 
@@ -111,7 +111,7 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
     objectives = [
         Objective(make().eval(), F.cross_entropy, moment_summary("class")) for _ in range(CHECKPOINTS)
     ]
-    ensemble = Ensemble.of(objectives[0], [objective.model for objective in objectives])
+    ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
 
     def examples(number: int) -> Examples:
         return Examples(

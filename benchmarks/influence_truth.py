@@ -21,9 +21,9 @@ from influence_contenders import Problem, State
 from influence_ours import cross_entropy
 from torch import nn
 
-from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.metrics import half_subsets, rows_of
-from psgrad.engine.influence.evaluation.retraining import Ensemble
+from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 
 Array = np.ndarray[Any, Any]
 
@@ -65,7 +65,7 @@ class Bench:
     models: int = MODELS
 
     @cached_property
-    def data(self) -> tuple[Rows, Rows]:
+    def data(self) -> tuple[LoadedRows, LoadedRows]:
         """Training rows and queries, of one stratified split."""
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -75,7 +75,7 @@ class Bench:
             digits.data / 16, digits.target, test_size=QUERIES, random_state=0, stratify=digits.target
         )
         train, test, train_labels, test_labels = (torch.as_tensor(part) for part in parts)
-        return Rows((train.float(),), train_labels), Rows((test.float(),), test_labels)
+        return LoadedRows((train.float(),), train_labels), LoadedRows((test.float(),), test_labels)
 
     @cached_property
     def tuning_queries(self) -> Array:
@@ -94,7 +94,7 @@ class Bench:
         name = hashlib.sha256(repr((self.recipe, told)).encode()).hexdigest()[:16]
         path = self.cache / f"{name}.npz"
         if not path.exists():
-            found = Ensemble(perceptron, training, cross_entropy, self.recipe)(jobs)
+            found = EnsembleTrainer(perceptron, training, cross_entropy, self.recipe)(jobs)
             self.cache.mkdir(parents=True, exist_ok=True)
             np.savez(path, loss=found.loss, **{key: value.numpy() for key, value in found.state.items()})
         with np.load(path) as stored:

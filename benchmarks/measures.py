@@ -41,7 +41,7 @@ from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
-from psgrad.engine.measures.passes import SecondLook
+from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
 from psgrad.workflows.measures import joined_summary
 
@@ -90,7 +90,7 @@ class Digits:
             measure.prepare(setting)
         stream, count = setting.examples.stream, len(setting)
         again = [measure for measure in every if measure.looks_twice]
-        second = SecondLook(again, stream)
+        second = SecondPass(again, stream)
         rows = _joined(stream.run(count, [*every, second] if again else every, often=True))
         chunk_size = stream.chunk_size
         if again:

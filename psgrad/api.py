@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from psgrad.results.findings import BaselineChange, Comparison
     from psgrad.results.influence import EvaluationResult
-    from psgrad.workflows.diff import WrittenReport
+    from psgrad.workflows.report import WrittenReport
     from psgrad.workflows.validate import Validation
 
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
@@ -84,7 +84,7 @@ def load_run(run: AnyPath) -> AnalyzeResult:
 
 def report(run: AnyPath, *, output: AnyPath | None = None) -> WrittenReport:
     """Make report.html of a finished run again; `psgrad report`."""
-    from psgrad.workflows.diff import report as run_report
+    from psgrad.workflows.report import report as run_report
 
     return run_report(Path(run), output=None if output is None else Path(output))
 
@@ -184,7 +184,7 @@ def dp_step(
 
 def dp_plan(config: AnyConfig) -> DPPlanResult:
     """What the planned private steps would cost; `psgrad dp-step --plan`."""
-    from psgrad.workflows.plan import dp_plan as run_dp_plan
+    from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
 
     return run_dp_plan(load_config(config))
 

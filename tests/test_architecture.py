@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from psgrad.engine.transforms import grad, vmap
-from psgrad.engine.transforms.batching import BatchLevel, BatchTracer
+from psgrad.engine.transforms.batch_values import BatchTracer
+from psgrad.engine.transforms.batching import BatchLevel
 
 PAGE = (Path(__file__).parent.parent / "docs" / "explanation" / "vmap-grad.md").read_text(encoding="utf-8")
 

@@ -28,7 +28,13 @@ LAYERS = (
     ("errors",),
     ("wording",),
 )
-ENGINE_LAYERS = (("influence", "privacy", "measures"), ("execution",), ("gradients",), ("transforms",))
+ENGINE_LAYERS = (
+    ("influence", "privacy", "measures"),
+    ("execution",),
+    ("gradients",),
+    ("transforms",),
+    ("free_memory",),
+)
 
 # Libraries that a part does without, even inside a function.
 FORBIDDEN_LIBRARIES = {
@@ -47,7 +53,7 @@ ENGINE_LIBRARIES = {"torch", "numpy", "opt_einsum", "psgrad"} | sys.stdlib_modul
 
 # The one module that may use torch's own differentiation, to check ours; the one module that may import it.
 CHECKER = "psgrad.engine.execution.self_check"
-CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.identity"}
+CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.running"}
 RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functorch", "functorch")
 
 MODULES = {

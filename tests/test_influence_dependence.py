@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
-from psgrad.engine.influence.evaluation.jobs import Rows
+from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from psgrad.workflows.evaluation_bench import behaviour
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
 
@@ -26,7 +26,7 @@ import torch
 SHIFT = 0
 
 
-class Rows(torch.utils.data.Dataset):
+class LoadedRows(torch.utils.data.Dataset):
     def __init__(self):
         self.arrays = np.load("data.npz")
 
@@ -167,7 +167,7 @@ import numpy as np
 import torch
 
 
-class Rows(torch.utils.data.Dataset):
+class LoadedRows(torch.utils.data.Dataset):
     busy = False
 
     def __init__(self):
@@ -177,11 +177,11 @@ class Rows(torch.utils.data.Dataset):
         return len(self.arrays["y"])
 
     def __getitem__(self, row):
-        if Rows.busy:
+        if LoadedRows.busy:
             Path("twice").touch()
-        Rows.busy = True
+        LoadedRows.busy = True
         time.sleep(0.001)
-        Rows.busy = False
+        LoadedRows.busy = False
         return self.arrays["x"][row], self.arrays["y"][row]
 """
 
@@ -222,7 +222,7 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
 
 
 def test_fresh_models_are_told_apart_by_what_they_do() -> None:
-    rows = Rows((torch.randn(5, 4),), None)
+    rows = LoadedRows((torch.randn(5, 4),), None)
 
     def of(activation: type[nn.Module], spread: float) -> str:
         def fresh(seed: int) -> nn.Module:
@@ -237,7 +237,7 @@ def test_fresh_models_are_told_apart_by_what_they_do() -> None:
     assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
-# -- Rows that are left out ----------------------------------------------------------------------------------
+# -- Rows that are left out ---------------------------------------------------------------
 
 
 ODD = """\

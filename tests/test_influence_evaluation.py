@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from psgrad.engine.influence.evaluation.metrics import half_subsets
 from psgrad.engine.influence.evaluation.mislabel import flip
-from psgrad.engine.influence.evaluation.retraining import Ensemble
+from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 from tests.engine.influence.problems import SoftmaxRegression, linear
 from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
 from tests.workplace import CLASSES, ROWS
@@ -186,9 +186,9 @@ def test_flipped_labels_are_trained_on_once(
     place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = list[int]()
-    original: Callable[..., Any] = Ensemble.__call__
+    original: Callable[..., Any] = EnsembleTrainer.__call__
     monkeypatch.setattr(
-        Ensemble, "__call__", lambda self, jobs: trained.append(len(jobs)) or original(self, jobs)
+        EnsembleTrainer, "__call__", lambda self, jobs: trained.append(len(jobs)) or original(self, jobs)
     )
     place.evaluate["flips"] = 2
     place.evaluated("mislabel")
@@ -335,16 +335,16 @@ def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
 ) -> None:
     place.evaluate["train"]["together"] = 5
     batches = list[int]()
-    original: Callable[..., Any] = Ensemble.__call__
+    original: Callable[..., Any] = EnsembleTrainer.__call__
 
-    def counted(self: Ensemble, jobs: Any) -> Any:
+    def counted(self: EnsembleTrainer, jobs: Any) -> Any:
         if len(batches) == 1:
             batches.append(-1)
             raise KeyboardInterrupt
         batches.append(len(jobs))
         return original(self, jobs)
 
-    monkeypatch.setattr(Ensemble, "__call__", counted)
+    monkeypatch.setattr(EnsembleTrainer, "__call__", counted)
     assert place.influence("--evaluate", "lds").code == 130
     assert not (place.folder / "out-lds" / "evaluation.json").exists()
     first = place.evaluated("lds", "--overwrite")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.engine.privacy.accounting import Epsilon
-from psgrad.storage import folders
+from psgrad.storage import ledger_place
 from tests.private_workplace import PrivateWorkplace
 from tests.workplace import Workplace
 
@@ -123,7 +123,7 @@ def test_dp_resume_on_another_machine_is_told(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private.succeeded()
-    monkeypatch.setattr(folders.platform, "node", lambda: "another")
+    monkeypatch.setattr(ledger_place.platform, "node", lambda: "another")
     assert "and is on another now" in private.succeeded("--resume").err
     assert "machine" not in private.succeeded("--resume").err
 
@@ -155,7 +155,7 @@ def test_dp_resume_with_the_private_folder_of_another_run_is_refused(private: Pr
 def test_public_files_have_no_path_and_no_machine(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders.platform, "node", lambda: "the-name-of-a-machine")
+    monkeypatch.setattr(ledger_place.platform, "node", lambda: "the-name-of-a-machine")
     private.succeeded()
     private.succeeded("--resume")
     public = b"".join(path.read_bytes() for path in (private.run_folder / "public").iterdir())
@@ -168,12 +168,12 @@ def test_public_files_have_no_path_and_no_machine(
 def test_born_is_kept_by_touch_and_new_in_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a")
-    first = folders.born(path)
+    first = ledger_place.born(path)
     if first is None:
         pytest.skip("this file system does not tell when a file was made")
     path.write_text("ab")
     os.utime(path, (1, 1))
-    assert folders.born(path) == first
+    assert ledger_place.born(path) == first
     shutil.copy2(path, tmp_path / "copy")
-    assert folders.born(tmp_path / "copy") != first
+    assert ledger_place.born(tmp_path / "copy") != first
     assert abs(first / 1e9 - path.stat().st_ctime) < 60

@@ -11,11 +11,11 @@ import torch
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.shown import MAX_VALUES, input_of, values_of, vocabulary_of
 from psgrad.inputs.sources.datasets import DatasetSamples
 from psgrad.results import MeasureResult
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
-from psgrad.workflows.influence_ranking import MAX_VALUES, input_of, values_of, vocabulary_of
 from tests.workplace import Workplace
 
 

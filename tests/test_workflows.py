@@ -71,6 +71,31 @@ def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
 # -- A run that goes well ------------------------------------------------------------------------------------
 
 
+def test_analyze_imports_no_measure_that_is_not_asked_for(workplace: Workplace) -> None:
+    """A run without measures and detectors imports none of them, and nothing of influence and privacy."""
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    program = """
+import sys
+from pathlib import Path
+from psgrad.config import load_config
+from psgrad.workflows.analyze import analyze
+analyze(load_config(Path("config.yaml")))
+print("\\n".join(sorted(sys.modules)), file=open("modules.txt", "w"))
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=workplace.folder, check=True)
+    found = (workplace.folder / "modules.txt").read_text().split()
+    assert "psgrad.workflows.analyze" in found
+    unwanted = (
+        "psgrad.engine.measures.builtin.",
+        "psgrad.engine.influence",
+        "psgrad.engine.privacy.",
+        "psgrad.workflows.influence",
+        "psgrad.workflows.dp_",
+        "psgrad.workflows.private_",
+    )
+    assert [name for name in found if name.startswith(unwanted)] == []
+
+
 def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) -> None:
     outcome = workplace.succeeded()
     folder = workplace.folder / "out"

@@ -100,7 +100,7 @@ def dp_step(
 
 
 def _plan(config: Config) -> DPPlanResult:
-    from psgrad.workflows.plan import dp_plan as run_dp_plan
+    from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
 
     return run_dp_plan(config)
 

@@ -28,6 +28,6 @@ def report(
     Prints the path of the page.
     """
     with boundary(debug):
-        from psgrad.workflows.diff import report as run_report
+        from psgrad.workflows.report import report as run_report
 
         typer.echo(str(run_report(run, output=output).page))

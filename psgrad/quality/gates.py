@@ -21,6 +21,7 @@ from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
 from psgrad.results import GateOutcome
 from psgrad.results.findings import FINDINGS_OF_A_GATE
+from psgrad.results.manifest import GroupFacts, LossAgreement, Separability
 from psgrad.wording import correlation
 
 
@@ -146,7 +147,7 @@ NO_VERDICT = (
 
 def why_not_evaluable(
     reference: Reference | None,
-    groups: Mapping[str, Mapping[str, Any]],
+    groups: Mapping[str, GroupFacts],
     tested: int,
     fdr: float,
     in_both: int,
@@ -163,11 +164,11 @@ def why_not_evaluable(
         return (
             None if reference.kind == "baseline" else "no sample was tested: all of them are in the reference"
         )
-    blind = {name: each for name, each in groups.items() if not each["evaluable"]}
+    blind = {name: each for name, each in groups.items() if not each.evaluable}
     if not blind:
         return None
-    count = sum(each["tested"] for each in blind.values())
-    most = max(each["reference"] for each in blind.values())
+    count = sum(each.tested for each in blind.values())
+    most = max(each.reference or 0 for each in blind.values())
     where = "" if len(groups) == 1 else f" of the groups {', '.join(blind)}"
     return (
         f"{count:,} samples{where} can't be flagged, whatever their scores: the reference has"
@@ -198,7 +199,7 @@ def resolution_words(
     )
 
 
-def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> dict[str, Any]:
+def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> LossAgreement:
     """How far the score and the loss put samples into the same order: Spearman's correlation, and how many
     their tops have in common.
 
@@ -211,14 +212,7 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
     mine = frame[score].to_numpy("float64", na_value=np.nan) * (1 if tail == "upper" else -1)
     theirs = frame[other].to_numpy("float64")
     if len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(theirs) == 0:
-        return {
-            "other": other,
-            "spearman": None,
-            "top": None,
-            "shared": None,
-            "top_overlap": None,
-            "words": "they can't be compared here",
-        }
+        return LossAgreement(other, words="they can't be compared here")
     count = math.ceil(share_of(fraction, len(frame)))
     top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(
         np.argsort(-theirs, kind="stable")[:count].tolist()
@@ -226,17 +220,11 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
     # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
     rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(theirs).rank()).statistic)
     overlap = f"{len(top):,} of the first {count:,} by the one are so by the other"
-    return {
-        "other": other,
-        "spearman": rho,
-        "top": count,
-        "shared": len(top),
-        "top_overlap": len(top) / count,
-        "words": f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}",
-    }
+    words = f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}"
+    return LossAgreement(other, rho, count, len(top), len(top) / count, words)
 
 
-def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> dict[str, Any]:
+def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> Separability:
     """Whether more samples are strange than can be told apart.
 
     `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; where that is
@@ -245,7 +233,7 @@ def separability(p: Array, reference: int, flagged: int, smallest: int | None) -
     `smallest`.
     """
     if not len(p):
-        return {"surplus": 0, "low": False, "words": None}
+        return Separability(0, low=False)
     surplus = float((p <= 0.1).sum()) - 0.1 * len(p)
     chance = math.sqrt(0.09 * len(p) * (1 + len(p) / max(reference, 1)))
     low = bool(surplus > 3 * chance and surplus > 2 * flagged)
@@ -256,7 +244,7 @@ def separability(p: Array, reference: int, flagged: int, smallest: int | None) -
         f"low separability: about {surplus:,.0f} samples more than among trusted ones have a suspect score,"
         f" and {flagged:,} can be told apart; {why}"
     )
-    return {"surplus": surplus, "low": low, "words": words if low else None}
+    return Separability(surplus, low, words if low else None)
 
 
 def caveats_of(

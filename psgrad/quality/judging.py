@@ -27,6 +27,14 @@ from psgrad.quality.gates import (
 )
 from psgrad.quality.references import OTHER, Reference, join_small, labels_of, scored_by
 from psgrad.results import SAMPLE_COLUMNS
+from psgrad.results.manifest import (
+    DetectorFacts,
+    GroupFacts,
+    Groups,
+    OutlierCounts,
+    OutlierFacts,
+    ReferenceFacts,
+)
 
 Array = npt.NDArray[Any]
 
@@ -98,12 +106,10 @@ def rank_samples(
 
 @dataclass(frozen=True)
 class Judged:
-    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it under
-    `outliers`.
-    """
+    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it."""
 
     frame: pd.DataFrame
-    facts: dict[str, Any]
+    facts: OutlierFacts
 
 
 def judge(
@@ -170,8 +176,9 @@ def judge(
     )
     for each in opinions:
         ranked = ranked.assign(**_against(each, labels, small, verdict, outliers.tail))
-    facts = _facts(ranked, config, reference, verdict, small, without_z)
-    facts["detectors"] = {each.name: _said(each, ranked, outliers.fdr) for each in opinions}
+    facts = _facts(ranked, config, reference, verdict, small)
+    detectors = {each.name: _said(each, ranked, outliers.fdr) for each in opinions}
+    facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
     known = [column for column in SAMPLE_COLUMNS if column in ranked]
     return Judged(ranked[known + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
 
@@ -234,14 +241,14 @@ def _against(
     return {f"{opinion.name}_p": p, f"{opinion.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
 
 
-def _said(opinion: Opinion, ranked: pd.DataFrame, fdr: float) -> dict[str, Any]:
+def _said(opinion: Opinion, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
     q = f"{opinion.name}_q"
-    return {
-        "title": opinion.title,
-        "flagged": int((ranked[q] <= fdr).sum()) if q in ranked else None,
-        "reference": None if opinion.reference is None else len(opinion.reference),
-        "meaning": "information; only analyze.outliers.score decides",
-    }
+    return DetectorFacts(
+        title=opinion.title,
+        flagged=int((ranked[q] <= fdr).sum()) if q in ranked else None,
+        reference=None if opinion.reference is None else len(opinion.reference),
+        meaning="information; only analyze.outliers.score decides",
+    )
 
 
 def _facts(
@@ -250,83 +257,63 @@ def _facts(
     reference: Reference | None,
     verdict: _Verdict,
     small: set[str],
-    without_z: dict[str, str],
-) -> dict[str, Any]:
-    outliers = config.outliers
-    ok = (ranked["status"] == "ok").to_numpy(bool)
+) -> OutlierFacts:
+    """All but robust_z and detectors."""
+    outliers, fraction = config.outliers, config.review_fraction
+    status, labels = ranked["status"], ranked["group"]
+    ok = (status == "ok").to_numpy(bool)
     tests = ok & ~verdict.in_both if reference is not None else np.zeros(len(ranked), bool)
-    groups = sorted(set(ranked["group"]))
-    sizes, tested = ranked["group"].value_counts(), ranked.loc[tests, "group"].value_counts()
+    tested, in_both = int(tests.sum()), int(verdict.in_both.sum())
+    groups = sorted(set(labels))
+    sizes, of_group = labels.value_counts(), labels[tests].value_counts()
     counted = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
     known = {str(group): int(count) for group, count in counted.items()}
-    limit = resolution({group: int(tested.get(group, 0)) for group in groups}, known, outliers.fdr)
+    limit = resolution({group: int(of_group.get(group, 0)) for group in groups}, known, outliers.fdr)
     each = {
-        group: {
-            "samples": int(sizes[group]),
-            "tested": int(tested.get(group, 0)),
-            "reference": None if reference is None else known.get(group, 0),
-            "smallest_p": limit.smallest_p.get(group),
-            "smallest_flaggable": limit.smallest_of.get(group),
-            "evaluable": (
-                reference is not None
-                and (group not in limit.smallest_of or limit.smallest_of[group] is not None)
-            ),
-        }
+        group: GroupFacts(
+            samples=int(sizes[group]),
+            tested=int(of_group.get(group, 0)),
+            reference=None if reference is None else known.get(group, 0),
+            smallest_p=limit.smallest_p.get(group),
+            smallest_flaggable=limit.smallest_of.get(group),
+            evaluable=reference is not None
+            and (group not in limit.smallest_of or limit.smallest_of[group] is not None),
+        )
         for group in groups
     }
-    issues = ranked["is_outlier_issue"].to_numpy(bool) & ok
-    why_not = why_not_evaluable(reference, each, int(tests.sum()), outliers.fdr, int(verdict.in_both.sum()))
-    return {
-        "score": outliers.score,
-        "tail": outliers.tail,
-        "fdr": outliers.fdr,
-        "review_fraction": config.review_fraction,
-        "decided_by": "review list" if reference is None else "reference",
-        "reference": (
-            None
-            if reference is None
-            else {
-                "kind": reference.kind,
-                "source": reference.source,
-                "size": len(reference),
-                "nonfinite": int(np.isnan(reference.scores).sum()),
-                "in_both": int(verdict.in_both.sum()),
-            }
-        ),
-        "groups": {
-            "by": outliers.group_by,
-            "min_group": outliers.min_group,
-            "joined": sorted(small),
-            "each": each,
-        },
-        "evaluable": why_not is None,
-        "why_not": why_not,
-        "smallest_flaggable": limit.smallest,
-        "resolution": resolution_words(
-            limit.smallest, reference, int(tests.sum()), outliers.fdr, len(groups)
-        ),
-        "counts": {
-            "samples": len(ranked),
-            "ok": int(ok.sum()),
-            "nonfinite": int((ranked["status"] == "nonfinite").sum()),
-            "skipped": int((ranked["status"] == "skipped").sum()),
-            "zero_gradients": int((ok & (ranked["grad_norm"] == 0)).sum()),
-            "tested": int(tests.sum()),
-            "outliers": int(issues.sum()) if reference is not None else 0,
-            "review": (
-                math.ceil(share_of(config.review_fraction, int(ok.sum())))
-                if reference is not None
-                else int(issues.sum())
-            ),
-        },
-        "loss_agreement": loss_agreement(ranked[ok], outliers.score, outliers.tail, config.review_fraction),
-        "separability": (
-            None
-            if reference is None
-            else separability(verdict.p[tests], len(reference), int(issues.sum()), limit.smallest)
-        ),
-        "robust_z": {"groups_without": without_z},
-        "caveats": caveats_of(
-            reference, verdict.p[tests], int(verdict.in_both.sum()), small, config.review_fraction
-        ),
-    }
+    issues = int((ranked["is_outlier_issue"].to_numpy(bool) & ok).sum())
+    why_not = why_not_evaluable(reference, each, tested, outliers.fdr, in_both)
+    counts = OutlierCounts(
+        samples=len(ranked),
+        ok=int(ok.sum()),
+        nonfinite=int((status == "nonfinite").sum()),
+        skipped=int((status == "skipped").sum()),
+        zero_gradients=int((ok & (ranked["grad_norm"] == 0)).sum()),
+        tested=tested,
+        outliers=0 if reference is None else issues,
+        review=issues if reference is None else math.ceil(share_of(fraction, int(ok.sum()))),
+    )
+    facts = OutlierFacts(
+        score=outliers.score,
+        tail=outliers.tail,
+        fdr=outliers.fdr,
+        review_fraction=fraction,
+        decided_by="review list",
+        groups=Groups(outliers.group_by, outliers.min_group, sorted(small), each),
+        evaluable=why_not is None,
+        why_not=why_not,
+        smallest_flaggable=limit.smallest,
+        resolution=resolution_words(limit.smallest, reference, tested, outliers.fdr, len(groups)),
+        counts=counts,
+        loss_agreement=loss_agreement(ranked[ok], outliers.score, outliers.tail, fraction),
+        caveats=caveats_of(reference, verdict.p[tests], in_both, small, fraction),
+    )
+    if reference is None:
+        return facts
+    missing = int(np.isnan(reference.scores).sum())
+    return replace(
+        facts,
+        decided_by="reference",
+        reference=ReferenceFacts(reference.kind, reference.source, len(reference), missing, in_both),
+        separability=separability(verdict.p[tests], len(reference), issues, limit.smallest),
+    )

@@ -5,6 +5,7 @@ from psgrad.results.analyze import SAMPLE_COLUMNS as SAMPLE_COLUMNS
 from psgrad.results.analyze import AnalyzeResult as AnalyzeResult
 from psgrad.results.analyze import MeasureResult as MeasureResult
 from psgrad.results.analyze import Progress as Progress
+from psgrad.results.analyze import Say as Say
 from psgrad.results.analyze import TopSample as TopSample
 from psgrad.results.analyze import disagrees as disagrees
 from psgrad.results.analyze import has_classes as has_classes

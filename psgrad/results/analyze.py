@@ -11,7 +11,7 @@ made of.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,10 @@ class Progress:
     message: str | None = None
     unit: str = "sample"
     detail: str = ""
+
+
+Say = Callable[[Progress], None]
+"""Shows how far a run has come."""
 
 
 def check_record(result: CheckResult) -> dict[str, Any]:

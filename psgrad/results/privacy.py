@@ -8,7 +8,7 @@ What `psgrad plan` foretells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,53 +29,73 @@ STEP_COLUMNS = (
 )
 """The columns of the private table of steps. A fraction, mean, median or largest of an empty batch is NaN."""
 
-STEP_KEYS = (
-    "format",
-    "versions",
-    "guarantee",
-    "steps",
-    "planned_steps",
-    "epsilon_rdp",
-    "epsilon_pld",
-    "delta",
-    "relation",
-    "unit",
-    "scheme",
-    "sample_rate",
-    "noise_multiplier",
-    "sensitivity",
-    "noise_std",
-    "expected_batch_size",
-    "mechanism",
-    "rounding",
-    "generator",
-    "insecure_deterministic",
-    "clipping",
-    "adaptive",
-    "sampling",
-    "schedule",
-    "optimizer",
-    "trainable",
-    "target_epsilon",
-    "planned_epsilon_rdp",
-    "planned_epsilon_pld",
-    "rdp_order",
-    "why_not",
-    "accounting_notes",
-    "moved",
-    "ledger",
-    "model_sha256",
-)
-"""What public/step.json holds, in this order. Each follows from the config, the model's shapes, the ledger or
-the noisy sums alone.
-"""
+
+@dataclass(frozen=True)
+class StepStatement:
+    """What public/step.json holds; the fields are its keys, in its order. Each follows from the config, the
+    model's shapes, the ledger or the noisy sums alone.
+
+    guarantee says in a sentence what is promised, of the other fields. Epsilons are None where there is none
+    to state; `why_not` then has the reason under the same key, and `accounting_notes` what makes one larger
+    than it need be. noise_multiplier: what the latest step is accounted with. noise_std: the standard
+    deviation of its noise on the sum, which is noise_multiplier times `sensitivity`, and more where the bound
+    adapts. rounding: `grid`, of which the latest step's released numbers are multiples (None without noise),
+    `formula`, from which it follows, `residual_epsilon`, what floating point may add to epsilon, and
+    `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. unit: a part of a sentence, "one
+    row". trainable: {"parameters", "tensors", "of_parameters"}. moved: how often the run folder was moved, as
+    its owner said. model_sha256: of public/model.safetensors.
+    """
+
+    format: int
+    versions: dict[str, str]
+    guarantee: str | None
+    steps: int
+    planned_steps: int
+    epsilon_rdp: float | None
+    epsilon_pld: float | None
+    delta: float
+    relation: str
+    unit: str
+    scheme: str
+    sample_rate: float | None
+    noise_multiplier: float
+    sensitivity: float
+    noise_std: float
+    expected_batch_size: float
+    mechanism: str
+    rounding: dict[str, Any]
+    generator: str
+    insecure_deterministic: bool
+    clipping: dict[str, Any]
+    adaptive: dict[str, Any] | None
+    sampling: dict[str, Any]
+    schedule: dict[str, Any]
+    optimizer: dict[str, Any]
+    trainable: dict[str, int]
+    target_epsilon: float | None
+    planned_epsilon_rdp: float | None
+    planned_epsilon_pld: float | None
+    rdp_order: float | None
+    why_not: dict[str, str]
+    accounting_notes: dict[str, str]
+    moved: int
+    ledger: dict[str, Any]
+    model_sha256: str | None
+
+    def content(self) -> dict[str, Any]:
+        """The keys and values of the file."""
+        return dict(vars(self))
+
+
+STEP_KEYS = tuple(each.name for each in fields(StepStatement))
+"""The keys of public/step.json, in its order."""
 
 
 @dataclass(frozen=True, repr=False)
 class DPStepResult(ShortRepr):
     """What `psgrad dp-step` did.
 
-    Public: `step`, the content of public/step.json (STEP_KEYS); `curve`, epsilon after so many steps, as
+    Public: `step`, the content of public/step.json (StepStatement); `curve`, epsilon after so many steps, as
     (steps, epsilon), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
     `curve_pld`, the same by PLD at a few places, empty where it has no answer; `notes`, lines for people that
     tell nothing of the data.
@@ -84,16 +104,6 @@ class DPStepResult(ShortRepr):
     `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
     `norms` [n], the gradient norms of the records of the latest steps, before clipping, and `bound`, what
     they were clipped to (of one group; None where there are several).
-
-    In `step`, `guarantee` says in a sentence what is promised. Epsilons are floats, or None where there is
-    none to state; `why_not` then has the reason under the same key, and `accounting_notes` what makes one
-    larger than it need be. `noise_multiplier` is what the latest step is accounted with; `noise_std`, its
-    noise's standard deviation on the sum, is this times `sensitivity`, and more where the bound adapts.
-    `rounding` has the `grid` that the latest step's released numbers are multiples of (None without noise),
-    the `formula` that it follows from, `residual_epsilon`, what floating point may add to epsilon, and
-    `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. `unit` is a part of a sentence:
-    "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}. `moved` counts how often the run
-    folder was moved, by its owner's word.
     """
 
     step: dict[str, Any]

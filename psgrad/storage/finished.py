@@ -48,13 +48,7 @@ def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = (
                 columns=[name for name in names if name in {*needed, *welcome}]
             ).to_pandas()
     except (OSError, pa.ArrowException) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(
-            f"{path} can't be read: {reason}",
-            expected="the file as psgrad analyze wrote it",
-            cause="it was changed or cut short after the run",
-            next_step="run psgrad analyze again",
-        ) from error
+        raise _unreadable(path, error) from error
     require_typed(frame, path)
     return frame
 

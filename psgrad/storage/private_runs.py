@@ -84,11 +84,6 @@ class PrivateRunFolder(RunFolder):
         return cls(path)
 
     @property
-    def finished(self) -> bool:
-        """Whether the last process that worked here came to its end, and so has published all that it had."""
-        return (manifest_of(self.path) or {}).get("state") == "finished"
-
-    @property
     def ledger(self) -> Path:
         """Where the ledger is, or will be."""
         return self.path / LEDGER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,37 +11,36 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.rows import Samples
+from psgrad.inputs.shown import input_of, vocabulary_of
 from psgrad.quality.gates import share_of
 from psgrad.reports.analyze_page import write_report
-from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
+from psgrad.results import (
+    PARAMETER_COLUMNS,
+    AnalyzeResult,
+    MeasureResult,
+    Progress,
+    Say,
+    TopSample,
+    top_samples,
+)
+from psgrad.results.manifest import Counts, EngineFacts
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.wording import LOSSES_IN_NATS, listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
-from psgrad.workflows.identity import (
-    NAMES,
-    Clock,
-    describe_run,
-    identity,
-    measure_specs,
-    names_of,
-    recorded,
-    reopen,
-    require_judged_alike,
-)
-from psgrad.workflows.influence_ranking import input_of, vocabulary_of
+from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, reopen, require_judged_alike
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Passes, about_rows
+from psgrad.workflows.running import Clock, describe_run, recorded
 from psgrad.workflows.setup import set_up
 
 _PICTURES = 40
-
-Say = Callable[[Progress], None]
 
 
 def analyze(
@@ -66,7 +65,7 @@ def analyze(
     with clock("load"):
         measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
-        run = set_up(config)
+        run = set_up(config).with_rows_described()
         count = limited(len(run.samples), limit)
         setting, every = prepare(
             run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
@@ -83,15 +82,14 @@ def analyze(
     if folder is None:
         folder = RunFolder.create(config.output, overwrite or resume)
         folder.write_json(NAMES, names_of(run))
-    facts = {**describe_run("analyze", run, check, measure_specs(config)), "identity": now, "limit": limit}
-    with recorded(folder, facts, clock):
-        passes = Passes(setting, stream, every, about_rows(run), folder, progress)
+    manifest = describe_run("analyze", run, check, measure_specs(config))
+    with recorded(folder, replace(manifest, identity=now, limit=limit), clock) as record:
         with clock("gradients"):
-            measured = passes.run()
-            judging.measure(folder, progress)
+            measured = Passes(setting, stream, every, about_rows(run), folder, progress).run()
+            reference = judging.reference(folder, progress)
         with clock("tables"):
-            judged = judging.judge(measured)
-            frame, facts["outliers"] = judged.frame, judged.facts
+            judged = judging.judge(measured, reference)
+            frame = judged.frame
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
             results = {
@@ -102,23 +100,17 @@ def analyze(
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
-        facts["engine"] |= {
-            "chunk_size": stream.chunk_size,
-            "out_of_memory_retries": stream.retries,
-            **stream.replayed,
-        }
-        facts["engine"]["materialised"] = norms.unfactored
         if norms.unfactored:
             progress(Progress(0, 0, "samples", unfactored_words(norms.unfactored)))
-        facts["counts"] = {
-            "samples": len(frame),
-            "nonfinite": int((frame["status"] == "nonfinite").sum()),
-            "in_dataset": len(run.samples),
-        }
-        facts["timings"] = clock.seconds
         shows = config.report.include_inputs
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
         words = vocabulary_of(run.samples, results.values()) if shows else {}
+        facts = record.add(
+            outliers=judged.facts,
+            engine=engine_facts(manifest.engine, stream, norms),
+            counts=counts_of(frame, len(run.samples)),
+            timings=clock.seconds,
+        )
         verdict = check_samples(frame, facts, folder, gate)
         result = AnalyzeResult(
             frame, parameters, facts, folder.path, inputs, config.data.class_names, results, verdict, words
@@ -144,6 +136,22 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
         )
         folder.write_manifest(found.manifest)
     return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
+
+
+def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms) -> EngineFacts:
+    """What manifest.json says of the engine after the passes."""
+    return replace(
+        before,
+        chunk_size=stream.chunk_size,
+        out_of_memory_retries=stream.retries,
+        **stream.replayed,
+        materialised=norms.unfactored,
+    )
+
+
+def counts_of(frame: pd.DataFrame, in_dataset: int) -> Counts:
+    """How many samples the table has, and how many of them are not finite."""
+    return Counts(len(frame), int((frame["status"] == "nonfinite").sum()), in_dataset)
 
 
 def limited(count: int, limit: int | float | None) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from psgrad.quality.findings import (
 from psgrad.quality.gates import evaluate
 from psgrad.results import CheckResult, Location
 from psgrad.results.findings import Baseline, BaselineChange
+from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
-from psgrad.storage.files import csv_lines
+from psgrad.storage.csv_lines import csv_lines
 from psgrad.storage.finished import finished_manifest, read_columns, write_check
 
 BASELINE = Path("psgrad-baseline.json")
@@ -78,15 +79,17 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     holds no finished run, ConfigError for wrong settings.
     """
     manifest = finished_manifest(folder)
-    gate, base = _gate_of(manifest, settings)
+    run = read_manifest(manifest)
+    gate, base = _gate_of(run, settings)
     if baseline is not None:
         read_baseline(baseline)  # what was named by hand must be there
         gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
-    found = _check(_samples(folder, manifest), manifest, str(folder), gate_files(gate, base))
+    found = _check(_samples(folder, run), manifest, str(folder), gate_files(gate, base))
     try:
         write_check(RunFolder(folder), found)
     except OutputError as error:
-        found = _with_warning(found, f"the verdict is not kept in the run folder: {error.arrived}")
+        warning = f"the verdict is not kept in the run folder: {error.arrived}"
+        found = replace(found, warnings=(*found.warnings, warning))
     return found
 
 
@@ -108,24 +111,25 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     from psgrad.quality.references import saved_reference
 
     manifest = finished_manifest(folder)
-    if partial := _partial(manifest):
+    run = read_manifest(manifest)
+    if run.partial:
         raise ConfigError(
-            f"{folder} can't be a baseline: {partial}",
+            f"{folder} can't be a baseline: the run {run.partial}",
             expected=(
                 "a run of the whole dataset: what a baseline does not hold is new, and what a run does not"
                 " find is dropped"
             ),
             next_step="run psgrad analyze without --limit",
         )
-    gate, base = _gate_of(manifest, ())
+    gate, base = _gate_of(run, ())
     before = read_baseline(output) if output.exists() else None
-    samples = _samples(folder, manifest)
+    samples = _samples(folder, run)
     named, _ = settle(named_samples(samples, manifest), gate_files(gate, base).ignored, _today())
     about = {
-        "psgrad": manifest.get("versions", {}).get("psgrad"),
-        "data": manifest.get("data", {}).get("fingerprint"),
-        "checkpoint": manifest.get("model", {}).get("sha256"),
-        "weights": manifest.get("hashes", {}).get("weights"),
+        "psgrad": run.versions.get("psgrad"),
+        "data": run.data.fingerprint,
+        "checkpoint": run.model.sha256,
+        "weights": run.hashes.get("weights"),
         "samples": len(samples),
     }
     change = changed(before, named, about, saved_reference(samples, manifest), output, grow)
@@ -133,8 +137,9 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     return change
 
 
-def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], run: str, files: GateFiles) -> CheckResult:
-    gate, warnings, partial = files.gate, list(files.warnings), _partial(manifest)
+def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, files: GateFiles) -> CheckResult:
+    run, gate, warnings = read_manifest(manifest), files.gate, list(files.warnings)
+    partial = f"the run {run.partial}" if run.partial else None
     named = named_samples(samples, manifest)
     if files.baseline is not None:
         named = mark_known(named, files.baseline)
@@ -142,7 +147,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], run: str, files: 
         if not partial and (stale := gone(named, files.baseline)):
             warnings.append(
                 f"{stale:,} of {len(files.baseline.findings):,} entries of the baseline {files.baseline_path}"
-                f" are not found any more; psgrad baseline save {run} --output {files.baseline_path} drops"
+                f" are not found any more; psgrad baseline save {folder} --output {files.baseline_path} drops"
                 " them"
             )
     named, told = settle(named, files.ignored, _today())
@@ -151,67 +156,50 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], run: str, files: 
         warnings.append(f"PARTIAL: {partial}; the gate speaks of these alone")
     counts, ordered = counts_of(named), in_order(named, samples)
     outcomes = evaluate(gate, ordered, counts, manifest.get("outliers"), len(samples))
-    location, lines = _located(manifest, samples, ordered)
-    score = _score(manifest)
+    location, lines = _located(run, samples, ordered)
     facts = {
         "counts": counts,
         "partial": partial,
-        "score": score,
+        "score": run.score,
         "baseline": None if files.baseline_path is None else str(files.baseline_path),
         "ignore": None if files.ignore_path is None else str(files.ignore_path),
-        "psgrad": manifest.get("versions", {}).get("psgrad"),
+        "psgrad": run.versions.get("psgrad"),
     }
-    findings = tuple(records(ordered, samples, gate, score, location, lines))
-    return CheckResult(tuple(outcomes), findings, run, len(samples), tuple(warnings), facts)
+    findings = tuple(records(ordered, samples, gate, run.score, location, lines))
+    return CheckResult(tuple(outcomes), findings, folder, len(samples), tuple(warnings), facts)
 
 
-def _gate_of(manifest: Mapping[str, Any], settings: Sequence[str]) -> tuple[GateConfig, Path]:
+def _gate_of(run: RunManifest, settings: Sequence[str]) -> tuple[GateConfig, Path]:
     """The gate of a run's config with these settings, and the folder that its files are relative to."""
-    return load_gate(manifest.get("config", {}).get("gate") or {}, settings), Path(
-        manifest.get("config_folder") or "."
-    )
+    return load_gate(run.setting("gate") or {}, settings), Path(run.config_folder)
 
 
-def _samples(folder: Path, manifest: Mapping[str, Any]) -> pd.DataFrame:
-    by = manifest.get("config", {}).get("analyze", {}).get("outliers", {}).get("group_by")
+def _samples(folder: Path, run: RunManifest) -> pd.DataFrame:
+    by = run.setting("analyze", "outliers", "group_by")
     # What a baseline keeps scores by, beside what findings are made of.
     return read_columns(
-        folder, NEEDED, (*WELCOME, _score(manifest), "log_norm", *(("target", "length", by) if by else ()))
-    )
-
-
-def _score(manifest: Mapping[str, Any]) -> str:
-    return str(manifest.get("config", {}).get("analyze", {}).get("outliers", {}).get("score") or "grad_norm")
-
-
-def _partial(manifest: Mapping[str, Any]) -> str | None:
-    """A sentence where a run looked at a part of its dataset."""
-    counts = manifest.get("counts", {})
-    looked, there = counts.get("samples", 0), counts.get("in_dataset", 0)
-    return (
-        f"the run looked at the first {looked:,} of {there:,} samples (--limit)" if looked < there else None
+        folder, NEEDED, (*WELCOME, run.score, "log_norm", *(("target", "length", by) if by else ()))
     )
 
 
 def _located(
-    manifest: Mapping[str, Any], samples: pd.DataFrame, ordered: pd.DataFrame
+    run: RunManifest, samples: pd.DataFrame, ordered: pd.DataFrame
 ) -> tuple[Location, dict[int, int]]:
     """The data file, relative to the current directory where it is below that, and the lines of the rows that
     are named.
 
     Lines are left out where the file is not there any more, or is not the one that was read.
     """
-    data = manifest.get("config", {}).get("data", {})
+    base, data = Path(run.config_folder), run.setting("data") or {}
     if data.get("path") is None:
         code = str(data.get("factory") or "data").rpartition(":")[0] or str(data.get("factory"))
-        path = Path(manifest.get("config_folder") or ".") / code if code.endswith(".py") else Path(code)
-        return Location(_shown(path)), {}
-    path = Path(manifest.get("config_folder") or ".") / data["path"]
+        return Location(_shown(base / code if code.endswith(".py") else Path(code))), {}
+    path = base / data["path"]
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
         try:
-            if _sha256(path) == manifest.get("data", {}).get("fingerprint"):
+            if _sha256(path) == run.data.fingerprint:
                 lines = csv_lines(path, rows.tolist())
         except OSError:
             pass  # a run outlives its data: the path alone says enough
@@ -235,14 +223,3 @@ def _shown(path: Path) -> str:
 
 def _today() -> datetime.date:
     return datetime.datetime.now(tz=datetime.UTC).date()
-
-
-def _with_warning(result: CheckResult, warning: str) -> CheckResult:
-    return CheckResult(
-        result.outcomes,
-        result.findings,
-        result.run,
-        result.samples,
-        (*result.warnings, warning),
-        result.facts,
-    )

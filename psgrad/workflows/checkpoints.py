@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.measure import Moment
+from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.sources.files import require_file
 from psgrad.workflows.setup import Setup
 
 
-def moments_of(run: Setup) -> list[Moment]:
+def checkpoints_of(run: Setup) -> list[CheckpointModel]:
     """The moments of a run, named as in the config; one at a time is in memory.
 
     Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
@@ -32,14 +32,21 @@ def moments_of(run: Setup) -> list[Moment]:
     for path in paths:
         weights = _digest(_loaded(run, path))
         if weights in met:
-            raise ConfigError(
-                f"the checkpoints {met[weights]} and {path} hold the same weights",
-                expected="each checkpoint once",
-                cause="one file under two names, or a training run that did not train in between",
-                next_step="leave one of them out of analyze.checkpoints; it would count double",
-            )
+            raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
-    return [Moment(str(path), partial(_objective, run, path)) for path in paths]
+    return [CheckpointModel(str(path), partial(_objective, run, path)) for path in paths]
+
+
+def same_weights(first: object, second: object, key: str) -> ConfigError:
+    """What is said of two checkpoints of the config's `key` with equal weights. Files are not compared, as
+    torch.save writes a file's name into it.
+    """
+    return ConfigError(
+        f"the checkpoints {first} and {second} hold the same weights",
+        expected="each checkpoint once",
+        cause="one file under two names, or a training run that did not train in between",
+        next_step=f"leave one of them out of {key}; it would count double",
+    )
 
 
 def checkpoints_sha256(run: Setup) -> dict[str, str]:

@@ -1,22 +1,17 @@
-"""`psgrad diff A B`: which samples came, went, rose and fell between two finished runs, without torch.
-
-`psgrad report`: the page and the figures of a finished run, made again from its folder, without torch.
-"""
+"""`psgrad diff A B`: which samples came, went, rose and fell between two finished runs, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from psgrad.errors import DataError
 from psgrad.quality.comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
-from psgrad.reports.analyze_page import write_report
 from psgrad.results.findings import Comparison
-from psgrad.storage import RunFolder
-from psgrad.storage.finished import finished_manifest, load_run, read_columns
+from psgrad.results.manifest import RunManifest, read_manifest
+from psgrad.storage.finished import finished_manifest, read_columns
 from psgrad.wording import told
 
 # Of a hash, for people.
@@ -30,7 +25,7 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     Raises DataError for a folder that holds no finished run, and for two runs that have no sample in common.
     """
     theirs, ours = finished_manifest(a), finished_manifest(b)
-    (score_a, tail_a, _), (score, tail, by) = _judged_by(theirs), _judged_by(ours)
+    (score_a, tail_a, _), (score, tail, by) = map(_judged_by, map(read_manifest, (theirs, ours)))
     warnings = []
     if (score_a, tail_a) != (score, tail):
         warnings.append(
@@ -73,9 +68,9 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     )
 
 
-def _judged_by(manifest: Mapping[str, Any]) -> tuple[str, str, str | None]:
-    outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
-    return outliers.get("score") or "grad_norm", outliers.get("tail") or "upper", outliers.get("group_by")
+def _judged_by(run: RunManifest) -> tuple[str, str, str | None]:
+    outliers = run.setting("analyze", "outliers") or {}
+    return run.score, outliers.get("tail") or "upper", outliers.get("group_by")
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -95,12 +90,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             else []
         )
     for name, manifest in (("A", a), ("B", b)):
-        counts = manifest.get("counts", {})
-        looked, there = counts.get("samples", 0), counts.get("in_dataset", 0)
-        if looked < there:
-            words.append(
-                f"{name} is PARTIAL: it looked at the first {looked:,} of {there:,} samples (--limit)"
-            )
+        if partial := read_manifest(manifest).partial:
+            words.append(f"{name} is PARTIAL: it {partial}")
     return words + [
         f"{name} {UNIDENTIFIED}"
         for name, measured in (("A", before), ("B", after))
@@ -110,35 +101,5 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _data_of(manifest: Mapping[str, Any]) -> str:
     """The hash of what the rows of a run hold; of an older one the hash of its data's file."""
-    return str(
-        manifest.get("identity", {}).get("data (its content)")
-        or manifest.get("data", {}).get("fingerprint")
-        or ""
-    )
-
-
-@dataclass(frozen=True)
-class WrittenReport:
-    """page: where report.html is. figures: how many were written to plots/ beside it."""
-
-    page: Path
-    figures: int
-
-
-def report(run: Path, *, output: Path | None = None) -> WrittenReport:
-    """Make report.html and plots/ of the finished run in a folder again, there or in the folder `output`.
-
-    From the same run folder and the same version of psgrad the same bytes come, those that `psgrad analyze`
-    wrote. Raises PsgradError where the folder holds no finished run of `psgrad analyze`, and where the report
-    can't be written.
-    """
-    result = load_run(run)
-    folder = RunFolder(run if output is None else output)
-    written: list[str] = []
-
-    def write(name: str, data: bytes) -> None:
-        folder.write_bytes(name, data)
-        written.append(name)
-
-    write_report(result, write)
-    return WrittenReport(folder.path / "report.html", len(written) - 1)
+    run = read_manifest(manifest)
+    return str((run.identity or {}).get("data (its content)") or run.data.fingerprint or "")

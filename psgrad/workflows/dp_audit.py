@@ -7,20 +7,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
-from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, Played, Verdict, judge, play
-from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, judge, play
+from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
 from psgrad.reports.costs import audit_content
-from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress
+from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_setup import (
     PrivateSetup,
@@ -30,8 +28,7 @@ from psgrad.workflows.private_setup import (
     set_up_privately,
     unit_in_words,
 )
-
-Say = Callable[[Progress], None]
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 FILE = "audit.json"
 # More canaries say more, and fewer find a place in small clipping groups.
@@ -109,15 +106,32 @@ def dp_audit(
                 "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
                 " can be drawn again"
             )
-        result = result_of(
-            setup,
-            played,
-            verdict,
-            pairs,
-            accounted,
-            accountant,
-            0 if canaries_only else len(setup.records),
-            notes,
+        noise = played.noise
+        result = DPAuditResult(
+            epsilon=verdict.epsilon,
+            accounted=accounted,
+            accountant=accountant,
+            delta=verdict.delta,
+            confidence=verdict.confidence,
+            steps=played.steps,
+            canaries=len(played.scores),
+            guesses=verdict.guesses.guesses,
+            right=verdict.guesses.right,
+            declared=verdict.declared,
+            reach=played.reach,
+            bounds=[
+                AuditBound(METHODS[bound.method], bound.epsilon, bound.noise, bound.evidence)
+                for bound in verdict.bounds
+            ],
+            noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
+            pairs=pairs,
+            records=0 if canaries_only else len(setup.records),
+            relation=privacy.relation,
+            scheme=setup.sampling.scheme,
+            unit=unit_in_words(privacy),
+            mechanism=privacy.noise.mechanism,
+            file=Path(),
+            notes=notes,
         )
         return written(result, folder)
 
@@ -189,15 +203,12 @@ def mechanism_of(setup: PrivateSetup, base: float) -> Mechanism:
     """The steps of the run that a config describes. The seed of a run that is none is left aside."""
     privacy = setup.privacy
 
-    def generator() -> Generator:
-        return make_generator(privacy.noise.generator)
-
     return Mechanism(
         setup.clipping,
         setup.noise(base),
         setup.sampling,
         privacy.relation,
-        generator,
+        lambda: make_generator(privacy.noise.generator),
         setup.adaptive,
         privacy.expected_batch_size,
     )
@@ -217,43 +228,3 @@ def accounted_epsilon(events: Events, delta: float) -> tuple[float | None, str]:
     known = [(epsilon_pld(events, delta).value, "PLD"), (epsilon_rdp(events, delta).value, "RDP")]
     stated = [(value, name) for value, name in known if value is not None]
     return min(stated) if stated else (None, "")
-
-
-def result_of(
-    setup: PrivateSetup,
-    played: Played,
-    verdict: Verdict,
-    pairs: list[NeighbourPair],
-    accounted: float | None,
-    accountant: str,
-    records: int,
-    notes: list[str],
-) -> DPAuditResult:
-    """All of it as a plain record."""
-    noise = played.noise
-    return DPAuditResult(
-        epsilon=verdict.epsilon,
-        accounted=accounted,
-        accountant=accountant,
-        delta=verdict.delta,
-        confidence=verdict.confidence,
-        steps=played.steps,
-        canaries=len(played.scores),
-        guesses=verdict.guesses.guesses,
-        right=verdict.guesses.right,
-        declared=verdict.declared,
-        reach=played.reach,
-        bounds=[
-            AuditBound(METHODS[bound.method], bound.epsilon, bound.noise, bound.evidence)
-            for bound in verdict.bounds
-        ],
-        noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
-        pairs=pairs,
-        records=records,
-        relation=setup.privacy.relation,
-        scheme=setup.sampling.scheme,
-        unit=unit_in_words(setup.privacy),
-        mechanism=setup.privacy.noise.mechanism,
-        file=Path(),
-        notes=notes,
-    )

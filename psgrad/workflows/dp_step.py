@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -25,22 +24,31 @@ from psgrad.engine.privacy.accounting import (
     merged,
     pld_curve,
 )
-from psgrad.engine.privacy.clipping import AdaptiveBound
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining, make_optimizer
-from psgrad.errors import CheckpointError, ConfigError
+from psgrad.errors import ConfigError
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
 from psgrad.reports.words import count
-from psgrad.results import STEP_COLUMNS, DPStepResult, Progress
-from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
+from psgrad.results import STEP_COLUMNS, DPStepResult, Progress, Say
+from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.wording import LOSSES_IN_NATS
-from psgrad.workflows.identity import Clock, describe_run, recorded
-from psgrad.workflows.plan import curve_points
+from psgrad.workflows.dp_plan import curve_points
+from psgrad.workflows.private_resume import (
+    adapted,
+    keep_place,
+    last_snapshot,
+    opened_ledger,
+    private_hashes,
+    require_own_folder,
+    require_same_code,
+    require_same_data,
+    weights_note,
+)
 from psgrad.workflows.private_setup import (
     PrivateSetup,
     base_multiplier,
@@ -50,18 +58,9 @@ from psgrad.workflows.private_setup import (
 )
 from psgrad.workflows.private_statement import (
     Statement,
-    keep_place,
     ledger_header,
-    private_hashes,
-    require_own_folder,
-    require_same_code,
-    require_same_data,
-    software,
-    weights_note,
 )
-from psgrad.workflows.setup import held
-
-Say = Callable[[Progress], None]
+from psgrad.workflows.running import Clock, describe_run, held, recorded
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 _STEPS = "steps.parquet"
@@ -121,13 +120,12 @@ def dp_step(
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
         setup.began.require_unwritten()
-    facts = {**describe_run("dp-step", setup.run, check), "hashes": hashes}
+    manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
         folder = PrivateRunFolder.create(config.output, overwrite)
-        folder.write_manifest(
-            {**facts, "state": "running"}
-        )  # before the ledger: who resumes must know the data again
+        # Before the ledger: a process that resumes the run must recognise the data.
+        folder.write_manifest(replace(manifest, state="running").content())
         snapshot = None
     else:
         was = require_same_data(folder, hashes)
@@ -139,9 +137,9 @@ def dp_step(
             )
         require_same(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
-        facts["hashes"] = was
+        manifest = replace(manifest, hashes=was)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
-    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, facts, clock):
+    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, manifest, clock):
         notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
         folder.remove_leftovers()
         training = PrivateTraining(
@@ -164,7 +162,6 @@ def dp_step(
         run = Run(setup, base, folder, ledger, training, lost=taken - saved)
         with clock("steps"):
             run.take(steps, progress)
-        facts["timings"] = clock.seconds
         with clock("accounting"):
             return run.finish([note for note in notes if note is not None])
 
@@ -197,60 +194,6 @@ def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
             next_step="plan more steps (privacy.steps) for a run of its own"
             + (f", or take --steps {left}" if left > 0 else ""),
         )
-
-
-def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
-    """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
-    if folder.checkpoint.exists():
-        try:
-            data = folder.checkpoint.read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder.checkpoint} can't be read: {error.strerror or error}",
-                expected="the checkpoint that the run wrote",
-                next_step="put the checkpoint back that belongs to this run",
-            ) from error
-        return Snapshot.from_bytes(data, str(folder.checkpoint))
-    if not before.steps:
-        return None
-    raise CheckpointError(
-        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
-        expected="the checkpoint that the run wrote before its first step, or a later one",
-        next_step=(
-            "put the file back, or begin a run of its own with another --output; the ledger says what this"
-            " one spent"
-        ),
-    )
-
-
-def opened_ledger(
-    folder: PrivateRunFolder,
-    before: LedgerContent | None,
-    header: dict[str, Any],
-    snapshot: Snapshot | None,
-    own: dict[str, Any],
-) -> Ledger:
-    """The ledger, new or to go on with. own: what this process's line says besides."""
-    if before is None:
-        return Ledger.create(folder.ledger, {**header, **own, "versions": software()})
-    note = {
-        **own,
-        "checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"],
-        "versions": software(),
-    }
-    mark = (
-        None
-        if snapshot is None
-        else {key: snapshot.metadata[key] for key in ("ledger_position", "ledger_sha256")}
-    )
-    return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
-
-
-def adapted(setup: PrivateSetup, snapshot: Snapshot) -> AdaptiveBound | None:
-    """The adaptive bound where the checkpoint left it."""
-    return (
-        None if setup.adaptive is None else replace(setup.adaptive, bound=float(snapshot.metadata["bound"]))
-    )
 
 
 class Run:

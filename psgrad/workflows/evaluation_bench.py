@@ -18,21 +18,25 @@ from torch.utils._pytree import tree_leaves
 
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows
-from psgrad.engine.influence.evaluation.retraining import Ensemble, OneByOne, Trainer, fresh_model, measured
-from psgrad.engine.influence.evaluation.statistics import Place
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
+from psgrad.engine.influence.evaluation.retraining import (
+    EnsembleTrainer,
+    FunctionTrainer,
+    Trainer,
+    fresh_model,
+    measured,
+)
+from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
 from psgrad.inputs.models.factory import load_model, resolve_training
-from psgrad.results import Progress
+from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of
 from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, method_from
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
-Say = Callable[[Progress], None]
-
 # Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and
 # uses what is still true.
 RETRAINED = "retrained"
@@ -51,7 +55,7 @@ class Bench:
     wanted: EvaluationConfig
     methods: dict[str, Method]
     asked: Array
-    rows: Rows
+    rows: LoadedRows
     train: Trainer
     store: ShardStore
     fingerprint: str
@@ -80,7 +84,7 @@ class Bench:
         wanted = self.setup.run.config.influence.normalize
         return None if wanted == "none" else wanted
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""
         return [(moment.training, moment.checkpoint) for moment in self.setup.moments]
 
@@ -94,7 +98,7 @@ class Bench:
         worse.
         """
         asked = self.queries(queries)[0]
-        rows, criterion = Rows.of(asked), asked.objective.criterion
+        rows, criterion = LoadedRows.of(asked), asked.objective.criterion
         return self.retrained(
             jobs, lambda members: members.measured(rows, criterion), f"queries {rows.digest()}"
         )
@@ -143,7 +147,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
     """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup)
-    rows = Rows.of(setup.moments[0].training)
+    rows = LoadedRows.of(setup.moments[0].training)
     notes, methods = list[str](), compared(config, setup.method)
     if same_for_all_seeds(fresh):
         notes.append(
@@ -225,7 +229,7 @@ def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def behaviour(fresh: Callable[[int], nn.Module], rows: Rows) -> str:
+def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows) -> str:
     """A digest of a fresh model's weights and of what it says to the first row: it is another where code that
     the factory imports is.
     """
@@ -233,21 +237,21 @@ def behaviour(fresh: Callable[[int], nn.Module], rows: Rows) -> str:
     with torch.no_grad():
         output = model(*[x[:1] for x in rows.inputs])
     said = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return Rows((*model.state_dict().values(), *said), None).digest()
+    return LoadedRows((*model.state_dict().values(), *said), None).digest()
 
 
 def trainer_of(
-    config: Config, fresh: Callable[[int], nn.Module], rows: Rows, setup: InfluenceSetup
+    config: Config, fresh: Callable[[int], nn.Module], rows: LoadedRows, setup: InfluenceSetup
 ) -> Trainer:
     """The built-in trainer with the config's recipe, or the config's own function."""
     train = config.influence.evaluate.train
     if train.function is not None:
-        return OneByOne(fresh, rows, resolve_training(train.function, config.base))
+        return FunctionTrainer(fresh, rows, resolve_training(train.function, config.base))
     recipe = Recipe(**train.model_dump(exclude={"function"}))
-    return Ensemble(fresh, rows, setup.run.criterion.function, recipe)
+    return EnsembleTrainer(fresh, rows, setup.run.criterion.function, recipe)
 
 
-def fingerprint(setup: InfluenceSetup, rows: Rows) -> str:
+def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
     """A digest of all that retrained models and their measurements depend on, besides the queries and the
     seeds. rows: the training data, by their numbers: one file may have several columns of labels.
     """

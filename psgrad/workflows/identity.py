@@ -2,23 +2,12 @@
 reference again by these.
 
 Whether a run may go on where an earlier one ended: only with the same model, data and numbers.
-
-When, from which command and from which state of the user's code a run was made.
-
-What manifest.json says of a run: what was asked, what was used, how it went.
 """
 
 from __future__ import annotations
 
 import json
-import platform
-import re
-import shlex
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,9 +15,7 @@ from typing import Any
 import torch
 
 from psgrad.config import Config, is_callable_spec
-from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.errors import ConfigError
-from psgrad.inputs.code import module_of
 from psgrad.inputs.code_identity import CodeIdentity, code_identity
 from psgrad.storage.folders import RunFolder, manifest_of
 from psgrad.wording import told
@@ -40,7 +27,8 @@ NAMES = "identity.json"
 changed.
 """
 
-_SHOWN = 4
+# Names in a sentence, and changes in a message.
+_SHOWN, _LISTED = 4, 12
 
 
 def code_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, CodeIdentity]:
@@ -164,24 +152,12 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
             ),
             next_step="begin anew with --overwrite, or another --output",
         )
-    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-    if changed == [_CHECKPOINT]:  # saved again, with the same weights
-        changed = []
-    if changed:
-        parts = _parts_that_differ(path, names_of(run))
-        shown = [
-            f"  {key}: was {told(then.get(key))}, is {told(now.get(key))}{parts.get(key, '')}"
-            for key in changed[:12]
-        ]
-        more = [f"  and {len(changed) - 12} more"] if len(changed) > 12 else []
+    parts = _parts_that_differ(path, names_of(run))
+    changed = _changes(then, now, parts)
+    if list(changed) != [_CHECKPOINT] and changed:  # alone: it was saved again, with the same weights
         raise ConfigError(
-            "\n".join(
-                [
-                    f"the run in {path} was begun with something else, and rows of two runs can't be mixed:",
-                    *shown,
-                    *more,
-                ]
-            ),
+            f"the run in {path} was begun with something else, and rows of two runs can't be mixed:"
+            f"{_listed(changed)}",
             expected="the config, checkpoint, data and code of the run that is to go on",
             next_step="put back what changed; or begin anew with --overwrite, or another --output",
         )
@@ -208,17 +184,30 @@ def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -
         {key: each.get(key) for key in _OF_VERDICT}
         for each in (manifest.get("config", {}).get("analyze", {}), dumped)
     )
-    then, now = _flat(then, "analyze"), _flat(now, "analyze")
-    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    changed = _changes(_flat(then, "analyze"), _flat(now, "analyze"))
     if changed:
-        shown = [f"  {key}: was {told(then.get(key))}, is {told(now.get(key))}" for key in changed[:12]]
         raise ConfigError(
-            "\n".join(
-                [f"the run in {path} is finished, and its samples were judged by other rules:", *shown]
-            ),
+            f"the run in {path} is finished, and its samples were judged by other rules:{_listed(changed)}",
             expected="the rules by which it was judged; its gate alone may be another",
             next_step="run it anew with --overwrite, or another --output; or put back what changed",
         )
+
+
+def _changes(
+    then: Mapping[str, Any], now: Mapping[str, Any], more: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """key -> what of it changed, in words; `more` is added to those of some keys."""
+    return {
+        key: f"was {told(then.get(key))}, is {told(now.get(key))}{(more or {}).get(key, '')}"
+        for key in {**then, **now}
+        if then.get(key) != now.get(key)
+    }
+
+
+def _listed(changed: Mapping[str, str]) -> str:
+    """The first changes, a line each."""
+    lines = [f"\n  {key}: {words}" for key, words in list(changed.items())[:_LISTED]]
+    return "".join(lines) + (f"\n  and {len(changed) - _LISTED} more" if len(changed) > _LISTED else "")
 
 
 def _flat(content: Any, above: str = "") -> dict[str, Any]:
@@ -230,154 +219,3 @@ def _flat(content: Any, above: str = "") -> dict[str, Any]:
         if key not in _FREE
     ]
     return {key: value for part in inside for key, value in part.items()}
-
-
-_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-
-
-def origin(base: Path) -> dict[str, Any]:
-    """created: now, UTC. command_line: of psgrad, None where it was called from Python. revision:
-    `revision_of` the folder `base`.
-    """
-    return {"created": now(), "command_line": command_line(), "revision": revision_of(base)}
-
-
-def now() -> str:
-    """The time as ISO 8601, in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def command_line() -> str | None:
-    """The arguments of this process as a shell takes them; None where it is another program than psgrad,
-    whose arguments may be secret.
-    """
-    program = Path(sys.argv[0]) if sys.argv else Path()
-    own = program.stem == "psgrad" or (program.name == "__main__.py" and program.parent.name == "psgrad")
-    return shlex.join(["psgrad", *sys.argv[1:]]) if own else None
-
-
-def revision_of(folder: Path) -> str | None:
-    """The commit that is checked out where a folder lies; None outside of a git repository.
-
-    Git's files are read and git is not run, which would run programs that a repository's settings name. So
-    changes that are not committed are not seen.
-    """
-    try:
-        for above in (folder.resolve(), *folder.resolve().parents):
-            if (above / ".git").exists():
-                return _checked_out(above / ".git")
-    except (OSError, UnicodeDecodeError):
-        pass
-    return None
-
-
-def _checked_out(git: Path) -> str | None:
-    if git.is_file():  # of a worktree or a submodule: "gitdir: <path>"
-        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
-    shared = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return _commit(head)
-    name = head.removeprefix("ref:").strip()
-    for where in (git, shared):
-        if (where / name).is_file():
-            return _commit((where / name).read_text())
-    packed = (shared / "packed-refs").read_text().splitlines() if (shared / "packed-refs").exists() else []
-    return next((_commit(line.split()[0]) for line in packed if line.endswith(f" {name}")), None)
-
-
-def _commit(text: str) -> str | None:
-    found = _COMMIT.fullmatch(text.strip())
-    return found and found[0]
-
-
-class Clock:
-    """Seconds spent in each phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = round(time.perf_counter() - start, 3)
-
-
-def describe_run(
-    command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
-) -> dict[str, Any]:
-    """What manifest.json says of a run before it starts. `specs` name code that it runs besides its model's,
-    loss's and data's.
-    """
-    config, loaded = run.config, run.loaded
-    parameters = list(loaded.model.parameters())
-    return {
-        "version": 1,
-        "command": command,
-        **origin(config.base),
-        "config": config.model_dump(mode="json"),
-        "config_folder": str(config.base),  # what the paths in it are relative to
-        "versions": {
-            "psgrad": version("psgrad"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "model": {
-            "factory": config.model.factory,
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-            "checkpoint": config.model.checkpoint,
-            "sha256": loaded.sha256,
-            "notes": loaded.notes,
-            "modules_imported": [
-                *loaded.modules_imported,
-                *run.criterion.modules_imported,
-                *([module_of(config.data.factory)] if config.data.factory else []),
-            ],
-        },
-        "data": {"source": config.data.path or config.data.factory, "fingerprint": run.samples.fingerprint},
-        "hashes": hashes_of(run, specs),
-        "engine": {
-            "device": (
-                str(run.device)
-                if run.device.type == "cpu"
-                else f"{run.device} ({torch.cuda.get_device_name(run.device)})"
-            ),
-            "dtype": config.engine.dtype,
-            "threads": torch.get_num_threads(),
-        },
-        "self_check": (
-            {"samples": 0, "reason": "the model draws at random in train mode"}
-            if check is None
-            else {"samples": len(check.rows), "rows": check.rows, "worst_relative_error": check.worst}
-            | ({"worst_error_of_autocast": check.worst_rounding} if check.rounding else {})
-        ),
-        "contains_private_statistics": True,
-    }
-
-
-@contextmanager
-def recorded(folder: RunFolder, facts: dict[str, Any], clock: Clock) -> Iterator[None]:
-    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted.
-
-    `created` is when the run began, whichever process goes on with it, and `finished` when it came to its
-    end.
-    """
-    facts["created"] = folder.manifest().get("created") or facts["created"]
-    folder.write_manifest({**facts, "state": "running"})
-    try:
-        yield
-    except BaseException as error:
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        try:
-            counts = {"finished_samples": folder.rows}
-            folder.write_manifest(
-                {**facts, "state": state, "error": str(error), "counts": counts, "timings": clock.seconds}
-            )
-        except Exception:
-            pass  # the disk may be full, and what has gone wrong first is what the user must hear
-        raise
-    folder.write_manifest({**facts, "state": "finished", "finished": now(), "timings": clock.seconds})

@@ -16,8 +16,9 @@ from psgrad.engine.influence.method import Fitted, Screened, screened
 from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
+from psgrad.inputs.shown import input_of
 from psgrad.reports.costs import duration
-from psgrad.results import InfluenceResult, Progress
+from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
     QUERY_COLUMNS,
     SIGN,
@@ -26,10 +27,10 @@ from psgrad.results.influence import (
     shown_queries,
     shown_rows,
 )
+from psgrad.results.manifest import Counts, InfluenceFacts
 from psgrad.storage import RunFolder
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.influence_index import open_index, screened_rows
-from psgrad.workflows.influence_ranking import Rankings, check_removals, input_of, marked_beyond_loss, rank
+from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     chosen_rows,
@@ -38,8 +39,7 @@ from psgrad.workflows.influence_setup import (
     told_of_queries,
     unit_of,
 )
-
-Say = Callable[[Progress], None]
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -74,10 +74,10 @@ def influence(
     with clock("self-check"):
         check = run.self_check(setup.moments[0].training.stream)
     folder = RunFolder.create(config.output, overwrite)
-    facts = describe_run(
-        "influence", run, check, [config.influence.method.name, config.influence.measurement.name]
-    ) | described(setup)
-    with recorded(folder, facts, clock):
+    specs = [config.influence.method.name, config.influence.measurement.name]
+    asked = described(setup)
+    manifest = replace(describe_run("influence", run, check, specs), influence=asked)
+    with recorded(folder, manifest, clock) as record:
         with clock("screening"):
             known = None if store is None else screened_rows(store)
             setup, looks = without_nonfinite(setup, known, warnings)
@@ -92,21 +92,21 @@ def influence(
             tell_of_unranked(setup, rankings, warnings)
         with clock("self-influence"), told_as_own(config.influence.method.name):
             own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
-        facts["influence"]["unit"] = unit_of(setup, fitted)
         removals: RemovalCheck | None = None
-        if facts["influence"]["predicts_removal"]:
+        if asked.predicts_removal:
             losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
             rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
             with clock("check"), told_as_own(config.influence.method.name):
                 seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
                 removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
-            facts["influence"]["check"] = (
-                None if removals is None else {**asdict(removals), "words": removals.words}
-            )
-        facts["influence"]["fit"] = [each.facts for each in fitted]
-        facts["influence"]["warnings"] = warnings.said
-        facts["counts"] = looks.counts()
-        facts["timings"] = clock.seconds
+        found = replace(
+            asked,
+            unit=unit_of(setup, fitted),
+            check=None if removals is None else {**asdict(removals), "words": removals.words},
+            fit=[each.facts for each in fitted],
+            warnings=warnings.said,
+        )
+        facts = record.add(influence=found, counts=looks.counts(), timings=clock.seconds)
         with clock("tables"):
             result = _result(
                 setup, looks, queries, shown, rankings, own, fitted, facts, folder, warnings.said, removals
@@ -135,29 +135,27 @@ class _Warnings:
             self._progress(Progress(0, 0, "influence", message))
 
 
-def described(setup: InfluenceSetup) -> dict[str, Any]:
+def described(setup: InfluenceSetup) -> InfluenceFacts:
     """What manifest.json says of the scores, before there are any."""
     wanted = setup.run.config.influence
-    return {
-        "influence": {
-            "method": setup.method.name,
-            "sign": SIGN,
-            "unit": unit_of(setup),
-            "predicts_removal": setup.method.predicts_removal and wanted.normalize == "none",
-            "measurement": setup.measurement.name,
-            "normalize": wanted.normalize,
-            "parameters": list(setup.moments[0].training.params),
-            "checkpoints": [
-                {
-                    "path": moment.path,
-                    "sha256": moment.sha256,
-                    "learning_rate": moment.checkpoint.learning_rate,
-                }
-                for moment in setup.moments
-            ],
-            "queries": {"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
-        }
-    }
+    return InfluenceFacts(
+        method=setup.method.name,
+        sign=SIGN,
+        unit=unit_of(setup),
+        predicts_removal=setup.method.predicts_removal and wanted.normalize == "none",
+        measurement=setup.measurement.name,
+        normalize=wanted.normalize,
+        parameters=list(setup.moments[0].training.params),
+        checkpoints=[
+            {
+                "path": moment.path,
+                "sha256": moment.sha256,
+                "learning_rate": moment.checkpoint.learning_rate,
+            }
+            for moment in setup.moments
+        ],
+        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+    )
 
 
 class Looks:
@@ -170,13 +168,13 @@ class Looks:
         self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
         self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
 
-    def counts(self) -> dict[str, int]:
-        return {
-            "training_examples": len(self.kept),
-            "training_nonfinite": int((~self.kept).sum()),
-            "queries": len(self.asked),
-            "queries_nonfinite": int((~self.asked).sum()),
-        }
+    def counts(self) -> Counts:
+        return Counts(
+            training_examples=len(self.kept),
+            training_nonfinite=int((~self.kept).sum()),
+            queries=len(self.asked),
+            queries_nonfinite=int((~self.asked).sum()),
+        )
 
 
 def without_nonfinite(

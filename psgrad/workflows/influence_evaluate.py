@@ -38,14 +38,14 @@ from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.rows import Block
 from psgrad.reports.evaluation import evaluation_plots, finite
-from psgrad.results import Progress
+from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.identity import Clock, describe_run, recorded
 from psgrad.workflows.influence import described, without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
+from psgrad.workflows.running import Clock, describe_run, recorded
 
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
 
@@ -191,8 +191,6 @@ def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
     return found
 
 
-Say = Callable[[Progress], None]
-
 _WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
@@ -237,8 +235,8 @@ def evaluate_influence(
     with clock("screening"):
         setup, _ = without_nonfinite(setup, known=None, say=say)
     folder = RunFolder.create(path, overwrite)
-    facts = describe_run("influence-evaluation", setup.run, check) | described(setup)
-    with recorded(folder, facts, clock):
+    manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
+    with recorded(folder, manifest, clock) as record:
         with clock("evaluation"):
             bench = bench_of(setup, folder, progress)
             found = _WAYS[kind](bench)
@@ -253,10 +251,10 @@ def evaluate_influence(
             points=found.points,
             curves=found.curves,
             notes=[*bench.notes, *dict.fromkeys(said)],
-            manifest=facts,
+            manifest=record.manifest.content(),
         )
-        facts["evaluation"] = evaluation_content(result)
-        facts["timings"] = clock.seconds
+        facts = record.add(evaluation=evaluation_content(result), timings=clock.seconds)
+        result = replace(result, manifest=facts)
         write_files(result, folder)
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,12 @@ from psgrad.engine.influence.index.build import build_index
 from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, describe
 from psgrad.engine.influence.method import Screened
 from psgrad.errors import ConfigError, OutputError
-from psgrad.results import IndexResult, Progress
+from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
-from psgrad.workflows.identity import Clock, hashes_of
+from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
+from psgrad.workflows.running import Clock
 from psgrad.workflows.setup import Setup
-
-Say = Callable[[Progress], None]
 
 # Rows whose loss is held against an index that is opened.
 _COMPARED = 8

@@ -31,9 +31,11 @@ from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, Mod
 from psgrad.inputs.code import describe_failure, resolve
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
+from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.setup import CheckedReader, Setup, class_count, draws_at_random, set_up
+from psgrad.workflows.checkpoints import same_weights
+from psgrad.workflows.setup import Setup, class_count, draws_at_random, load, setup_of
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -192,7 +194,9 @@ def first_run(config: Config) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
-    run = set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    run = setup_of(
+        load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    )
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they"
@@ -210,9 +214,7 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
     there = _at(config, number)
     loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
     model = loaded.model.to(run.device, run.dtype)
-    objective = Objective(
-        model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast
-    )
+    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.autocast)
     return replace(run, config=there, loaded=loaded, model=model, objective=objective)
 
 
@@ -235,18 +237,12 @@ def _at(config: Config, number: int) -> Config:
 
 
 def _require_another(moments: list[Moment], run: Setup) -> None:
-    # Not by their bytes: torch.save writes a file's name into it.
     weights = run.model.state_dict()
     same = next(
         (moment for moment in moments if _equal(moment.training.objective.model.state_dict(), weights)), None
     )
     if same is not None:
-        raise ConfigError(
-            f"the checkpoints {same.path} and {run.config.model.checkpoint} hold the same weights",
-            expected="each checkpoint once",
-            cause="one file under two names, or a training run that did not train in between",
-            next_step="leave one of them out of influence.checkpoints; it would count double",
-        )
+        raise same_weights(same.path, run.config.model.checkpoint, "influence.checkpoints")
 
 
 def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import Config, DataConfig, nearest
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
@@ -27,22 +26,19 @@ from psgrad.quality.references import (
     require_comparable,
     scored_by,
 )
-from psgrad.results import SAMPLE_COLUMNS, Progress
+from psgrad.results import SAMPLE_COLUMNS, Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.identity import hashes_of, measure_specs
-from psgrad.workflows.measures import measures_of, prepare
+from psgrad.workflows.measures import PROJECTED, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
-from psgrad.workflows.setup import CheckedReader, Setup
+from psgrad.workflows.setup import Setup
 
-_ROWS = "projected_gradients"
 _PREFIX = "reference-"
 # Measures beside those with a second look whose numbers depend on the other samples.
 _RELATIVE = ("neighbour_distance",)
 # And columns of others.
 _RELATIVE_COLUMNS = ("vog_z",)
-
-Say = Callable[[Progress], None]
 
 
 class Judging:
@@ -83,19 +79,17 @@ class Judging:
             "score": self._outliers.score,
         }
 
-    def measure(self, folder: RunFolder, say: Say) -> None:
-        """Measure the dataset that is the reference, where one is. What is finished is kept in the run's
-        folder, as its own rows are.
+    def reference(self, folder: RunFolder, say: Say) -> Reference | None:
+        """The trusted samples with their scores; None where there are none. A dataset is measured now, and
+        what is finished of it is kept in the run's folder, as the run's own rows are.
         """
-        if self._trusted is not None:
-            self._found = self._measure(self._trusted, folder, say)
+        return self._found if self._trusted is None else self._measure(self._trusted, folder, say)
 
-    def judge(self, measured: Measured) -> Judged:
-        """The verdict on what was measured."""
+    def judge(self, measured: Measured, reference: Reference | None) -> Judged:
+        """The verdict on what was measured, against the trusted samples."""
         frame = measured.table
         if self._of_data is not None and self._units is not None:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
-        reference = self._found
         relative = [each for each in self._measures if each.looks_twice or each.name in _RELATIVE]
         is_relative = self._outliers.score in _RELATIVE_COLUMNS or any(
             _gives(each, self._outliers.score) for each in relative
@@ -173,7 +167,9 @@ class Judging:
             manifest = finished_manifest(path)
             caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
             finished = load_run(path)
-            rows = finished.measures[_ROWS].arrays.get(_ROWS) if _ROWS in finished.measures else None
+            rows = (
+                finished.measures[PROJECTED].arrays.get(PROJECTED) if PROJECTED in finished.measures else None
+            )
             found = reference_of(
                 finished.samples, self._scored_by, outliers.group_by, "run", str(source.run), rows
             )
@@ -185,13 +181,9 @@ class Judging:
         if source is None or source.data is None:
             return None
         trusted = load_data(source.data, run.config.base, self._of_data)
-        reader = CheckedReader(trusted, run.criterion, run.reader.classes)
-        objective = Objective(
-            run.model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast
-        )
         config = run.config.model_copy(update={"data": source.data})
         config._base = run.config.base
-        return replace(run, config=config, samples=trusted, objective=objective, reader=reader)
+        return replace(run, config=config, samples=trusted).with_rows_described()
 
     def _measure(self, trusted: Setup, folder: RunFolder, say: Say) -> Reference:
         """The trusted dataset, measured as the samples are: what the score, the groups and the detectors
@@ -229,7 +221,7 @@ def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
     if giving.get(outliers.score) == []:
         return config
     needed = {name for names in giving.values() for name in names} | (
-        {_ROWS} if outliers.detectors else set()
+        {PROJECTED} if outliers.detectors else set()
     )
     kept = [each for each in config.analyze.measures if each.name in needed]
     changed = config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
@@ -248,7 +240,7 @@ def _gives(measure: Measure, column: str) -> bool:
 
 
 def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
-    return measured.rows[_ROWS].numpy() if _ROWS in measured.rows else None
+    return measured.rows[PROJECTED].numpy() if PROJECTED in measured.rows else None
 
 
 def _with_log(frame: pd.DataFrame) -> pd.DataFrame:

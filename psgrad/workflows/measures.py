@@ -30,9 +30,6 @@ from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.builtin import known_measures
-from psgrad.engine.measures.builtin.checkpoints import Moments
-from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
-from psgrad.engine.measures.builtin.vog import VoG
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
@@ -40,11 +37,13 @@ from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.inputs.code import describe_failure, resolve
 from psgrad.results.analyze import SAMPLE_COLUMNS
-from psgrad.workflows.checkpoints import moments_of
+from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "token_accuracy"})
+# The measure whose rows detectors judge.
+PROJECTED = "projected_gradients"
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
 
 
@@ -230,8 +229,9 @@ def measures_of(config: Config) -> list[Measure]:
     Raises ConfigError for names or options that are not known.
     """
     found: dict[str, Measure] = {}
-    known = known_measures()
-    for each in config.analyze.measures:
+    wanted, detectors = config.analyze.measures, config.analyze.outliers.detectors
+    known = known_measures() if wanted or detectors else {}  # which imports them all
+    for each in wanted:
         measure = measure_from(each, config.base)
         same = next((name for name, other in found.items() if other.name == measure.name), None)
         if same is not None or (measure.name in known and is_callable_spec(each.name)):
@@ -243,8 +243,10 @@ def measures_of(config: Config) -> list[Measure]:
         found[each.name] = measure
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
-    if config.analyze.outliers.detectors and ProjectedGradients.name not in found:
-        needed[ProjectedGradients.name] = ProjectedGradients(save=True)  # what later runs may be held against
+    if detectors and PROJECTED not in found:
+        from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+
+        needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:
@@ -294,16 +296,15 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
 def prepare(
     run: Setup, measures: list[Measure], count: int, say: Callable[[str], None]
 ) -> tuple[Setting, list[Measure]]:
-    """(what is measured, all measures of the run). The objective of its examples keeps of an output what the
-    measures ask for.
+    """(what is measured, all measures of the run); the model's summary is what all of them keep of an output.
 
     `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
     loss or the data.
     """
-    everywhere = [GradientNorms(), Predictions(summary_for(run.criterion.kind, run.criterion.ignore_index))]
-    every = [*everywhere, *measures]
-    targets = run.reader.samples.targets
+    summary = summary_for(run.criterion.kind, run.criterion.ignore_index)
+    every = [GradientNorms(), Predictions(summary), *measures]
     objective = run.objective.with_summary(partial(joined_summary, every))
+    targets = run.reader.samples.targets
     setting = Setting(
         examples=Examples(objective, run.reader, count, run.stream_options(say)),
         kind=run.criterion.kind,
@@ -312,7 +313,7 @@ def prepare(
         ),
         classes=run.reader.classes,
         ignore_index=run.criterion.ignore_index,
-        moments=moments_of(run),
+        checkpoints=checkpoints_of(run),
         seed=run.config.analyze.seed,
         shows_inputs=run.config.report.include_inputs,
         say=say,
@@ -331,9 +332,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     much memory is free; what differs from checkpoint to checkpoint would be the draws.
     """
     twice = [
-        each.name
-        for each in measures
-        if each.looks_twice or each.name == VoG.name or Moments.name in each.needs
+        each.name for each in measures if each.looks_twice or each.name == "vog" or "moments" in each.needs
     ]
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(

@@ -18,12 +18,14 @@ import torch
 
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.measures.passes import SecondLook
-from psgrad.results import Progress
+from psgrad.engine.measures.passes import SecondPass
+from psgrad.inputs.reader import digest_of
+from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
 from psgrad.workflows.measures import joined_columns
-from psgrad.workflows.setup import Setup, digest_of, held
+from psgrad.workflows.running import held
+from psgrad.workflows.setup import Setup
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -32,7 +34,6 @@ _SECONDS_PER_SHARD = 30.0
 _FIRST, _SECOND = "samples", "samples-again"
 _CHUNK_SIZE = "stream.chunk_size"
 
-Say = Callable[[Progress], None]
 ABOUT_COLUMNS = ("id", "index", "fingerprint", "target")
 About = Callable[[int, int], dict[str, Any]]
 """(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
@@ -87,7 +88,7 @@ class Passes:
         """All passes, and what the measures gathered."""
         count = len(self.setting)
         again = [measure for measure in self.measures if measure.looks_twice]
-        second = SecondLook(again, self.stream)
+        second = SecondPass(again, self.stream)
         first = [*self.measures, second] if again else self.measures
         run = partial(self.stream.run, count, first, often=True)
         table, rows = self._take(_FIRST, first, lambda start: run(start=start), about=self.about)
@@ -210,17 +211,12 @@ def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
     A sample without an id of its own is known by its content.
     """
     ids, reader = run.samples.ids, run.reader
-    own_ids = run.config.data.id is not None
-    if not own_ids:
-        reader.contents = np.full(len(ids), "", dtype="U32")
-    if run.criterion.kind == "token":
-        reader.lengths = np.zeros(len(ids), np.int64)
 
     def about(start: int, stop: int) -> dict[str, Any]:
         rows = slice(start, stop)
         prints = (
             [digest_of(each) for each in ids[rows].tolist()]
-            if own_ids or reader.contents is None
+            if reader.contents is None
             else reader.contents[rows]
         )
         target = {} if reader.targets is None else {"target": reader.targets[rows]}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.execution.loading import Batch
-from psgrad.engine.privacy.audit import Replayed, record_replay
+from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
@@ -98,7 +98,7 @@ def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> lis
         rows = np.full(3, start)
         rows[3 - same] = (start + 1) % len(setup.run.samples)
         found.append(
-            record_replay(
+            compare_neighbours(
                 _of_weighted_rows(setup, rows, weights, 1),
                 _of_weighted_rows(setup, rows, weights, 0),
                 setup.clipping,
@@ -304,7 +304,7 @@ def _compared(
             f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()
         }
 
-    found = record_replay(
+    found = compare_neighbours(
         _source(mixed, neighbours.first),
         _source(mixed, neighbours.second),
         setup.clipping,

@@ -33,7 +33,7 @@ from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
 from psgrad.inputs.code import resolve
 from psgrad.inputs.losses import Criterion
-from psgrad.workflows.setup import Loss, Setup, set_up
+from psgrad.workflows.setup import Loss, Setup, load, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4
@@ -141,12 +141,9 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     """
     privacy = require_privacy(config)
     unit = privacy.unit
-    seen: list[Began] = []
-    column = None if unit is None else unit.column
-    run = set_up(
-        config, trainable=privacy.trainable, unit=column, built=lambda *built: seen.append(Began(*built))
-    )
-    began = seen[0]
+    loaded = load(config, trainable=privacy.trainable, unit=None if unit is None else unit.column)
+    began = Began(loaded.model, loaded.criterion)
+    run = setup_of(loaded)
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
     else:

@@ -1,21 +1,11 @@
-"""What a config names, made live: the model, the loss, the data, and the engine's stream over them.
-
-Ctrl-C at a moment that suits: what must not be left half done is finished first.
-"""
+"""What a config names, made live: the model, the loss, the data, and the engine's stream over them."""
 
 from __future__ import annotations
 
-import hashlib
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from types import FrameType
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,34 +18,64 @@ from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
-from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
+from psgrad.inputs.losses import Criterion, resolve_loss
 from psgrad.inputs.models.factory import LoadedModel, load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
-from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.reader import CheckedReader
+from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
 
 Loss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The parts of a run.
+class Loaded:
+    """What a config names, before any row went through the model.
 
-    `dtype` is the type of parameters and inputs; see `pick_precision`. `first_output` calls the model on the
-    first row. `identity` is the model's as it was loaded.
+    Attributes:
+        dtype, autocast: see `pick_precision`.
+        loaded: the model as its factory and checkpoint gave it, and where it came from.
+        identity: the hashes of that model.
+        model: the same on the device, in `dtype`.
     """
 
     config: Config
     device: torch.device
     dtype: torch.dtype
+    autocast: torch.dtype | None
     loaded: LoadedModel
+    identity: ModelIdentity
     criterion: Criterion
     samples: Samples
     model: nn.Module
+
+    def first_output(self) -> Any:
+        """The model's output for the first row as a batch of one, without psgrad's transforms."""
+        inputs = self.samples.read(0, 1).inputs
+        with torch.no_grad():
+            return self.model(
+                *[x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs]
+            )
+
+
+@dataclass(frozen=True)
+class Setup(Loaded):
+    """The parts of a run: what the config names, with the function that is differentiated and the reader of
+    the rows.
+    """
+
     objective: Objective
     reader: CheckedReader
-    first_output: Callable[[], Any]
-    identity: ModelIdentity
+
+    def with_rows_described(self) -> Setup:
+        """The same, with a reader that keeps what the table of samples says of each row: a digest where it
+        has no id, and its length where positions count.
+        """
+        digests, lengths = self.config.data.id is None, self.criterion.kind == "token"
+        reader = CheckedReader(
+            self.samples, self.criterion, self.reader.classes, with_digests=digests, with_lengths=lengths
+        )
+        return replace(self, reader=reader)
 
     @property
     def randomness(self) -> str:
@@ -96,18 +116,20 @@ class Setup:
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(
+def load(
     config: Config,
     *,
     trainable: Sequence[str] | None = None,
     trainable_key: str = "privacy.trainable",
     unit: str | None = None,
-    built: Callable[[nn.Module, Criterion], None] = lambda model, criterion: None,
-) -> Setup:
-    """Load all that a config names. Of the parameters only those that fit a pattern in `trainable` are
-    trained; None for those that the factory left trainable; `trainable_key` is the config's name for them.
-    `unit` is the column of the data that says whom each row belongs to. `built` is called with the model and
-    the loss before any row goes through them.
+) -> Loaded:
+    """Load all that a config names.
+
+    Args:
+        trainable: patterns of the parameters that are trained; None for those that the factory left
+            trainable.
+        trainable_key: the config's name for these patterns.
+        unit: the column of the data that says whom each row belongs to.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
@@ -119,14 +141,23 @@ def set_up(
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
     model = loaded.model.to(device, dtype)
-    built(model, criterion)
+    return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model)
+
+
+def set_up(config: Config) -> Setup:
+    """Load all that a config names, and make the parts of a run of it; see `load`."""
+    return setup_of(load(config))
+
+
+def setup_of(parts: Loaded) -> Setup:
+    """The parts of a run of what was loaded. The first row goes through the model, for the number of
+    classes.
+    """
+    criterion = parts.criterion
     summary = summary_for(criterion.kind, criterion.ignore_index)
-    objective = Objective(model, criterion.function, summary, autocast=autocast)
-    first_output = partial(output_of_first_row, model, samples, device, dtype)
-    reader = CheckedReader(samples, criterion, class_count(first_output, criterion))
-    return Setup(
-        config, device, dtype, loaded, criterion, samples, model, objective, reader, first_output, identity
-    )
+    objective = Objective(parts.model, criterion.function, summary, autocast=parts.autocast)
+    reader = CheckedReader(parts.samples, criterion, class_count(parts.first_output, criterion))
+    return Setup(**vars(parts), objective=objective, reader=reader)
 
 
 def pick_device(name: str) -> torch.device:
@@ -163,95 +194,6 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)
 
 
-def output_of_first_row(model: nn.Module, samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
-    """What the model says to the first row as a batch of one, without psgrad's transforms."""
-    inputs = samples.read(0, 1).inputs
-    with torch.no_grad():
-        return model(*[x.to(device, dtype if x.is_floating_point() else None) for x in inputs])
-
-
-class CheckedReader:
-    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before
-    any work.
-
-    `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset
-    that yields its targets with its rows only, they are noted as the rows pass by, and are zero until then.
-    So are `contents`, [n] digests of what each row holds, empty until then, and `lengths`, [n] how many
-    positions of each row count, zero until then, where they are asked for.
-    """
-
-    contents: np.ndarray[Any, Any] | None = None
-    lengths: np.ndarray[Any, Any] | None = None
-
-    def __init__(self, samples: Samples, criterion: Criterion, classes: int | None) -> None:
-        self.samples, self.criterion, self.classes = samples, criterion, classes
-        self.targets = samples.targets
-        self._known = samples.targets is not None
-        self._noted = np.zeros(len(samples), bool)
-        if samples.targets is not None:
-            check_targets(criterion, torch.as_tensor(samples.targets), classes)
-
-    def __call__(self, start: int, stop: int) -> Block:
-        with self.samples.reading:
-            block = self.samples.read(start, stop)
-        if not self._known:
-            check_targets(self.criterion, block.target, self.classes, first_row=start)
-            self._note(slice(start, stop), block.target)
-        if self.contents is not None:
-            self.contents[start:stop] = digests(block)
-        if self.lengths is not None and block.target is not None:
-            self.lengths[start:stop] = (block.target != self.criterion.ignore_index).flatten(1).sum(1).numpy()
-        return block
-
-    def take(self, rows: np.ndarray[Any, Any]) -> Block:
-        """These rows, in this order."""
-        with self.samples.reading:
-            block = self.samples.take(rows)
-        if not self._known and block.target is not None:
-            for place, row in enumerate(rows):  # one by one: a message names the row
-                check_targets(
-                    self.criterion, block.target[place : place + 1], self.classes, first_row=int(row)
-                )
-            self._note(rows, block.target)
-        elif not self._known:
-            check_targets(self.criterion, None, self.classes)
-        return block
-
-    def targets_at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-        """The targets of these rows; None where there are none, or not all of the rows have been read."""
-        if self.targets is None or not (self._known or self._noted[rows].all()):
-            return None
-        found: np.ndarray[Any, Any] = self.targets[rows]
-        return found
-
-    def _note(self, rows: slice | np.ndarray[Any, Any], target: torch.Tensor | None) -> None:
-        if target is None or target.dim() != 1:
-            return
-        if self.targets is None:
-            self.targets = np.zeros(len(self.samples), target.numpy().dtype)
-        self.targets[rows], self._noted[rows] = target.numpy(), True
-
-
-def digests(block: Block) -> list[str]:
-    """For each row 32 hexadecimal digits of its inputs and its target: types, shapes and values."""
-    tensors = [x.numpy() for x in (*block.inputs, *([] if block.target is None else [block.target]))]
-    found = []
-    for row in range(len(tensors[0])):
-        digest = hashlib.blake2b(digest_size=16)
-        for values in tensors:
-            digest.update(f"{values.dtype.str}{values.shape[1:]}".encode())
-            digest.update(np.ascontiguousarray(values[row]).data)
-        found.append(digest.hexdigest())
-    return found
-
-
-def digest_of(identifier: object) -> str:
-    """32 hexadecimal digits of a sample's id."""
-    return hashlib.blake2b(
-        f"id {identifier!r}".encode("utf-8", "backslashreplace"), digest_size=16
-    ).hexdigest()
-
-
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
     """The size of the output's class axis, from one sample; None where the loss knows no classes, or the
     model fails (told later).
@@ -277,34 +219,3 @@ def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
     except Exception:
         return False
     return random_draws.everywhere() != before
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the block is done, and are then handled as they would have been. Of each
-    the second waits no longer.
-
-    Outside of the main thread, which alone hears signals, nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-    before: dict[int, Any] = {}
-
-    def wait(signum: int, frame: FrameType | None) -> None:
-        waiting.append((signum, frame))
-        signal.signal(signum, before[signum])
-
-    for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
-        before[signum] = signal.getsignal(signum)
-        if callable(before[signum]):
-            signal.signal(signum, wait)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            if callable(handler):
-                signal.signal(signum, handler)
-    for arrived, frame in waiting:
-        before[arrived](arrived, frame)

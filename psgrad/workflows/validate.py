@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,14 @@ class Validation:
     facts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def told(self, where: str) -> Iterator[None]:
+        """What is raised inside is a problem of the config's key `where`."""
+        try:
+            yield
+        except PsgradError as error:
+            self.problems.append(Problem(where, error))
+
     @property
     def exit_code(self) -> int:
         """0; 2 where the config is wrong; 3 where it is the files that it names."""
@@ -100,8 +109,6 @@ def validate(
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
     _Checks(found, path.parent, reading.sections).all()
     if deep and not found.problems and reading.config is not None:
-        pass
-
         look_inside(reading.config, found, say)
     elif reading.config is not None and not deep:
         found.notes.append(
@@ -128,13 +135,6 @@ class _Checks:
         self._gate()
         self._engine()
         self._output()
-
-    @contextmanager
-    def _told(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except PsgradError as error:
-            self.found.problems.append(Problem(where, error))
 
     def _add(self, where: str, errors: Iterable[PsgradError]) -> None:
         self.found.problems += [Problem(where, error) for error in errors]
@@ -164,7 +164,7 @@ class _Checks:
                 weights = weights or ours
 
     def _weights(self, where: str, path: Path, key: str | None) -> dict[str, TensorHeader] | None:
-        with self._told(where):
+        with self.found.told(where):
             header = checkpoint_header(
                 self.base / path,
                 key if path.suffix != ".safetensors" or where == "model.checkpoint" else None,
@@ -173,7 +173,7 @@ class _Checks:
                 self.found.facts[where] = str(path)
                 self.found.notes.append(f"{path} is a pickle inside: what it holds is checked with --deep")
                 return None
-            numbers = sum(_count(tensor.shape) for tensor in header.values())
+            numbers = sum(math.prod(tensor.shape) for tensor in header.values())
             self.found.facts[where] = f"{path}: {len(header):,} tensors, {numbers:,} numbers"
             return header
         return None
@@ -192,7 +192,7 @@ class _Checks:
             self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
             self.found.facts[where] = data.factory
             return None
-        with self._told(f"{where}.path"):
+        with self.found.told(f"{where}.path"):
             header = data_header(data, self.base)
             self._add(where, header_problems(header, data, unit))
             self._labels(where, header, data)
@@ -241,7 +241,7 @@ class _Checks:
             from psgrad.quality.detectors import detector_from
 
             for detector in analyze.outliers.detectors:
-                with self._told("analyze.outliers.detectors"):
+                with self.found.told("analyze.outliers.detectors"):
                     detector_from(detector.name, detector.options)
         if analyze.measures:
             self.found.facts["analyze.measures"] = ", ".join(measure.name for measure in analyze.measures)
@@ -259,20 +259,20 @@ class _Checks:
                 if data is None
                 else data.model_dump(exclude_unset=True, exclude={"path", "factory", "kwargs"})
             )
-            with self._told(f"{where}.data"):
+            with self.found.told(f"{where}.data"):
                 self._dataset(f"{where}.data", DataConfig.model_validate({**kept, **given}))
         if reference.baseline is not None:
             self._baseline(f"{where}.baseline", reference.baseline)
         if reference.run is not None:
             from psgrad.storage.finished import finished_manifest
 
-            with self._told(f"{where}.run"):
+            with self.found.told(f"{where}.run"):
                 finished_manifest(self.base / reference.run)
 
     def _baseline(self, where: str, path: Path) -> None:
         from psgrad.quality.baselines import read_baseline
 
-        with self._told(where):
+        with self.found.told(where):
             found = read_baseline(self.base / path)
             self.found.facts[where] = f"{path}: {len(found.findings):,} findings"
 
@@ -334,7 +334,7 @@ class _Checks:
         if gate.ignore is not None:
             from psgrad.quality.findings import read_ignore_list
 
-            with self._told("gate.ignore"):
+            with self.found.told("gate.ignore"):
                 self.found.facts["gate.ignore"] = (
                     f"{gate.ignore}: {len(read_ignore_list(self.base / gate.ignore)):,} entries"
                 )
@@ -343,7 +343,7 @@ class _Checks:
         engine = self.sections.get("engine")
         if engine is None or engine.machine is None:
             return
-        with self._told("engine.machine"):
+        with self.found.told("engine.machine"):
             path = require_file(self.base / engine.machine, "machine file", ConfigError)
             try:
                 json.loads(path.read_bytes())
@@ -356,7 +356,7 @@ class _Checks:
             return
         self.found.facts["output"] = str(output)
         earlier = manifest_of(output)
-        with self._told("output"):
+        with self.found.told("output"):
             RunFolder.require_free(output, overwrite=earlier is not None)
         if earlier is not None:
             state = earlier.get("state")
@@ -371,7 +371,7 @@ class _Checks:
                 )
             )
         needed = _BYTES_A_RUN + _BYTES_A_ROW * (self.rows or 0)
-        with self._told("output"):
+        with self.found.told("output"):
             free = _free_bytes(output)
             if free is not None and free < needed:
                 raise OutputError(
@@ -390,7 +390,7 @@ def _unlike(
     other = [
         f"{name} {list(ours[name].shape)} instead of {list(first[name].shape)}"
         for name in first
-        if _differ(ours, first, name)
+        if name in ours and ours[name].shape != first[name].shape
     ]
     for words, names in (("lacks", missing), ("also has", more), ("has", other)):
         if names:
@@ -399,17 +399,6 @@ def _unlike(
                 f"{path} {words} {shown}",
                 expected="the tensors of the config's first checkpoint, moments of one training",
             )
-
-
-def _differ(ours: Mapping[str, TensorHeader], first: Mapping[str, TensorHeader], name: str) -> bool:
-    return name in ours and ours[name].shape != first[name].shape
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _described(header: DataHeader, data: DataConfig) -> str:
@@ -464,11 +453,11 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
     some rows, the self-check, and the memory that a run would take.
     """
-    with _told(found, "analyze.measures"):
+    with found.told("analyze.measures"):
         measures_of(config)
-    with _told(found, "influence.method"):
+    with found.told("influence.method"):
         method_from(config.influence.method, config.base)
-    with _told(found, ""):
+    with found.told(""):
         run = set_up(config)
         trainable = sum(parameter.numel() for parameter in run.objective.params.values())
         found.facts["trained"] = (
@@ -502,11 +491,3 @@ def _losses(stream: Stream, rows: Sequence[int]) -> str:
     return words + (
         f", {len(losses) - len(finite)} of them not finite" if 0 < len(finite) < len(losses) else ""
     )
-
-
-@contextmanager
-def _told(found: Validation, where: str) -> Iterator[None]:
-    try:
-        yield
-    except PsgradError as error:
-        found.problems.append(Problem(where, error))

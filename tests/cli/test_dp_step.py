@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psgrad.cli import main
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.results import Progress
-from psgrad.workflows.plan import curve_points
+from psgrad.workflows.dp_plan import curve_points
 from tests.cli.conftest import stand_in
 from tests.reports import private_runs
 

@@ -74,10 +74,10 @@ def test_with_a_reference_the_verdict_is_conformal() -> None:
         "",
         "loss or gradient is not finite",
     ]
-    assert done.facts["evaluable"]
-    assert done.facts["smallest_flaggable"] == 1
-    assert done.facts["counts"]["outliers"] == 2
-    assert done.facts["counts"]["zero_gradients"] == 1
+    assert done.facts.evaluable
+    assert done.facts.smallest_flaggable == 1
+    assert done.facts.counts.outliers == 2
+    assert done.facts.counts.zero_gradients == 1
 
 
 def test_the_lower_tail_and_another_score() -> None:
@@ -109,7 +109,7 @@ def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> N
         [1.0, 50.0, 2.0, 3.0], fingerprints=np.array(["0" * 32, f"{1:032x}", f"{2:032x}", "x"], dtype=object)
     )
     done = judge(frame.assign(fingerprint=[f"{row:032x}"[::-1] for row in range(4)]), config(fdr=0.5), known)
-    assert done.facts["reference"]["in_both"] == 1, "row 0 alone: its digits are the same backwards"
+    assert done.facts.reference.in_both == 1, "row 0 alone: its digits are the same backwards"
     prints = np.array([f"{row:x}".rjust(16, "a") + "0" * 16 for row in range(4)])
     known = trusted([1.0, 50.0 * (1 + 1e-6), 2.0, 3.0], fingerprints=prints)
     done = judge(frame.assign(fingerprint=prints), config(fdr=0.5), known)
@@ -120,8 +120,8 @@ def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> N
         False,
     ], "the third has the old id and another norm"
     assert done.frame["p_value"].notna().all()
-    assert done.facts["counts"]["tested"] == 2
-    assert any("2 samples are in the reference themselves" in each for each in done.facts["caveats"])
+    assert done.facts.counts.tested == 2
+    assert any("2 samples are in the reference themselves" in each for each in done.facts.caveats)
     assert done.frame["reasons"][1].startswith("in the reference itself")
 
 
@@ -156,7 +156,7 @@ def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> 
 def test_trusted_samples_without_a_score_only_raise_p_values() -> None:
     done = judge(samples([10.0]), config(), trusted([1.0, 2.0, np.nan]))
     assert done.frame["p_value"].tolist() == [2 / 4]
-    assert any("1 of the trusted samples have no finite score" in each for each in done.facts["caveats"])
+    assert any("1 of the trusted samples have no finite score" in each for each in done.facts.caveats)
 
 
 def test_groups_are_compared_within_and_small_ones_together() -> None:
@@ -178,7 +178,7 @@ def test_a_group_that_the_reference_does_not_have_makes_the_verdict_not_evaluabl
     facts = judge(frame, config(group_by="class"), known).facts
     assert not facts["evaluable"]
     assert facts["why_not"].startswith(f"10 samples of the groups {OTHER} can't be flagged")
-    assert judge(frame[:20], config(group_by="class"), known).facts["evaluable"]
+    assert judge(frame[:20], config(group_by="class"), known).facts.evaluable
 
 
 def test_lengths_fall_into_classes_that_are_the_same_in_every_run() -> None:
@@ -256,30 +256,30 @@ def test_robust_z_where_half_are_equal_where_all_are_and_where_few_are() -> None
 def test_loss_stands_beside_the_norm() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
-    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1)).facts["loss_agreement"]
-    assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
+    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1)).facts.loss_agreement
+    assert said.spearman == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
     top = set(np.argsort(norms)[-20:]) & set(np.argsort(losses)[-20:])
-    assert said["top_overlap"] == len(top) / 20
-    assert (said["top"], said["shared"], said["other"]) == (20, len(top), "loss")
+    assert said.top_overlap == len(top) / 20
+    assert (said.top, said.shared, said.other) == (20, len(top), "loss")
 
 
 def test_where_the_loss_is_the_score_the_norm_stands_beside_it() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
-    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")).facts[
-        "loss_agreement"
-    ]
-    assert said["other"] == "grad_norm"
-    assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
+    said = judge(
+        samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")
+    ).facts.loss_agreement
+    assert said.other == "grad_norm"
+    assert said.spearman == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
 
 
 def test_nearly_the_same_order_is_not_written_as_the_same() -> None:
     norms = np.exp(np.linspace(0, 3, 2000))
     losses = norms.copy()
     losses[-20:] = losses[-20:][::-1]
-    words = judge(samples(norms).assign(loss=losses), config(review_fraction=0.005)).facts["loss_agreement"][
-        "words"
-    ]
+    words = judge(
+        samples(norms).assign(loss=losses), config(review_fraction=0.005)
+    ).facts.loss_agreement.words
     assert "loss 0.9999; 0 of the first 10" in words
 
 
@@ -336,7 +336,7 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
     joined = known[60:]
     expected = [(1 + (known[:60] >= 1.5).sum()) / 61, (1 + (joined >= 1500).sum()) / 16, 1 / 16]
     np.testing.assert_allclose(done.frame["p_value"], expected)
-    assert done.facts["groups"]["joined"] == ["1", "2", "3"]
+    assert done.facts.groups.joined == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
 )
 def test_the_review_list_has_the_share_that_is_written(fraction: float, count: int, listed: int) -> None:
     done = judge(samples(np.arange(1.0, count + 1)), config(review_fraction=fraction))
-    assert done.frame["is_outlier_issue"].sum() == done.facts["counts"]["review"] == listed
+    assert done.frame["is_outlier_issue"].sum() == done.facts.counts.review == listed
 
 
 def test_a_baseline_with_which_nothing_could_be_tested_is_no_pass() -> None:

@@ -209,7 +209,7 @@ def test_a_detector_is_fitted_to_one_half_and_held_against_the_other() -> None:
     expected = [(1 + (theirs >= score * (1 - 1e-9)).sum()) / 101 for score in ours]
     np.testing.assert_allclose(done.frame["p_value"], expected)
     np.testing.assert_allclose(done.frame["nearest_neighbours_p"], expected)
-    assert done.facts["reference"]["size"] == 100
+    assert done.facts.reference.size == 100
     assert done.frame["is_outlier_issue"].tolist() == [True] + [False] * 29
 
 
@@ -220,11 +220,11 @@ def test_detectors_inform_and_the_score_decides() -> None:
     given = config(detectors=[{"name": "isolation_forest", "trees": 20}], fdr=0.3)
     done = judge(samples(np.ones(30)), given, trusted(np.ones(400), rows=known), rows)
     assert not done.frame["is_outlier_issue"].any()
-    assert done.facts["detectors"]["isolation_forest"]["flagged"] == 1
+    assert done.facts.detectors["isolation_forest"].flagged == 1
     assert {"isolation_forest_score", "isolation_forest_p", "isolation_forest_q"} <= set(done.frame)
     alone = judge(samples(np.ones(30)), given, None, rows)
     assert "isolation_forest_p" not in alone.frame
-    assert alone.facts["detectors"]["isolation_forest"]["flagged"] is None
+    assert alone.facts.detectors["isolation_forest"].flagged is None
 
 
 @pytest.mark.parametrize(

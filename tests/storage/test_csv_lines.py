@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.storage import files
-from psgrad.storage.files import csv_lines
+from psgrad.storage import csv_lines as lines
+from psgrad.storage.csv_lines import csv_lines
 
 CELLS = st.text(alphabet='ab,"\n é', max_size=6)
 
@@ -29,10 +29,10 @@ def test_quoted_cells_may_hold_line_ends(tmp_path: Path, end: str) -> None:
 def test_plain_files_are_counted_block_by_block(
     tmp_path: Path, block: int, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_BLOCK", block)
+    monkeypatch.setattr(lines, "_BLOCK", block)
     file = tmp_path / "data.csv"
     file.write_bytes("id,x\na,1\n\n\nb,2\nc,3".replace("\n", end).encode())
-    assert files._is_plain(file)
+    assert lines._is_plain(file)
     assert csv_lines(file, range(4)) == {0: 2, 1: 5, 2: 6}
 
 
@@ -49,7 +49,7 @@ def test_every_row_is_where_its_first_letter_is(
         text += line.getvalue()
     file.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_BLOCK", block)
+        patch.setattr(lines, "_BLOCK", block)
         assert csv_lines(file, range(len(rows))) == dict(enumerate(starts))
 
 

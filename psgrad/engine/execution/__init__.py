@@ -1,1 +1,1 @@
-"""Rows through a model, chunk by chunk: chunk sizes, memory, loading, streaming, replay, the self-check."""
+"""Rows through a model, chunk by chunk: chunk sizes, memory, loading, streaming, replay, self-check."""

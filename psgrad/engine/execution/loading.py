@@ -32,6 +32,21 @@ class Batch(Protocol):
     def target(self) -> torch.Tensor | None: ...
 
 
+@dataclass(frozen=True)
+class RowBatch:
+    """A Batch of these tensors: inputs [n, ...] each, target [n, ...] or None."""
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
+
+
+def joined(parts: Sequence[Batch]) -> RowBatch:
+    """The rows of these batches, one batch after another."""
+    inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
+    targets = [part.target for part in parts if part.target is not None]
+    return RowBatch(inputs, torch.cat(targets) if targets else None)
+
+
 Read = Callable[[int, int], Batch]
 DeviceRows = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -63,15 +63,13 @@ class Objective:
         self._slots = tied_slots(model, self.params)
 
     def with_scalar(self, criterion: Criterion, summary: Summary | None = None) -> Objective:
-        """A new objective: the same model and parameters, another scalar of (output, target), another
-        summary.
-        """
-        other = copy.copy(self)
+        """The same model and parameters, with another scalar of (output, target) in place of the loss."""
+        other = copy(self)
         other.criterion, other.summary = criterion, summary
         return other
 
     def with_summary(self, summary: Summary | None) -> Objective:
-        """A new objective with another summary."""
+        """The same model, parameters and loss, with another summary."""
         return self.with_scalar(self.criterion, summary)
 
     def precision(self) -> AbstractContextManager[Any]:

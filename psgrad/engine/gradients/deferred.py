@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Dense, Multiples, Term, narrow
 from psgrad.engine.gradients.terms import Placed as Placed
-from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.batch_values import Batch
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Whether scores are amounts: of a model that is affine in its parameters, at the minimum of its training
-objective, with no damping, corrected for leverage, and where one Newton step comes near enough to the minimum
-without an example.
+"""Whether scores are amounts, that is, equal to the change on removal and not only in the same order.
 
-What removals do when training goes on from the given weights without the row: what predicted amounts are held
-against.
+They are for a model that is affine in its parameters, at the minimum of its training objective, with no
+damping, with the leverage correction, and if one Newton step comes near enough to the minimum without an
+example. `continued` computes what predicted amounts are compared with: the change if training goes on from
+the given weights without an example.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def continued(
     convex. A step takes a pass over the training set for each training, and one product with the inverse.
     """
     training = fitted.training
-    search = _Search(training, rows, weight_decay)
+    search = _Objectives(training, rows, weight_decay)
     here = (
         training.flat.join({name: value.unsqueeze(0) for name, value in training.params.items()})
         .double()
@@ -117,11 +117,11 @@ def slopes_without(
     """[k, p] float64, on the CPU: the gradients of the training objectives without each of `rows` [k], at
     weights [k, p] of its own.
     """
-    search = _Search(training, rows, weight_decay)
+    search = _Objectives(training, rows, weight_decay)
     return search.at(torch.cat([torch.zeros_like(weights[:1]), weights]))[1][1:]
 
 
-class _Search:
+class _Objectives:
     """The training objectives with all rows, and without each of some."""
 
     def __init__(self, training: Examples, rows: Sequence[int], weight_decay: float) -> None:
@@ -262,8 +262,8 @@ def _output(training: Examples, params: Vectors, inputs: Any) -> Any:
 def calibrated(
     fitted: Corrected | Preconditioned, weight_decay: float, say: Callable[[str], None]
 ) -> tuple[bool, str]:
-    """Whether the scores of an undamped fit to an affine model are amounts, and why. `say` is told what is
-    not as it may be thought.
+    """(whether the scores of an undamped fit to an affine model are amounts, why). `say` is called with the
+    reason if they are not.
     """
     plain = fitted.solver()
     assert plain is not None

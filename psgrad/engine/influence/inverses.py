@@ -1,11 +1,6 @@
-"""Influence by the curvature written out.
-
-Influence by the inner products of the curvature's rows.
-
-Influence by products with the curvature, which is never written out.
-
-Scores by the query's output in place of its gradient: the loss itself, at the output that a removal is
-predicted to lead to.
+"""Fits that multiply by the inverse of a damped curvature: `ByMatrix` from the materialised matrix,
+`ByKernel` from the inner products of its rows, `ByProducts` from products with it. `AtOutput` scores by the
+query's loss at the output that a removal is predicted to lead to, in place of its gradient.
 """
 
 from __future__ import annotations
@@ -26,9 +21,9 @@ from psgrad.engine.influence.curvature.products import CurvatureProducts, curvat
 from psgrad.engine.influence.leverage import (
     Corrected,
     Damping,
+    InverseProblem,
     Invertible,
     Leverage,
-    Setting,
     output_products,
 )
 from psgrad.engine.influence.leverage_estimate import estimated_leverage, vectors_that_fit
@@ -46,12 +41,12 @@ class ByMatrix(Invertible):
     """
 
     def __init__(
-        self, setting: Setting, matrix: torch.Tensor, ends: tuple[float, float] | None = None
+        self, problem: InverseProblem, matrix: torch.Tensor, ends: tuple[float, float] | None = None
     ) -> None:
-        super().__init__(setting.training)
-        self.setting, self.matrix, count = setting, matrix, len(setting.training)
-        shift, facts = setting.shift(float(matrix.diagonal().mean()) / count)
-        self.inverse = Inverse.of(matrix, shift, setting.title, count, ends)
+        super().__init__(problem.training)
+        self.problem, self.matrix, count = problem, matrix, len(problem.training)
+        shift, facts = problem.shift(float(matrix.diagonal().mean()) / count)
+        self.inverse = Inverse.of(matrix, shift, problem.title, count, ends)
         smallest, largest = self.inverse.smallest, self.inverse.largest
         self.facts = {
             **facts,
@@ -60,8 +55,8 @@ class ByMatrix(Invertible):
             "condition": (largest + shift) / (smallest + shift),
         }
         if smallest < -1e-8 * largest:
-            setting.say(
-                f"the {setting.title} is indefinite: its smallest eigenvalue is {smallest / count:.3g}, and"
+            problem.say(
+                f"the {problem.title} is indefinite: its smallest eigenvalue is {smallest / count:.3g}, and"
                 " only the damping makes it positive; the checkpoint is not at a minimum, and scores are"
                 " what they are at one by an assumption that does not hold"
             )
@@ -71,26 +66,26 @@ class ByMatrix(Invertible):
         in the type that the curvature's rows are computed in.
         """
         matrix = self.matrix.clone()
-        matrix.diagonal().add_(len(self.training) * self.setting.weight_decay)
+        matrix.diagonal().add_(len(self.training) * self.problem.weight_decay)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         pivots = factor.diagonal().square()
         precision = torch.finfo(next(iter(self.training.params.values())).dtype).eps
         if bool(failed) or not bool(pivots.min() > len(matrix) * precision * pivots.max()):
             return None
         # What the correction has to say of this fit was not said of the damped one.
-        return ByMatrix(replace(self.setting, damping=Damping(0.0)), self.matrix)
+        return ByMatrix(replace(self.problem, damping=Damping(0.0)), self.matrix)
 
     @classmethod
-    def fit(cls, setting: Setting) -> ByMatrix:
-        hessian = setting.curvature == "hessian"
+    def fit(cls, problem: InverseProblem) -> ByMatrix:
+        hessian = problem.curvature == "hessian"
         return cls(
-            setting, loss_hessian(setting.training) if hessian else sum_of_outer_products(setting.rows())
+            problem, loss_hessian(problem.training) if hessian else sum_of_outer_products(problem.rows())
         )
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByMatrix:
         ends = self.inverse.smallest, self.inverse.largest
-        fitted = ByMatrix(self.setting.damped(damping, relative), self.matrix, ends)
-        fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
+        fitted = ByMatrix(self.problem.damped(damping, relative), self.matrix, ends)
+        fitted.facts = {**self.problem.chosen(self.facts), **fitted.facts}
         return fitted
 
     def precondition(self, vectors: Vectors) -> Vectors:
@@ -126,23 +121,23 @@ class ByKernel(Invertible):
     """
 
     def __init__(
-        self, setting: Setting, rows: Examples, matrix: torch.Tensor, coefficients: torch.Tensor | None
+        self, problem: InverseProblem, rows: Examples, matrix: torch.Tensor, coefficients: torch.Tensor | None
     ) -> None:
-        super().__init__(setting.training)
-        self.setting, self.rows, self.matrix, self.coefficients = setting, rows, matrix, coefficients
-        count = len(setting.training)
-        shift, facts = setting.shift(float(matrix.diagonal().sum()) / (rows.flat.size * count))
-        self.inverse = KernelInverse.of(matrix, shift, setting.title, count)
+        super().__init__(problem.training)
+        self.problem, self.rows, self.matrix, self.coefficients = problem, rows, matrix, coefficients
+        count = len(problem.training)
+        shift, facts = problem.shift(float(matrix.diagonal().sum()) / (rows.flat.size * count))
+        self.inverse = KernelInverse.of(matrix, shift, problem.title, count)
         self.facts = {**facts, "rows": len(rows)}
 
     @classmethod
-    def fit(cls, setting: Setting) -> ByKernel:
-        rows = setting.rows()
-        return cls(setting, rows, gram_matrix(rows), _coefficients(rows))
+    def fit(cls, problem: InverseProblem) -> ByKernel:
+        rows = problem.rows()
+        return cls(problem, rows, gram_matrix(rows), _coefficients(rows))
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByKernel:
-        fitted = ByKernel(self.setting.damped(damping, relative), self.rows, self.matrix, self.coefficients)
-        fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
+        fitted = ByKernel(self.problem.damped(damping, relative), self.rows, self.matrix, self.coefficients)
+        fitted.facts = {**self.problem.chosen(self.facts), **fitted.facts}
         return fitted
 
     def precondition(self, vectors: Vectors) -> Vectors:
@@ -211,7 +206,7 @@ def _coefficients(rows: Examples) -> torch.Tensor | None:
     return coefficients if bool(missed.abs().amax() <= _MISS * gradient.abs().amax()) else None
 
 
-# (products, lam, right-hand sides [k, p], whether the spectrum is to be told) to the solutions of (C +
+# (products, lam, right-hand sides [k, p], whether to return the spectrum) to the solutions [k, p] of (C +
 # (weight_decay + lam) I) x = b and the solver's facts.
 Solve = Callable[[CurvatureProducts, float, torch.Tensor, bool], tuple[torch.Tensor, dict[str, Any]]]
 
@@ -226,33 +221,33 @@ class ByProducts(Invertible):
     has_self_influence = False
 
     def __init__(
-        self, setting: Setting, products: CurvatureProducts, solve: Solve, rough: Solve, seed: int
+        self, problem: InverseProblem, products: CurvatureProducts, solve: Solve, rough: Solve, seed: int
     ) -> None:
-        super().__init__(setting.training)
-        self.setting, self.products, self.solve, self.rough, self.seed = setting, products, solve, rough, seed
+        super().__init__(problem.training)
+        self.problem, self.products, self.solve, self.rough, self.seed = problem, products, solve, rough, seed
         mean, error = products.mean_eigenvalue()
-        shift, facts = setting.shift(mean)
-        self.damping = shift / len(setting.training) - setting.weight_decay
+        shift, facts = problem.shift(mean)
+        self.damping = shift / len(problem.training) - problem.weight_decay
         self.facts = {**facts, "mean_eigenvalue_error": error, "products_by": products.how}
 
     @classmethod
-    def fit(cls, setting: Setting, solve: Solve, rough: Solve, seed: int) -> ByProducts:
+    def fit(cls, problem: InverseProblem, solve: Solve, rough: Solve, seed: int) -> ByProducts:
         """rough: solves to fewer digits, for what is estimated. seed: of an estimated trace, and of an
         estimated leverage.
         """
         products = curvature_products(
-            setting.training, setting.curvature, weight_decay=setting.weight_decay, seed=seed
+            problem.training, problem.curvature, weight_decay=problem.weight_decay, seed=seed
         )
-        return cls(setting, products, solve, rough, seed)
+        return cls(problem, products, solve, rough, seed)
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByProducts:
         """The same curvature with another damping: an absolute one, or one relative to the mean
         eigenvalue.
         """
         fitted = ByProducts(
-            self.setting.damped(damping, relative), self.products, self.solve, self.rough, self.seed
+            self.problem.damped(damping, relative), self.products, self.solve, self.rough, self.seed
         )
-        fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
+        fitted.facts = {**self.problem.chosen(self.facts), **fitted.facts}
         return fitted
 
     def precondition(self, vectors: Vectors) -> Vectors:
@@ -267,12 +262,14 @@ class ByProducts(Invertible):
         return vectors_that_fit(self.training) > 0
 
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
-        """Estimated for most examples (leverage_estimate.py)."""
+        """As for `Invertible`, root [n, C, R] and gradient [n, C]; estimated for most examples
+        (leverage_estimate.py).
+        """
 
         def inverse(block: torch.Tensor) -> torch.Tensor:
             return self.rough(self.products, self.damping, block, False)[0] / len(self.training)
 
-        shift = len(self.training) * (self.damping + self.setting.weight_decay)
+        shift = len(self.training) * (self.damping + self.problem.weight_decay)
         found, exact, vectors = estimated_leverage(self.training, inverse, shift, root, gradient, self.seed)
         self.facts["leverage_by"] = (
             f"{vectors} random vectors, and a solve for each of the {exact} examples of the largest leverage"

@@ -1,21 +1,16 @@
-"""What is inverted, whichever way.
-
-Influence with the one-step leverage correction, on top of a way to invert the curvature.
-
-The one-step leverage correction: what removing an example does to the curvature, too.
+"""The matrix to invert with its damping, and the one-step leverage correction: what the removal of an example
+does to the curvature.
 
 Without example i the Gauss-Newton matrix H loses J_i' L_i J_i. One Newton step on what is left leads to
 H_-i^-1 g_i = H^-1 J_i' (I - L_i M_i)^-1 r_i, with M_i = J_i H^-1 J_i' and g_i = J_i' r_i. So a score is
-corrected by another gradient of the example: that of its output times (I - L_i M_i)^-1 r_i. Where the model
-is linear and the loss quadratic (ridge regression) it is exact.
+corrected by another gradient of the example: that of its output times (I - L_i M_i)^-1 r_i. If the model is
+linear and the loss quadratic (ridge regression) it is exact.
 
 With L_i = S_i S_i' that vector is r_i + S_i w_i, w_i = (I - S_i' M_i S_i)^-1 S_i' M_i r_i, which takes a
 symmetric matrix.
 
 Source: Pregibon, "Logistic Regression Diagnostics" (1981), section 4, for one output; blocks for several
 follow by Woodbury's identity.
-
-How much is added to every eigenvalue of a curvature before it is inverted.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from typing import Any, Self
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, RowBatch
 from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.curvature.products import Curvature
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
@@ -100,11 +95,11 @@ TITLES: dict[Curvature, str] = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class InverseProblem:
     """n (C + (weight_decay + lam) I), C the mean curvature of the training set, lam the damping.
 
-    leverage: whether scores are corrected for what a removal does to the curvature. say: told what a person
-    should hear.
+    leverage: whether scores are corrected for what a removal does to the curvature. say: called with messages
+    for a person.
     """
 
     training: Examples
@@ -122,7 +117,7 @@ class Setting:
         """Whose gradients' outer products add up to n C: for all curvatures but the Hessian."""
         return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
 
-    def damped(self, damping: float | None, relative: float | None) -> Setting:
+    def damped(self, damping: float | None, relative: float | None) -> InverseProblem:
         """The same with another damping, and with nothing to say that was said before."""
         return replace(
             self,
@@ -190,7 +185,7 @@ class Leverage:
         return self.weights.isnan().any(1)
 
     def tell(self, training: Examples, say: Callable[[str], None]) -> None:
-        """Say which training examples have no corrected score."""
+        """Calls `say` with the training examples that have no corrected score."""
         rows = training.numbers_of(self.gone.nonzero().flatten()).tolist()
         if rows:
             named = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
@@ -218,26 +213,18 @@ def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
     """The same rows, with the product of the output and `cotangents` [n, C] as what is differentiated."""
 
     def read(start: int, stop: int) -> Batch:
-        return _Given(training.read(start, stop).inputs, cotangents[start:stop])
+        return RowBatch(training.read(start, stop).inputs, cotangents[start:stop])
 
     def product(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
         return (output.reshape(-1) * cotangent).sum()
 
-    return Examples(
-        training.objective.with_scalar(product), read, training.count, training.options, training.numbers
-    )
-
-
-@dataclass(frozen=True)
-class _Given:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor
+    return replace(training, objective=training.objective.with_scalar(product), read=read)
 
 
 class Invertible(Preconditioned):
     """A fit whose scores can be corrected."""
 
-    setting: Setting
+    problem: InverseProblem
 
     def has_leverage(self) -> bool:
         """Whether the rows' leverage can be had."""
@@ -245,12 +232,12 @@ class Invertible(Preconditioned):
 
     @abstractmethod
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
-        """root, gradient: as `output_factors` has them."""
+        """The leverage of all n examples. root [n, C, R], gradient [n, C]: as `output_factors` has them."""
 
     @abstractmethod
     def on(self, training: Examples, weights: torch.Tensor) -> Self:
-        """The same inverse for the same examples with other gradients. weights: of Leverage, by which they
-        are others.
+        """The same inverse for the same n examples with other gradients. weights [n, R]: of `Leverage`, by
+        which they differ.
         """
 
     @abstractmethod
@@ -265,7 +252,7 @@ class Corrected(Fitted):
     loss's gradient in the output is in the span of its second derivatives. facts: those of the fit, and
     `largest_leverage`, the largest eigenvalue of any example's L_i M_i.
 
-    An example without which the training problem has no solution is told, and its scores are NaN.
+    An example without which the training problem has no solution is reported, and its scores are NaN.
 
     automatic: whether the correction goes with the damping that a default chose: with another damping there
     is none.
@@ -278,7 +265,7 @@ class Corrected(Fitted):
         self.plain = plain
         self.leverage = plain.leverage(root, gradient)
         self.decrements = (coefficients * self.leverage.pull).sum(1) + self.leverage.extra
-        self.leverage.tell(training, plain.setting.say)
+        self.leverage.tell(training, plain.problem.say)
         weights = self.leverage.weights.nan_to_num(0.0)
         self.removed = plain.on(
             with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights

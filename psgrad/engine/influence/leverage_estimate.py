@@ -36,10 +36,11 @@ def vectors_that_fit(training: Examples) -> int:
 def estimated_leverage(
     training: Examples, inverse: Inverse, shift: float, root: torch.Tensor, gradient: torch.Tensor, seed: int
 ) -> tuple[Leverage, int, int]:
-    """The leverage of all examples, how many of them were solved for, and how many random vectors stand for
-    the others.
+    """(the leverage of all n examples, how many of them were solved for, how many random vectors stand for
+    the others).
 
-    inverse: products with H^-1. shift: mu. root, gradient: as `output_factors` has them.
+    inverse: products with H^-1, [k, p] to [k, p]. shift: mu. root [n, C, R], gradient [n, C]: as
+    `output_factors` has them.
     """
     count = max(vectors_that_fit(training), _FEWEST)
     vectors = _normal_vectors(training, inverse, shift, count, seed)

@@ -1,8 +1,5 @@
-"""What every influence method is: options, a fit to the training set at one checkpoint, and scores that come
-block by block.
-
-Which rows have a loss and a gradient that are finite: one NaN would spoil every curvature that it is summed
-into.
+"""The interface of an influence method: options, a fit to the training set at one checkpoint, and scores in
+blocks of training examples. `screened` finds the rows whose loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -61,10 +58,10 @@ class SelfBlock:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where in training the model is that a method is fitted to.
+    """The point in training of the model that a method is fitted to.
 
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
-    none. say: is told what a person should hear while it runs. queries: how many will be scored, for methods
+    none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
     that choose what is the least work; None where that is not known.
     """
 
@@ -93,7 +90,9 @@ class Method(ABC):
         """
 
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
-        """One block of scores of those of several checkpoints: their mean, unless a method says otherwise."""
+        """Scores, label -> [k, m], from those of several checkpoints: their mean, unless a method overrides
+        this.
+        """
         scores = {
             label: torch.stack([block.scores[label] for block in blocks]).mean(0)
             for label in blocks[0].scores
@@ -178,12 +177,12 @@ class Preconditioned(Fitted):
 
 
 def labelled(products: torch.Tensor | Scores) -> Scores:
-    """Products of all parameters under the label "", those of each layer under its own."""
+    """Products [k, m] of all parameters under the label "", those of each layer under its own."""
     return {"": products} if isinstance(products, torch.Tensor) else products
 
 
 def with_total(values: Scores) -> Scores:
-    """The values of layers with their sum under the label "", where there is no total yet."""
+    """The values of layers [k, m] with their sum under the label "", unless there is a total already."""
     return values if "" in values else {"": torch.stack(list(values.values())).sum(0), **values}
 
 

@@ -1,6 +1,5 @@
-"""The strongest proponents and opponents of each query, from scores that pass by once.
-
-From methods fitted at several checkpoints to one stream of scores, with their spread.
+"""The largest and smallest scores of each query, from blocks of scores; and the scores of several checkpoints
+joined.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Strongest:
         places = torch.stack([_largest(side, self.k) for side in joined])
         best = torch.stack([side.gather(0, place) for side, place in zip(joined, places, strict=True)])
         found = torch.isfinite(best)
-        # A score of infinity can't be told from one that is absent, and neither is a score.
+        # An infinite score and an absent one look the same here; neither counts.
         self.values = torch.where(found, best, 0.0) * _SIGNS
         self.rows = torch.where(found, self._chosen(self.rows, rows, places), -1)
         for name, value in extras.items():

@@ -1,6 +1,5 @@
-"""What a sample's loss, or one of its logits, owes to each part of its input.
-
-What all measures of input attribution share: their pass, their columns, and the maps of the samples that are
+"""The base of the measures of input attribution: which part of a sample's loss, or of one of its logits,
+belongs to which part of its input. It has their pass, their columns, and the maps of the samples that are
 shown.
 """
 
@@ -12,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.loading import to_device
+from psgrad.engine.execution.loading import joined, to_device
 from psgrad.engine.execution.streaming import Columns
-from psgrad.engine.measures.attribution_points import Inputs, Of, Place, Point, Scalar, Values, places_of
+from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
 from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
@@ -29,7 +28,7 @@ class Attribution(Measure):
     option `of`.
 
     Attribution is in floating-point inputs as they are, and in what embeddings look up for inputs of ids; a
-    weight that the head shares with an embedding adds nothing by way of the head. Inputs of whole numbers
+    weight that the head shares with an embedding adds nothing through the head. Inputs of whole numbers
     that no embedding takes are held fixed.
 
     Arrays of what is gathered, for m samples of the largest gradient norms, where inputs may be kept: `rows`
@@ -58,7 +57,7 @@ class Attribution(Measure):
         inputs, _ = examples.stream.load(0, 1)
         try:
             places = places_of(examples.objective.model, inputs)
-        except Exception:  # the model fails, and does so again in the first pass, where the row is told
+        except Exception:  # the model fails, and again in the first pass, whose error names the row
             places = []
         else:
             self._require(inputs, places)
@@ -123,18 +122,14 @@ class Attribution(Measure):
     def _maps(self, rows: torch.Tensor) -> Arrays:
         """The maps of these rows, on the CPU."""
         stream = self._setting.examples.stream
-        batches = [stream.read(row, row + 1) for row in rows.tolist()]
-        targets = [batch.target for batch in batches if batch.target is not None]
-        joined = tuple(torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True))
-        inputs, target = to_device(
-            joined, torch.cat(targets) if targets else None, stream.device, stream.dtype
-        )
+        batch = joined([stream.read(row, row + 1) for row in rows.tolist()])
+        inputs, target = to_device(batch.inputs, batch.target, stream.device, stream.dtype)
         found, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
         arrays = {
             f"map_{number}": part.float().cpu() for number, part in self._of_inputs(found, inputs).items()
         }
         ids = {place.input for place in self._scalar.places if place.module is not None}
-        return arrays | {f"ids_{number}": joined[number] for number in sorted(ids)}
+        return arrays | {f"ids_{number}": batch.inputs[number] for number in sorted(ids)}
 
     def _of_inputs(self, found: Values, inputs: Inputs) -> dict[int, torch.Tensor]:
         """input -> [k, *its shape] float64: what its places say of it, together."""
@@ -153,7 +148,7 @@ class Attribution(Measure):
     def _size(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return sum_of(parts) if self.additive else sum_of([part.square() for part in parts]).sqrt()
 
-    def _require(self, inputs: Inputs, places: list[Place]) -> None:
+    def _require(self, inputs: Inputs, places: list[InputPlace]) -> None:
         fixed = sorted(set(range(len(inputs))) - {place.input for place in places})
         if not places:
             raise MeasureError(

@@ -1,6 +1,6 @@
-"""Where a model takes its inputs in: floats as they are, ids by the embeddings that look them up.
+"""Points in the space of a model's inputs, and the value and gradient of the loss or of a logit there.
 
-Points of a chunk of samples in the space of a model's inputs, and what the model says there.
+Floating-point inputs are points as they are; inputs of ids are points by the embeddings that look them up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class InputPlace:
     """One tensor that attribution is about.
 
     Attributes:
@@ -44,14 +44,14 @@ class Place:
         )
 
 
-def places_of(model: nn.Module, inputs: Inputs) -> list[Place]:
+def places_of(model: nn.Module, inputs: Inputs) -> list[InputPlace]:
     """The places of a model, seen in one plain forward pass of the first sample, inputs [1, ...] each. What
     the model raises comes out.
 
     An embedding counts where it is given all of an input's ids, as they are: a view of them, no shifted,
     clipped or cut copy. Inputs of whole numbers that no embedding takes have none.
     """
-    found = [Place(number) for number, x in enumerate(inputs) if x.is_floating_point()]
+    found = [InputPlace(number) for number, x in enumerate(inputs) if x.is_floating_point()]
     calls: dict[str, int] = {}
     handles = []
 
@@ -59,7 +59,7 @@ def places_of(model: nn.Module, inputs: Inputs) -> list[Place]:
         call = calls[name] = calls.get(name, -1) + 1
         for number, x in enumerate(inputs):
             if not x.is_floating_point() and args and _same_numbers(args[0], x):
-                found.append(Place(number, name, call))
+                found.append(InputPlace(number, name, call))
 
     try:
         for name, module in _embeddings(model).items():
@@ -74,7 +74,9 @@ def places_of(model: nn.Module, inputs: Inputs) -> list[Place]:
 
 
 @contextmanager
-def in_place(model: nn.Module, places: list[Place], values: Mapping[Place, torch.Tensor]) -> Iterator[None]:
+def in_place(
+    model: nn.Module, places: list[InputPlace], values: Mapping[InputPlace, torch.Tensor]
+) -> Iterator[None]:
     """Inside, what embeddings look up is replaced by these values, [1, ...] each; afterwards the model is as
     it was.
     """
@@ -83,11 +85,11 @@ def in_place(model: nn.Module, places: list[Place], values: Mapping[Place, torch
 
 
 @contextmanager
-def looked_up(model: nn.Module, places: list[Place]) -> Iterator[dict[Place, torch.Tensor]]:
-    """Inside, what embeddings look up is noted: a dict that fills as the model runs."""
-    noted: dict[Place, torch.Tensor] = {}
+def looked_up(model: nn.Module, places: list[InputPlace]) -> Iterator[dict[InputPlace, torch.Tensor]]:
+    """Inside, what embeddings look up, [1, ...] each, is collected in a dict as the model runs."""
+    noted: dict[InputPlace, torch.Tensor] = {}
 
-    def note(place: Place, output: torch.Tensor) -> None:
+    def note(place: InputPlace, output: torch.Tensor) -> None:
         noted[place] = output
 
     with _hooked(model, places, note):
@@ -95,7 +97,7 @@ def looked_up(model: nn.Module, places: list[Place]) -> Iterator[dict[Place, tor
 
 
 @contextmanager
-def _hooked(model: nn.Module, places: list[Place], act: Any) -> Iterator[None]:
+def _hooked(model: nn.Module, places: list[InputPlace], act: Any) -> Iterator[None]:
     """Inside, act(place, output) is called for each place in an embedding; what it returns, if anything,
     replaces the output.
     """
@@ -147,7 +149,7 @@ class Scalar:
     """
 
     objective: Objective
-    places: list[Place]
+    places: list[InputPlace]
     of: Of
     randomness: str = "error"
 
@@ -214,7 +216,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Point:
-    """A chunk of k samples, and what may be asked of the scalar along the way to them.
+    """A chunk of k samples, and the scalar and its gradient at points in the space of their inputs.
 
     Attributes:
         values: where the samples lie.
@@ -230,6 +232,7 @@ class Point:
 
     @classmethod
     def of(cls, scalar: Scalar, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor) -> Point:
+        """The point of k samples: inputs and target [k, ...], rows [k] int64, their numbers."""
         return cls(scalar, inputs, target, rows, scalar.values(inputs), scalar.classes(inputs, target))
 
     def gradient(self, values: Values | None = None) -> Values:

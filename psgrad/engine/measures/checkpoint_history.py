@@ -1,12 +1,5 @@
-"""What samples say at several checkpoints of a training run, asked once for all measures that follow them
-through training.
-
-What was asked of all samples at all checkpoints.
-
-How far checkpoints agree on the order of the samples, and how a sample's numbers move along them.
-
-What is kept of a sample's output at one checkpoint: how sure the model was of the label, and whether it was
-right.
+"""Loss, gradient norm and prediction of all samples at all checkpoints, and statistics of them: how far
+checkpoints agree on the order of the samples, and the slope of a number over the checkpoints.
 """
 
 from __future__ import annotations
@@ -22,8 +15,8 @@ import torch
 
 from psgrad.engine.execution.objective import Summary
 from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.checkpoint_passes import require_checkpoints as require_checkpoints
 from psgrad.engine.measures.checkpoint_passes import require_labels as require_labels
-from psgrad.engine.measures.checkpoint_passes import require_moments as require_moments
 from psgrad.engine.measures.measure import Arrays
 
 _PREFIX = "moments"
@@ -37,7 +30,7 @@ def column(name: str, first: int) -> str:
 @dataclass(frozen=True)
 class History:
     """names: of the T checkpoints, in the order of training. said: name -> [n, T]: `loss` and `grad_norm`
-    always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see moment_summary).
+    always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see checkpoint_summary).
     """
 
     names: Sequence[str]
@@ -45,7 +38,7 @@ class History:
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
-        """From the columns of all passes over the checkpoints."""
+        """From the columns of all passes over the checkpoints, name -> [n, checkpoints of the pass]."""
         parts: dict[str, dict[int, torch.Tensor]] = {}
         for key, values in rows.items():
             prefix, _, rest = key.partition(".")
@@ -71,7 +64,7 @@ class History:
 
     def whole(self, name: str) -> torch.Tensor:
         """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, as a mean over
-        fewer would compare it with others at other moments of training.
+        fewer would compare it with others at other checkpoints.
         """
         values = self[name]
         return values.where((self.finite & torch.isfinite(values)).all(1, keepdim=True), torch.nan)
@@ -82,10 +75,10 @@ class History:
         return {name: count for name, count in zip(self.names, counts, strict=True) if count}
 
 
-__all__ = ["History", "require_labels", "require_moments"]
+__all__ = ["History", "require_checkpoints", "require_labels"]
 
 
-# Under it, less than a quarter of the ranks' variance is shared.
+# Below it, less than a quarter of the ranks' variance is common to both.
 _HARDLY = 0.5
 
 
@@ -132,7 +125,7 @@ def slope(values: torch.Tensor) -> torch.Tensor:
     return (values - values.mean(1, keepdim=True)) @ steps / steps.square().sum()
 
 
-def moment_summary(kind: str, ignore_index: int = -100) -> Summary:
+def checkpoint_summary(kind: str, ignore_index: int = -100) -> Summary:
     """The summary for a kind of loss; what the loss does not have is left out.
 
     confidence: the probability of the label, 0 to 1. right: 1 where the most likely class is the label, else
@@ -174,7 +167,7 @@ def _of_classes(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -
     of_label = probabilities.gather(-1, label.unsqueeze(-1)).squeeze(-1)
     finite = torch.isfinite(probabilities).all(-1)
     right = torch.where(finite, (probabilities.argmax(-1) == label).to(kind), math.nan)
-    # Not F.one_hot, which looks at the values: a pass with it could not be recorded or foreseen.
+    # Not F.one_hot, which reads the values: a pass with it could be neither captured nor planned.
     onehot = torch.arange(output.shape[-1], device=output.device) == label.unsqueeze(-1)
     distance = torch.linalg.vector_norm(probabilities - onehot.to(kind), dim=-1)
     found = {

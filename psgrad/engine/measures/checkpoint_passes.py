@@ -1,10 +1,7 @@
-"""Several checkpoints in one pass: their weights stacked, and the per-sample norms mapped over them.
+"""Norms of all samples at several checkpoints in one pass: the weights are stacked and mapped over.
 
-Which checkpoints pass together: as many as fit in memory, where that is priced lower than one after another.
-
-The models of several checkpoints, all of them in memory where they fit there.
-
-Why a measure over checkpoints can't be had.
+`grouped` decides how many checkpoints pass together: as many as fit in memory, if the predicted time is lower
+than that of one after another.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.gradients.precision_guard import flagging
-from psgrad.engine.measures.measure import Arrays, Measure, Moment, Setting
+from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
 from psgrad.engine.transforms import stack_module_state, vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
 from psgrad.errors import MeasureError
@@ -33,7 +30,7 @@ Vectors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Ensemble:
+class StackedModels:
     """Models of one architecture, which differ in their weights alone.
 
     Attributes:
@@ -48,7 +45,7 @@ class Ensemble:
     fixed: Vectors
 
     @classmethod
-    def of(cls, objective: Objective, models: Sequence[nn.Module]) -> Ensemble:
+    def of(cls, objective: Objective, models: Sequence[nn.Module]) -> StackedModels:
         """From models on one device, `objective` being that of a model like them."""
         stacked = [
             {name: value.detach() for name, value in part.items()} for part in stack_module_state(models)
@@ -56,9 +53,9 @@ class Ensemble:
         return cls(objective, *_parted({**stacked[0], **stacked[1]}, objective))
 
     @classmethod
-    def like(cls, objective: Objective, count: int) -> Ensemble:
-        """The shape of an ensemble of `count` models, for a plan: each has the weights of the one at
-        hand, which are not copied.
+    def like(cls, objective: Objective, count: int) -> StackedModels:
+        """The shape of an ensemble of `count` models, for a prediction: each has the weights of the given
+        one, which are not copied.
         """
         own = {**dict(objective.model.named_parameters()), **dict(objective.model.named_buffers())}
         return cls(
@@ -76,20 +73,20 @@ class Ensemble:
         target: torch.Tensor | None,
         **options: Any,
     ) -> Arrays:
-        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [T, k]: a way for
+        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [T, k]; for
         Stream.run.
 
         Where rounding may have spoilt a norm, the models pass one by one instead: which samples are to be
         taken again depends on data, and no two models need agree on it.
         """
-        found, doubt = self.all_at_once(self.params, self.fixed, inputs, target)
-        if not bool(doubt.any()):
+        found, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
+        if not bool(unsafe.any()):
             return found
         one_by_one = [
             self._one(
                 {name: value[t] for name, value in self.params.items()}, self._fixed_of(t), inputs, target
             )
-            for t in range(len(doubt))
+            for t in range(len(unsafe))
         ]
         return {name: torch.stack([each[name] for each in one_by_one]) for name in one_by_one[0]}
 
@@ -97,14 +94,14 @@ class Ensemble:
     def all_at_once(
         self, params: Vectors, fixed: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> tuple[Arrays, torch.Tensor]:
-        """(name -> [T, k], [T] bool: whose numbers rounding may have made wrong)."""
+        """(name -> [T, k], [T] bool: the models with a norm that rounding may have spoilt)."""
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
-            with flagging() as flags:
+            with flagging() as unsafe:
                 found = self._one(params, fixed, inputs, target)
             return found, (
-                torch.stack(flags).any()
-                if flags
+                torch.stack(unsafe).any()
+                if unsafe
                 else torch.zeros((), dtype=torch.bool, device=found["loss"].device)
             )
 
@@ -134,7 +131,7 @@ def _parted(stacked: Vectors, objective: Objective) -> tuple[Vectors, Vectors]:
     return params, {name: value for name, value in stacked.items() if name not in params}
 
 
-# Prices are not closer than that: measured, ways priced alike differ by a tenth either way.
+# Predicted times are not more exact than that: measured times of equal predictions differ by a tenth.
 _PAYS = 0.9
 
 
@@ -153,7 +150,7 @@ class Grouping:
 
 
 def grouped(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Grouping:
-    """How `count` checkpoints pass over these examples, by plans of time and memory, which run nothing.
+    """How `count` checkpoints pass over these examples, by predicted time and memory; nothing runs.
 
     objective: of a model like those of the checkpoints, with their summary. A pass of T models at once runs T
     times the arithmetic in as many kernels as one model does: it wins where kernels are short (small chunks,
@@ -165,18 +162,18 @@ def grouped(examples: Examples, objective: Objective, count: int, chunk_size: in
     budget = chunk_budget(examples.device, examples.options.get("memory"))
     weights = _bytes(objective)
     try:
-        one = _chunk_plan(examples, objective.params, chunk_size, partial(_alone, objective))
-        together = plan_together(examples, objective, count, chunk_size)
+        one = _predict(examples, objective.params, chunk_size, partial(_alone, objective))
+        together = predict_together(examples, objective, count, chunk_size)
         room = (budget - together.input_bytes) // (together.peak_bytes // count + weights)
         size = min(count, int(room))
         if 1 < size < count:
             size = math.ceil(count / math.ceil(count / size))  # groups of about one size
-            together = plan_together(examples, objective, size, chunk_size)
+            together = predict_together(examples, objective, size, chunk_size)
     except (
         Exception
-        # what a pass does depends on data; or the model fails, and does so again where its row is told
+        # what a pass does depends on data; or the model fails, and does so again whose error names the row
     ) as error:
-        return Grouping.one_by_one(count, f"a joint pass can't be foreseen ({type(error).__name__})")
+        return Grouping.one_by_one(count, f"a joint pass can't be predicted ({type(error).__name__})")
     if size < 2:
         return Grouping.one_by_one(
             count, f"two of them with {chunk_size} samples do not fit {budget / 2**20:.0f} MiB"
@@ -197,18 +194,18 @@ def _alone(objective: Objective, params: Any, inputs: Any, target: Any) -> Any:
     )
 
 
-def plan_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> ChunkPlan:
+def predict_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> ChunkPlan:
     """What a chunk takes when `count` models like this one see it at once, beside their weights."""
-    ensemble = Ensemble.like(objective, count)
+    ensemble = StackedModels.like(objective, count)
 
     def function(both: dict[str, torch.Tensor], inputs: Any, target: Any) -> Any:
         params = {name: both[name] for name in ensemble.params}
         return ensemble.all_at_once(params, {name: both[name] for name in ensemble.fixed}, inputs, target)
 
-    return _chunk_plan(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
+    return _predict(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
 
 
-def _chunk_plan(
+def _predict(
     examples: Examples, params: dict[str, torch.Tensor], chunk_size: int, function: Callable[..., Any]
 ) -> ChunkPlan:
     inputs, target = examples.stream.load(0, 1)
@@ -221,18 +218,18 @@ def _bytes(objective: Objective) -> int:
 
 
 class Resident:
-    """The moments' objectives; loaded once where all of them fit the budget of a chunk, else each time they
-    are asked for.
+    """The checkpoints' objectives; loaded once where all of them fit the memory budget of a chunk, else each
+    time they are asked for.
 
     Attributes:
         stay: whether they stay in memory.
     """
 
-    def __init__(self, moments: Sequence[Moment], examples: Examples) -> None:
-        self._moments = moments
+    def __init__(self, checkpoints: Sequence[CheckpointModel], examples: Examples) -> None:
+        self._checkpoints = checkpoints
         model = examples.objective.model
         size = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
-        self.stay = size * len(moments) <= chunk_budget(examples.device, examples.options.get("memory"))
+        self.stay = size * len(checkpoints) <= chunk_budget(examples.device, examples.options.get("memory"))
         self._loaded: dict[int, Objective] = {}
 
     def at(self, t: int) -> Objective:
@@ -240,15 +237,15 @@ class Resident:
         if t not in self._loaded:
             if not self.stay:
                 self._loaded.clear()
-            self._loaded[t] = self._moments[t].objective()
+            self._loaded[t] = self._checkpoints[t].objective()
         return self._loaded[t]
 
 
-def require_moments(measure: Measure, setting: Setting, least: int, why: str) -> None:
+def require_checkpoints(measure: Measure, setting: Setting, least: int, why: str) -> None:
     """Raises MeasureError where there are fewer than `least` checkpoints; `why` says what is wrong with
     fewer.
     """
-    count = len(setting.moments)
+    count = len(setting.checkpoints)
     if count < least:
         raise MeasureError(
             f"the measure {measure.name} looks at several checkpoints, and analyze.checkpoints lists"

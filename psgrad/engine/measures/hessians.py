@@ -1,7 +1,5 @@
-"""The Hessian of each sample's own loss in the parameters, times vectors: the derivative along them of the
-gradient.
-
-The extreme eigenvalues of many symmetric matrices at once, by Lanczos.
+"""Products with the Hessian of each sample's loss in the parameters, and the extreme eigenvalues of many
+symmetric matrices at once, by Lanczos.
 """
 
 from __future__ import annotations

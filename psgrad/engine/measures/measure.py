@@ -1,9 +1,5 @@
-"""What a measure is: it asks deferred gradients of samples, and answers with columns, a number a sample, and
-with what it gathered.
-
-Why a measure can't be had.
-
-Which samples have finite numbers.
+"""The interface of a measure: it queries deferred gradients of samples, and returns columns, one number for
+each sample, and what it gathered over all samples.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Moment:
+class CheckpointModel:
     """One checkpoint of a training run: its name, and the model and loss there, loaded when asked for."""
 
     name: str
@@ -43,12 +39,12 @@ class Setting:
             rows only, or are no classes.
         classes: C; None where the loss knows none.
         ignore_index: the target of positions that do not count.
-        moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there are
+        checkpoints: those of `analyze.checkpoints`, in the order of training; empty where there are
             none.
-        seed: of everything that a measure draws.
+        seed: of all random draws of a measure.
         shows_inputs: whether inputs of samples, and pictures over them, may be kept
             (`report.include_inputs`).
-        say: told what a person should know, in a sentence.
+        say: called with messages for a person, one sentence each.
         shared: what measures of one run make together (a mean gradient), by a name that they agree on.
     """
 
@@ -57,7 +53,7 @@ class Setting:
     targets: torch.Tensor | None = None
     classes: int | None = None
     ignore_index: int = -100
-    moments: Sequence[Moment] = ()
+    checkpoints: Sequence[CheckpointModel] = ()
     seed: int = 0
     shows_inputs: bool = True
     say: Callable[[str], None] = lambda _: None
@@ -139,7 +135,7 @@ class Measure:
         """
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        """What to keep of one sample's output: name -> small tensor of one shape for all samples,
+        """What to keep of one sample's output: name -> small tensor [...] of one shape for all samples,
         differentiable or not; it arrives in `gradients.aux`. The names are this measure's own: begin them
         with its name.
         """
@@ -158,7 +154,7 @@ class Measure:
         """
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        """The columns of one chunk in the second pass."""
+        """The columns of one chunk in the second pass: name -> [k] or [k, ...]."""
         return {}
 
     def passes(self) -> Sequence[OwnPass]:
@@ -166,7 +162,7 @@ class Measure:
         return ()
 
     def state(self) -> Arrays:
-        """All that was gathered, as tensors on the CPU."""
+        """All that was gathered, name -> tensor of any shape on the CPU."""
         return {}
 
     def restore(self, state: Arrays) -> None:
@@ -181,7 +177,7 @@ class Measure:
 
 
 def require_classes(measure: Measure, setting: Setting) -> None:
-    """Raises MeasureError where samples have no classes, or each has a share in several."""
+    """Raises MeasureError unless each sample has one class."""
     if setting.kind != "class" or setting.classes is None:
         raise MeasureError(
             f"the measure {measure.name} looks at the class of each sample, and this loss has"

@@ -17,7 +17,7 @@ class GradientNorms(Measure):
     units of loss per unit of parameter.
 
     Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in
-    bounded memory, how the norms were computed, and which parameters' gradients had to be written out for it.
+    bounded memory, how the norms were computed, and which parameters' gradients had to be materialised.
     """
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class GradientNorms(Measure):
 
 
 def text_tensor(content: Any) -> torch.Tensor:
-    """Plain values as a tensor of bytes, for a state."""
+    """Plain values as a tensor of bytes [length] uint8, for a state."""
     return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
 
 
 def from_text_tensor(tensor: torch.Tensor) -> Any:
-    """What `text_tensor` was given."""
+    """The plain values of a tensor of bytes [length], from `text_tensor`."""
     return json.loads(bytes(tensor.tolist()))
 
 
@@ -115,7 +115,7 @@ class NormDistribution:
         self._bins += torch.bincount(places.long(), minlength=len(self._bins))
 
     def state(self) -> Arrays:
-        """All of it, as tensors."""
+        """All of it: `numbers` [6] float64, and `bins` [2, filled bins] int64, their places and counts."""
         filled = self._bins.nonzero().squeeze(1)  # most are empty
         numbers = [self.mean, self._squares, self.mean_square, self.minimum, self.maximum]
         return {

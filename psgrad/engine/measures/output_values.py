@@ -1,7 +1,5 @@
-"""What the model said of a sample, in one number or two: small enough to keep for every row.
-
-The outputs of a chunk for measures of classes: kept once a sample, whoever asks, and looked at for all
-samples together.
+"""Predictions: one or two numbers of a model's output for each sample; and the outputs of a chunk, shared by
+all measures of classes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
 
 
 class Predictions(Measure):
-    """The columns that `summary_for` a kind of loss makes; halves, which no table knows, as float32."""
+    """The columns of `summary_for` a kind of loss; half precision, which no table has, as float32."""
 
     def __init__(self, summary: Summary | None) -> None:
         self._summary = summary
@@ -36,7 +34,7 @@ class Predictions(Measure):
 
 
 def summary_for(kind: str, ignore_index: int = -100) -> Summary | None:
-    """The summary that fits a kind of loss; None where nothing is known about the output.
+    """The summary for a kind of loss; None if nothing is known about the output.
 
     'class': `prediction`, the most likely class, and `confidence`, its probability. 'token':
     `token_accuracy`, the share of positions that are predicted right. 'binary': `prediction`, the
@@ -52,7 +50,9 @@ def summary_for(kind: str, ignore_index: int = -100) -> Summary | None:
 
 
 def class_in(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the class of one sample, whether it is one): of a target that counts for none, class 0 and False."""
+    """(the class [] of one sample, whether it is one [] bool), from its output [..., C] and target []: class
+    0 and False for a target outside of the classes.
+    """
     is_class = (target >= 0) & (target < output.shape[-1])
     return target.where(is_class, 0), is_class
 
@@ -78,7 +78,7 @@ _OUTPUT, _TARGET = "class_outputs.output", "class_outputs.target"
 
 
 def kept_outputs(output: Any, target: Any) -> Arrays:
-    """What to keep of one sample: the very tensors, so that several measures may keep the same."""
+    """What to keep of one sample: output [C] and target [], the same tensors for all measures that ask."""
     return {_OUTPUT: output, _TARGET: target}
 
 

@@ -1,23 +1,21 @@
-"""The second pass over the samples: answered from gradients that the first one left in memory, as far as
-there was room for them.
+"""Passes over the samples after the first one: the second pass of measures that compare each sample with all,
+and the pass of a single measure.
 
-Both ways look at the same chunks, so that the numbers are the same to the last bit, wherever a run was
-interrupted.
-
-A pass of a measure's own: something computed of each chunk of samples by a function that knows which rows
-they are.
+The second pass takes gradients that the first one left in memory, if there was space for them, and computes
+the others again. The chunks are the same in both cases, so the numbers are the same to the last bit, also if
+a run was interrupted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns, Stream, on_the_cpu
@@ -27,15 +25,15 @@ from psgrad.engine.gradients.projections.base import key_of, normals, signs, str
 from psgrad.engine.measures.measure import Arrays, Measure
 from psgrad.errors import MeasureError, TransformError
 
-# Of the free memory, what gradients may take that wait for the second pass.
+# The share of the free memory (one in so many) for gradients that are kept for the second pass.
 _SHARE = 4
 
 
-class SecondLook(Measure):
+class SecondPass(Measure):
     """Goes with the measures of the first pass, keeps its gradients, and makes the second.
 
     Args:
-        measures: those that look twice.
+        measures: those that need a second pass (`looks_twice`).
         stream: of the samples' gradients. Where it was given so much memory for a chunk, no more is kept.
     """
 
@@ -189,14 +187,14 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Itera
     stream = Stream(
         loss,
         examples.params,
-        lambda first, stop: _numbered(examples.read(first, stop), first, stop),
+        partial(_numbered, examples),
         **options,
     )
 
-    def way(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
+    def compute(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
         return ask(inputs[:-1], target, inputs[-1])
 
-    return stream.run(len(examples), [_AsTheyAre()], way, start)
+    return stream.run(len(examples), [_Columns()], compute, start)
 
 
 def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:
@@ -255,18 +253,14 @@ class _WithoutRows:
         return self.objective.loss(params, inputs[:-1], target)
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    inputs: Inputs
-    target: torch.Tensor | None
+def _numbered(examples: Examples, start: int, stop: int) -> RowBatch:
+    """The rows start, ..., stop - 1 with their numbers [k] as one more input."""
+    batch = examples.read(start, stop)
+    return RowBatch((*batch.inputs, torch.arange(start, stop)), batch.target)
 
 
-def _numbered(batch: Batch, start: int, stop: int) -> _Numbered:
-    return _Numbered((*batch.inputs, torch.arange(start, stop)), batch.target)
-
-
-class _AsTheyAre:
-    """A measure whose columns were computed on the way."""
+class _Columns:
+    """Returns the columns that the pass itself computed."""
 
     needs_factors = True
 

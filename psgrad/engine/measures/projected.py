@@ -1,19 +1,17 @@
-"""Projected gradients as other measures find them: the rows that count, and how far inner products of them
-can be trusted.
-
-A part of the samples, for measures whose cost grows faster than the number of samples.
+"""Projected gradients as other measures use them: the rows of finite samples and the error of their inner
+products; and a random choice of samples, for measures whose cost grows faster than the number of samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, joined
 
 COLUMN = "projected_gradients"
 
@@ -34,7 +32,9 @@ class Projected:
 
     @classmethod
     def of(cls, rows: Mapping[str, torch.Tensor], parameters: int) -> Projected:
-        """rows: as Measure.gather has them. parameters: p, numbers in a gradient."""
+        """The finite ones of `rows`, name -> [n, ...], which are those of Measure.gather. parameters: p,
+        numbers in a gradient.
+        """
         found = rows[COLUMN]
         places = torch.nonzero(rows["ok"] & torch.isfinite(found).all(1)).squeeze(1)
         return cls(
@@ -85,18 +85,6 @@ def examples_at(examples: Examples, rows: torch.Tensor) -> Examples:
     numbers = rows.tolist()
 
     def read(start: int, stop: int) -> Batch:
-        return _joined([examples.read(row, row + 1) for row in numbers[start:stop]])
+        return joined([examples.read(row, row + 1) for row in numbers[start:stop]])
 
     return replace(examples, read=read, count=len(numbers), numbers=examples.numbers_of(rows))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-
-def _joined(parts: Sequence[Batch]) -> Batch:
-    targets = [part.target for part in parts if part.target is not None]
-    inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
-    return _Rows(inputs, torch.cat(targets) if targets else None)

@@ -1,13 +1,7 @@
-"""Sums of gradients over all samples, made once for all measures of a run that ask for them: the mean
-gradient, and that of each class.
+"""Sums of gradients over all samples, computed once for all measures of a run: the mean gradient, that of
+each class, and bootstrap resamples of sums.
 
-What belongs to one class is summed by itself, and the mean is the mean of these sums, so that asking for both
-costs one pass over the gradients of a chunk.
-
-Gradients that are values, summed class by class and multiplied with a vector of each class, without being put
-in order first.
-
-Bootstrap resamples of sums over samples.
+The mean is the mean of the classes' sums, so both cost one pass over the gradients of a chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,7 +27,7 @@ _FEW = 1024
 
 
 def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
-    """Whether a gradient is a stored value; if `small`, one of few numbers."""
+    """Whether a gradient is materialised; with `small`, also of few numbers."""
     whole = len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
     return whole and not (small and gradient.shape.numel() > _FEW)
 
@@ -84,14 +78,42 @@ def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> G
     return sums
 
 
+class MeanGradientMeasure(Measure):
+    """A measure made from the mean gradient, or that of each class: it hands every chunk to the sums that all
+    such measures of a run share, `self._sums`.
+
+    Class attributes:
+        by_class: whether it uses the mean gradient of each class.
+    """
+
+    needs_factors = True
+    by_class: ClassVar[bool] = False
+
+    def prepare(self, setting: Setting) -> None:
+        self._sums = shared_sums(setting, self, self.by_class)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._sums.add(gradients)
+        return {}
+
+    def keep(self) -> None:
+        self._sums.keep()
+
+    def state(self) -> Arrays:
+        return self._sums.state(self)
+
+    def restore(self, state: Arrays) -> None:
+        self._sums.restore(self, state)
+
+
 class GradientSums:
     """Sums in float64 over the samples with finite numbers, and inner products with the means that they make.
 
-    Several measures hold one; each hands it what it is told (a chunk, that a chunk is done, a state), and
-    only the first of them is heard. The state is that of the measure that made it.
+    Several measures hold one object, and each passes on what it gets (a chunk, the end of a chunk, a state);
+    only the first call for a chunk counts. The state belongs to the measure that made the object.
 
     Attributes:
-        groups: how many sums there are: C and one for samples of no class, or 1 where nobody asks for
+        groups: how many sums there are: C and one for samples of no class, or 1 if no measure needs
             classes.
         counts: [groups] int64, samples with finite numbers.
         squares: [parameters] float64, the sums of their squared norms.
@@ -134,7 +156,7 @@ class GradientSums:
         self.counts = torch.zeros(self.groups, dtype=torch.int64)
 
     def summary(self, target: Any) -> Arrays:
-        """What to keep of one sample, so that its class is known with its chunk."""
+        """What to keep of one sample: its target [], so that its class is known with its chunk."""
         return {_TARGET: target} if self.groups > 1 else {}
 
     # -- the first pass --------------------------------------------------------------------------------------
@@ -179,7 +201,9 @@ class GradientSums:
         self._forget()
 
     def state(self, measure: Measure) -> Arrays:
-        """All of it, for the measure that made it; nothing for others."""
+        """`sums` [groups, p], `counts` [groups], `squares` [parameters], for the measure that made this
+        object; nothing for others.
+        """
         if measure is not self.owner or self._sums is None:
             return {}
         return {"sums": self._sums.cpu(), "counts": self.counts, "squares": self.squares}
@@ -374,8 +398,8 @@ def resampled(sums: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
 
 
 def interval(values: torch.Tensor, level: float) -> list[float | None]:
-    """The ends of the middle part of these numbers that makes up `level` of them; None for an end that is
-    infinite.
+    """[lower, upper]: the ends of the middle part of values [n] that has the share `level` of them; None for
+    an end that is infinite.
     """
     ordered = values.sort().values
     tail = (1 - level) / 2

@@ -1,10 +1,8 @@
-"""Drawn records as a clipped sum, in streams of records about as long: a user of two rows is not filled up to
-a thousand.
+"""Sources of clipped sums: a batch in memory, rows that are read chunk by chunk, and records of several rows.
 
-Sources of clipped sums: a batch in memory, or rows that are read chunk by chunk.
-
-Everything here is private: noise comes later. What a source answers for is that a record, whatever is in it,
-adds no more than its bounds, that the sum is finite, and that a batch may be empty.
+Everything here is private: noise is added later. A source guarantees that a record adds no more than its
+bounds, whatever it holds, that the sum is finite, and that a batch may be empty. Records of several rows are
+read in streams of records of about the same length, so that a user of two rows is not padded to a thousand.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from psgrad.engine.privacy.record_draws import (
     labels_of,
     without_draws,
 )
-from psgrad.engine.privacy.records import RecordReader, Records, Rows, Take
+from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers, Take
 
 GradientSource = Callable[[Clipping], ClippedSum]
 """The clipped sum of one drawn batch, whatever made it."""
@@ -172,7 +170,7 @@ class RecordStreams:
         )
         self._copies = RecordReader(records, take, **options).copies
         self._streams: dict[int, tuple[RecordReader, Stream]] = {}
-        self.drawn: Rows = np.empty(0, dtype=np.int64)
+        self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     def source(self, records: npt.ArrayLike, step: int = 0) -> GradientSource:
         """The clipped sum of these records, none even. step: to which their random draws belong."""
@@ -190,7 +188,7 @@ class RecordStreams:
 
         return source
 
-    def _parts(self, drawn: Rows) -> list[tuple[int, Rows]]:
+    def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
         """(width, records) of each stream that takes part, for records that come longest first.
 
         The shortest ones go along with longer ones where that fills up fewer rows than a pass of their own is
@@ -220,7 +218,7 @@ class RecordStreams:
         return self._streams[width]
 
 
-def _distinct_and_next(widths: Rows) -> tuple[list[int], list[int | None]]:
+def _distinct_and_next(widths: RowNumbers) -> tuple[list[int], list[int | None]]:
     """The widths that occur, in rising order, and beside each the next larger one."""
     distinct = np.unique(widths).tolist()
     return distinct, [*distinct[1:], None]

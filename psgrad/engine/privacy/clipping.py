@@ -1,12 +1,9 @@
 """Clipping: the groups of parameters, the bound of each, and the factor that each record's gradient is
-multiplied by.
+multiplied by; and a bound that follows a quantile of the norms, privately (Andrew, Thakkar, McMahan and
+Ramaswamy, "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871).
 
-A value that says what is done to one record before the sum. Whatever it is made of, the norm of what a record
-adds in a group is at most the group's bound, and `sensitivity` is the one place where that becomes a number
-that noise is measured in.
-
-A clipping bound that follows a quantile of the norms, privately (Andrew, Thakkar, McMahan and Ramaswamy,
-"Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871).
+The norm of what a record adds in a group is at most the group's bound. `Clipping.sensitivity` is the one
+place where bounds become the unit of the noise.
 """
 
 from __future__ import annotations

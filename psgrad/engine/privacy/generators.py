@@ -1,11 +1,10 @@
 """Random numbers for sampling and noise.
 
-The default is AES-256 in counter mode with a key from the operating system: nobody who sees a part of the
-stream can tell the rest of it from noise, which is what a privacy guarantee assumes. torch's Mersenne twister
-and Philox are fast and can be predicted from their output; whoever takes one has that written into the
-ledger.
+The default is AES-256 in counter mode with a key from the operating system: a part of the stream says nothing
+about the rest, which is what a privacy guarantee assumes. torch's Mersenne twister and Philox are fast and
+can be predicted from their output; the ledger says if one of them was used.
 
-A stream is never used twice. The counter only moves on, a forked process changes the key, and a generator is
+A stream is never used twice. The counter only increases, a forked process changes the key, and a generator is
 neither pickled nor copied. The key is never shown.
 """
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from psgrad.engine.privacy.box_muller import REACH, Use, normal_blocks, normals
 from psgrad.errors import ConfigError
 
-Kind = Literal["aes", "torch"]
+GeneratorKind = Literal["aes", "torch"]
 
 _CIPHER_BLOCK = 16
 _PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
@@ -227,7 +226,7 @@ class TorchGenerator(Generator):
             )
 
 
-def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) -> Generator:
+def make_generator(kind: GeneratorKind, *, seed: int | None = None, position: int = 0) -> Generator:
     """A generator by name.
 
     Args:

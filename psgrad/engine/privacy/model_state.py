@@ -1,10 +1,10 @@
-"""What a model and its loss keep from call to call, put back whenever they are called again.
+"""The state that a model and its loss keep from call to call, restored whenever they are called.
 
-A private sum promises that a record moves it by its own clipped gradient. A model that keeps what it saw (a
+A private sum guarantees that a record moves it by its own clipped gradient. A model that keeps what it saw (a
 running maximum, a memory, a counter) makes later records' gradients depend on earlier ones, and a buffer that
-it writes into would be published without noise. A few rows, looked at beforehand, do not show which records
-lead to a write. So the state is put back around every run of the function that is differentiated: every
-chunk, every half of one, every outcome of a branch, every second pass.
+it writes into would be published without noise. A check of a few rows does not find every record that leads
+to a write. So the state is restored around every run of the differentiated function: every chunk, every half
+of one, every outcome of a branch, every second pass.
 """
 
 from __future__ import annotations

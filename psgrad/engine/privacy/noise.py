@@ -1,4 +1,4 @@
-"""The noise of a private step: so much that the sum with a record and the sum without it look alike."""
+"""The noise of a private step, continuous or on a grid of integers."""
 
 from __future__ import annotations
 

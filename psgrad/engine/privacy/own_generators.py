@@ -1,8 +1,8 @@
-"""Random generators that code keeps to itself, seeded by record and step as the global ones are.
+"""Random generators that the user's code holds, seeded by record and step as the global ones are.
 
-`rng = np.random.default_rng(0)` in a dataset or an augmentation goes on from call to call, so that what one
-record draws depends on the records that were read before it; and with a seed that is known, so are the draws.
-So such generators are sought, and seeded from the run's secret key wherever the global ones are.
+`rng = np.random.default_rng(0)` in a dataset or an augmentation advances from call to call, so a record's
+draws depend on the records that were read before it; and with a known seed the draws are known. Such
+generators are found (`reached.py`), and seeded from the run's secret key wherever the global ones are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What can be reached from some objects: attributes, containers, closures, defaults, classes, and the globals
-that one's own code names.
+"""Finds the objects that can be reached from some objects: attributes, containers, closures, defaults,
+classes, and the globals that the user's code names.
 
-No list of places is complete. This one has those where people keep things in Python. Not reached are the
-globals of installed packages, and what an object keeps outside of Python (an iterator's place, an open file).
+The list of places is not complete; it has those where Python code usually keeps things. Not reached are the
+globals of installed packages, and what an object keeps outside of Python (the position of an iterator, an
+open file).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Random numbers of a private run by record and step: what a record draws depends on no other record.
+"""Random numbers of a private run by record and step: a record's draws depend on no other record.
 
-The clipped gradients of a batch add up to a sum that one record moves by its bound only if the others'
-gradients stay what they are when it comes or goes. So each record draws by the run's secret key, the step,
-its own number and its own program: its dropout masks, what an augmentation or a dataset makes of it. Numbers
-that a model draws outside of PyTorch's operators (NumPy, Python's random) can't be told apart by record; they
-follow from the step alone, as the generators are seeded alike wherever the model begins to run: the global
-ones, and those that the code keeps to itself.
+A record moves the sum of a batch by its bound only if the others' gradients do not change when it comes or
+goes. So each record draws by the run's secret key, the step, its own number and its own program: its dropout
+masks, its augmentations, what a dataset draws for it. Numbers that a model draws outside of PyTorch's
+operators (NumPy, Python's random) cannot be assigned to records; they follow from the step alone, as all
+generators, global ones and the code's own, are seeded alike whenever the model begins to run.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.own_generators import OwnGenerators
 from psgrad.engine.transforms import diagnostics, random_draws
-from psgrad.engine.transforms.interpreter import innermost, state
+from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, is_random
 from psgrad.engine.transforms.random_draws import draw_by_label, drawing_by_label
+from psgrad.engine.transforms.state import state
 from psgrad.errors import ModelError
 
 Labels = npt.NDArray[np.int64]
@@ -203,7 +203,7 @@ def _no_draws_by_record(arrived: str) -> ModelError:
     )
 
 
-class _Watch:
+class _SeedWatch:
     """Whether somebody looks at the global random_draws, and whether a run has seeded them since: they are
     the process's, not a thread's.
     """
@@ -211,7 +211,7 @@ class _Watch:
     watching = seeded = False
 
 
-_watch = _Watch()
+_watch = _SeedWatch()
 
 
 def _require_no_other_draws() -> None:

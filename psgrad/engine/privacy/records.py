@@ -1,10 +1,8 @@
-"""Records of several rows: all rows of a user, or the augmented copies of a row. What is clipped is a
-record's gradient, not a row's.
+"""Records: rows, all rows of a user, or the augmented copies of a row; and the relation between neighbouring
+datasets. What is clipped is a record's gradient, not a row's.
 
 A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs
 before anything is clipped.
-
-Which datasets count as neighbours: half of what a privacy guarantee says.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, joined
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
 
-Rows = npt.NDArray[np.int64]
-Take = Callable[[Rows], Batch]
+RowNumbers = npt.NDArray[np.int64]
+Take = Callable[[RowNumbers], Batch]
 Augment = Callable[..., Any]
 
 ROWS_WITHOUT_A_CAP = 1000
@@ -39,7 +37,7 @@ class Records:
         sizes: [records], how many rows of each record count.
     """
 
-    def __init__(self, order: Rows, starts: Rows, sizes: Rows) -> None:
+    def __init__(self, order: RowNumbers, starts: RowNumbers, sizes: RowNumbers) -> None:
         self._order, self._starts, self.sizes = order, starts, sizes
 
     @staticmethod
@@ -84,12 +82,12 @@ class Records:
         """The most rows of any record."""
         return int(self.sizes.max(initial=0))
 
-    def rows_of(self, record: int) -> Rows:
+    def rows_of(self, record: int) -> RowNumbers:
         """The rows of a record, in dataset order."""
         start = self._starts[record]
         return self._order[start : start + self.sizes[record]]
 
-    def rows_of_each(self, records: Rows) -> Rows:
+    def rows_of_each(self, records: RowNumbers) -> RowNumbers:
         """The rows of several records, one record's after another's."""
         starts, sizes = self._starts[records], self.sizes[records]
         before = np.cumsum(sizes) - sizes
@@ -156,7 +154,7 @@ class RecordReader:
         self._augment, self.copies, self._source = augment, copies if augment is not None else 1, source
         self._width = width
         self._shapes: list[tuple[int, ...]] | None = None
-        self.drawn: Rows = np.empty(0, dtype=np.int64)
+        self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     @property
     def several(self) -> bool:
@@ -231,13 +229,13 @@ class RecordReader:
         assert self._now is not None
         return self._now
 
-    def _labels(self, chosen: Rows, copies: int) -> Rows:
+    def _labels(self, chosen: RowNumbers, copies: int) -> RowNumbers:
         """The labels of the records' rows, one record's after another's; of as many copies of each."""
         sizes = self.records.sizes[chosen] * copies
         found = labels_of(chosen, int(sizes.max(initial=0)))
         return found[np.arange(found.shape[1]) < sizes[:, None]]
 
-    def _rows(self, chosen: Rows) -> Batch:
+    def _rows(self, chosen: RowNumbers) -> Batch:
         """The rows of these records, one record's after another's; each by itself where reading draws random
         numbers.
         """
@@ -255,11 +253,9 @@ class RecordReader:
             for row, label in zip(rows, self._labels(chosen, 1), strict=True):
                 self._now.seed(int(label), ROW)
                 parts.append(self._take(row[None]))
-        inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
-        targets = [part.target for part in parts if part.target is not None]
-        return RecordBatch(inputs, torch.cat(targets) if targets else None)
+        return joined(parts)
 
-    def _augmented(self, rows: Batch, chosen: Rows) -> RecordBatch:
+    def _augmented(self, rows: Batch, chosen: RowNumbers) -> RecordBatch:
         made = []
         with nullcontext() if self._now is None else self._now.kept():
             for place, label in enumerate(self._labels(chosen, self.copies)):
@@ -336,7 +332,7 @@ def record_loss(
     return of_record
 
 
-def _padded(sizes: Rows, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
+def _padded(sizes: RowNumbers, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
     """(places, weights), both [n, width], for records whose rows lie one record's after another's.
 
     `weight` is that of every row; None for one over the record's number of rows. In float64: one third in

@@ -1,8 +1,8 @@
-"""What a private run refuses before its first step: numbers that promise nothing, and models whose records
-are not apart.
+"""Checks before the first private step: numbers that give no guarantee, and models whose records influence
+each other.
 
-These checks look at the private data, at its size or at a few of its rows, and all that they ever do is to
-stop a run that has released nothing yet. What they say is meant for who holds the data.
+They look at the private data, at its size or at a few of its rows, and can only stop a run that has released
+nothing yet. Their messages are for the owner of the data.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""How the records of a step are drawn. What is drawn here is what the accountant is told, and nothing else is
-offered.
+"""How the records of a step are drawn, and how the noise multiplier changes from step to step. Every scheme
+here is one that an accountant covers.
 
-    poisson             each record by itself with probability q, over the whole dataset; the number varies,
-    and may be 0 truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset
-    of that size is kept
+    poisson             each record by itself with probability q; the number of records varies, and may be 0
+    truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset of that size
                         (TruncatedSubsampledGaussianDpEvent of dp-accounting; arXiv 2508.15089)
-    fixed               `batch_size` records without replacement, each subset alike; accounted without
-    amplification
+    fixed               `batch_size` records without replacement, each subset with the same probability;
+                        accounted without amplification
 
-All of them are exact on the bits that the generator gives: comparisons are of 64-bit integers, and a draw
-among m is rejected where m does not divide what is left.
-
-How the noise multiplier changes from step to step. A schedule follows from the config alone, never from the
-data.
+All of them are exact for uniform bits: comparisons are of 64-bit integers, and a draw among m is rejected
+where m does not divide what is left. A schedule follows from the config alone, never from the data.
 """
 
 from __future__ import annotations
@@ -209,10 +205,10 @@ def _below(count: int, size: int, generator: Generator) -> np.ndarray:
     return (lots % np.uint64(count)).astype(np.int64)
 
 
-Kind = Literal["constant", "step", "exponential", "list"]
+ScheduleKind = Literal["constant", "step", "exponential", "list"]
 
 # What each kind is made of: all of it is needed, and nothing else may be given.
-SCHEDULE_FIELDS: dict[Kind, tuple[str, ...]] = {
+SCHEDULE_FIELDS: dict[ScheduleKind, tuple[str, ...]] = {
     "constant": (),
     "step": ("every", "factor"),
     "exponential": ("factor",),
@@ -232,15 +228,16 @@ class Schedule:
     Raises ConfigError where a number is missing, is out of range, or belongs to another kind.
     """
 
-    kind: Kind = "constant"
+    kind: ScheduleKind = "constant"
     every: int | None = None
     factor: float | None = None
     multipliers: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
+        if self.kind not in get_args(ScheduleKind):
             raise ConfigError(
-                f"the schedule's kind is {self.kind!r}", expected=f"one of {', '.join(get_args(Kind))}"
+                f"the schedule's kind is {self.kind!r}",
+                expected=f"one of {', '.join(get_args(ScheduleKind))}",
             )
         for name in ("every", "factor", "multipliers"):
             needed = name in SCHEDULE_FIELDS[self.kind]

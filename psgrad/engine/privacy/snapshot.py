@@ -1,11 +1,8 @@
 """A checkpoint of private training as the bytes of one file: tensors, the optimiser's state and public
-numbers, whole or refused.
+numbers; and the tensors of a model that may be published.
 
-Everything in it is made of noisy sums that were paid for, so it may be published as the weights may. The file
-is safetensors, and its plain values are JSON in the header: nothing in it is ever executed.
-
-The tensors of a model as they may be published: trained parameters, and all others as they were before a
-record was read.
+All of it is made of noisy sums that were paid for, so it may be published as the weights may. The file is
+safetensors, and its plain values are JSON in the header: nothing in it is executed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A private step from its parts: draw records, sum their clipped gradients, pay for it, add noise, let an
-optimiser use what comes out.
-
-The optimiser of a config, by its name in torch.optim. It sees noisy sums alone, so that any of them is
-post-processing.
+"""A private step: draw records, sum their clipped gradients, write the cost into the ledger, add noise,
+update. And the optimiser of a config, by its name in torch.optim: it gets noisy sums only, so every optimiser
+is post-processing.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_tracers, state, top_level
+from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_tracers, top_level
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.rules.registry import decomposition_of, taken_apart
 from psgrad.engine.transforms.shape_checks import refuse_shapes
+from psgrad.engine.transforms.state import state
 
 
 class AdoptingLevel(Level):

@@ -24,10 +24,10 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import Cotangents, Flat, Ruled, hand_down, kind_of, resting
-from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.levels import switches
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.rules.families import sum_to
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 _Base: Any = next(

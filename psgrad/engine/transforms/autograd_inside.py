@@ -19,8 +19,9 @@ from torch.utils.hooks import BackwardHook
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import Tracer, state
+from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.levels import switches
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 

@@ -1,30 +1,25 @@
-"""Batching: a level whose tracers carry a sample axis that the user's function does not see.
-
-The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest.
-Operators run on the real batched kernels. A value without that axis stays a plain value (or a tracer of a
-lower level) and is never copied per sample.
+"""Batching: the level of one vmap, and what it does at an operator: the batching rule, an in-place write, a
+random draw, or a deferral.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.aliasing import (
     dense_strides,
     is_ordinary,
-    laid_out,
     lies_otherwise,
     strides_of_one_sample,
 )
-from psgrad.engine.transforms.fresh_tensors import FreshTracer, is_fresh, process_fresh
-from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, rewritten, state, strides_of
+from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, make_wrapper, traced
+from psgrad.engine.transforms.fresh_tensors import FreshTracer, content, process_fresh
+from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, strides_of
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -36,24 +31,12 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
+from psgrad.engine.transforms.random_draws import Drawer
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
-if TYPE_CHECKING:
-    from psgrad.engine.transforms.random_draws import Drawer
-
 RANDOMNESS = ("error", "same", "different")
-
-
-class Deferred(Protocol):
-    """A batched value that has not been computed: what a deferral policy returns in place of a tensor."""
-
-    shape: torch.Size  # logical, without the sample axis
-    dtype: torch.dtype
-    device: torch.device
-
-    def materialise(self) -> torch.Tensor:
-        """The value, sample axis in front."""
 
 
 class Deferral(Protocol):
@@ -68,79 +51,22 @@ class Deferral(Protocol):
         """
 
 
-class BatchTracer(Tracer):
-    """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor
-    when it is needed.
-    """
-
-    __slots__ = ()
-
-    level: BatchLevel
-    carries_samples = True
-    lies_otherwise = False  # whether the value lies in memory otherwise than the strides say (see memory.py)
-
-    def below(self) -> torch.Tensor:
-        if not isinstance(self.value, torch.Tensor):
-            self.value = self.value.materialise()
-        return self.value
-
-    def lay_out(self) -> None:
-        """Lay the value out as the strides say. For one that no view was taken of."""
-        with torch.enable_grad():  # whoever looks at it, it keeps its derivative
-            self.value, self.lies_otherwise = laid_out(self.below(), (sys.maxsize, *self.stride())), False
-
-    def contiguously(self) -> BatchTracer:
-        if self.is_contiguous():
-            return self
-        same = _make(BatchTracer, self.shape, dtype=self.dtype, device=self.device)
-        same.value, same.level, same.lies_otherwise = self.value, self.level, True
-        return same  # type: ignore[no-any-return]
-
-    def rewritten(self, new: Any) -> Any:
-        return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
-
-
-_make = torch.Tensor._make_wrapper_subclass
-
-
-def traced(value: Any, level: BatchLevel) -> BatchTracer:
-    """The tracer of a physical value, or of a deferred one. A function, as calling the class would take twice
-    the time.
-    """
-    if isinstance(value, torch.Tensor):
-        strides = strides_of(value)
-        tracer = _make(BatchTracer, value.shape[1:], strides[1:], 0, dtype=value.dtype, device=value.device)
-    else:
-        tracer = _make(BatchTracer, value.shape, dtype=value.dtype, device=value.device)
-    tracer.value, tracer.level = value, level
-    return tracer  # type: ignore[no-any-return]
-
-
-class BatchLevel(AdoptingLevel):
+class BatchLevel(SampleAxis):
     """vmap: `size` samples; `randomness` says what a random draw means for them."""
 
     axis_name: str | None = None  # by which named_axis.py finds it
     drawer: Drawer | None = None  # of samples that draw by labels of their own
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
-        super().__init__()
-        self.size = size
-        self.randomness = randomness
+        super().__init__(size, randomness)
         self.deferral = deferral
-        self.has_deferred = self.has_fresh = False
-        self.batch = Batch(self)
+        self.has_deferred = False
 
     def explained(self, error: BaseException) -> TransformError | None:
         # How nn.functional.batch_norm greets a batch of one, before any operator runs.
         if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
             return diagnostics.batch_statistics_error(diagnostics.where(error))
         return super().explained(error)
-
-    def lift(self, physical: Any) -> BatchTracer:
-        return traced(physical, self)
-
-    def owns(self, value: Any) -> bool:
-        return type(value) is BatchTracer and value.level is self
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
@@ -153,7 +79,7 @@ class BatchLevel(AdoptingLevel):
 
     def content(self, value: Any) -> Any:
         """What a fresh tensor of this level stands for; anything else as it is."""
-        return value.content() if is_fresh(value, self) else value
+        return content(value, self)
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.has_fresh and self._meets_fresh((*args, *kwargs.values()) if kwargs else args):
@@ -215,7 +141,7 @@ class BatchLevel(AdoptingLevel):
             if state.going_back
             else strides_of_one_sample(value, op, args, kwargs, place)
         )
-        tracer = _make(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)
+        tracer = make_wrapper(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)
         tracer.value, tracer.level, tracer.lies_otherwise = value, self, lies_otherwise(value, strides)
         return tracer  # type: ignore[no-any-return]
 
@@ -352,52 +278,3 @@ class BatchLevel(AdoptingLevel):
 def _version(physical: Any) -> int | None:
     """How often PyTorch has counted a write to a plain tensor; None for a tracer, which has no memory."""
     return None if isinstance(physical, Tracer) else physical._version
-
-
-class Batch:
-    """What a batching rule may ask about its arguments."""
-
-    def __init__(self, level: BatchLevel) -> None:
-        self.level = level
-
-    @property
-    def size(self) -> int:
-        return self.level.size
-
-    def is_mapped(self, value: Any) -> bool:
-        """Whether `value` carries the sample axis."""
-        return type(value) is BatchTracer and value.level is self.level
-
-    def raw(self, value: Any) -> Any:
-        """The physical value of a mapped tensor; anything else as it is."""
-        return value.below() if type(value) is BatchTracer and value.level is self.level else value
-
-    def physical(self, value: Any) -> torch.Tensor:
-        """[n, *shape]: the physical value; one without the axis is expanded, which copies nothing."""
-        if self.is_mapped(value):
-            return value.below()  # type: ignore[no-any-return]
-        return value.unsqueeze(0).expand(self.level.size, *value.shape)  # type: ignore[no-any-return]
-
-    def aligned(self, value: Any, rank: int) -> Any:
-        """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the
-        sample axis.
-        """
-        if not (type(value) is BatchTracer and value.level is self.level):
-            return value
-        physical = value.below()
-        missing = rank + 1 - physical.dim()
-        if missing > 0:
-            return physical.reshape(physical.shape[0], *(1,) * missing, *physical.shape[1:])
-        return physical
-
-    def fold(self, value: torch.Tensor) -> torch.Tensor:
-        """[n * b, ...] from a logical [b, ...]: the sample axis goes into the kernel's own batch axis."""
-        return self.physical(value).flatten(0, 1)
-
-    def unfold(self, physical: Any) -> Any:
-        """The inverse of `fold`, for one result or a tuple of them."""
-        if isinstance(physical, tuple):
-            return tuple(self.unfold(item) for item in physical)
-        size = self.level.size
-        shape = physical.shape
-        return physical.reshape(size, shape[0] // size if size else 1, *shape[1:])

@@ -25,12 +25,13 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel, transpose
-from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, resurrect, state, tensors_in
+from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, resurrect, tensors_in
 from psgrad.engine.transforms.levels import Divergence, Level, users_program
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.rules.families import cast
+from psgrad.engine.transforms.state import ActiveLevel, state
 from psgrad.engine.transforms.tape import pull_back
 from psgrad.errors import TransformError
 
@@ -107,7 +108,7 @@ def hand_down(call: Call, args: Flat, below: Level | None = None) -> Flat:
     return call.run(args)
 
 
-def process(level: Level, call: Call, args: Flat) -> Flat:
+def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
     """A call at one level."""
     if isinstance(level, BatchLevel):
         return call.batch(level, args)
@@ -153,7 +154,7 @@ def program_on(*values: Any) -> Iterator[None]:
     """A function of the user's that a rule runs: fresh tensors belong to the levels of the values that it is
     given, and to no other.
     """
-    present: set[Level] = set()
+    present: set[ActiveLevel] = set()
     for value in values:
         while isinstance(value, Tracer):
             present.add(value.level)
@@ -168,8 +169,8 @@ def witnessed(level: GradLevel) -> Iterator[None]:
     record.
     """
     before = state.watchers
-    if (kept := level.kept) is not None:
-        state.watchers = (*before, lambda op, args, kwargs: kept.need(tensors_in(args, kwargs)))
+    if (saved := level.saved) is not None:
+        state.watchers = (*before, lambda op, args, kwargs: saved.need(tensors_in(args, kwargs)))
     try:
         yield
     finally:
@@ -197,7 +198,7 @@ def back_in(level: Level) -> Iterator[None]:
 
 
 @contextmanager
-def _adopting(adopts: bool, levels: list[Level]) -> Iterator[None]:
+def _adopting(adopts: bool, levels: Sequence[ActiveLevel]) -> Iterator[None]:
     before = [level.adopts for level in levels]
     try:
         for level in levels:

@@ -22,8 +22,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from psgrad.engine.transforms.capture_guard import NotCapturable, looks
-from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 _MOST_PROGRAMS = 8

@@ -27,9 +27,10 @@ from psgrad.engine.transforms.calls import (
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.interpreter import map_tracers, resurrect, state
+from psgrad.engine.transforms.interpreter import map_tracers, resurrect
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
+from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, pull_back
 from psgrad.errors import TransformError
 

@@ -22,7 +22,6 @@ from psgrad.engine.transforms.interpreter import (
     Tracer,
     kinds,
     map_tracers,
-    state,
     strides_of,
     tensors_in,
 )
@@ -38,6 +37,7 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
 from psgrad.engine.transforms.rules.view_writes import write_through
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 Position = int | tuple[int, int]  # of an argument, or of an item of an argument that is a list

@@ -7,10 +7,12 @@ then it is the same for all, and is neither copied nor computed with per sample.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.batch_values import BatchTracer, SampleAxis
 from psgrad.engine.transforms.interpreter import (
     Tracer,
     interpret,
@@ -30,9 +32,6 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, taken_apart
 
-if TYPE_CHECKING:
-    from psgrad.engine.transforms.batching import BatchLevel, BatchTracer
-
 
 class FreshTracer(Tracer):
     """Stands for a tensor made inside the function: `plain`, the same for all samples, or `batched` from the
@@ -42,14 +41,14 @@ class FreshTracer(Tracer):
     its results): its memory is the base's, so when the base gets a sample axis the view is taken again.
     """
 
-    level: BatchLevel
+    level: SampleAxis
     plain: torch.Tensor
     batched: BatchTracer | None
     view_of: tuple[FreshTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
     has_views: bool = False
 
     @staticmethod
-    def __new__(cls, plain: torch.Tensor, level: BatchLevel) -> FreshTracer:
+    def __new__(cls, plain: torch.Tensor, level: SampleAxis) -> FreshTracer:
         tracer = torch.Tensor._make_wrapper_subclass(
             cls,
             plain.shape,
@@ -95,7 +94,7 @@ class FreshTracer(Tracer):
         return self.content()
 
     def rewritten(self, new: Any) -> Any:
-        found = rewritten(self.content(), self.level.content(new))
+        found = rewritten(self.content(), content(new, self.level))
         return found if self.level.owns(found) else FreshTracer(found, self.level)
 
 
@@ -111,8 +110,13 @@ def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
     return plain.new_empty_strided((size, *plain.shape), (extent, *plain.stride())).copy_(plain)
 
 
-def is_fresh(value: Any, level: BatchLevel) -> bool:
+def is_fresh(value: Any, level: SampleAxis) -> bool:
     return isinstance(value, FreshTracer) and value.level is level
+
+
+def content(value: Any, level: SampleAxis) -> Any:
+    """What a fresh tensor of `level` stands for; anything else as it is."""
+    return value.content() if is_fresh(value, level) else value
 
 
 def is_shared(value: Any) -> bool:
@@ -124,10 +128,11 @@ def is_shared(value: Any) -> bool:
     )
 
 
-def process_fresh(level: BatchLevel, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator with fresh tensors among its arguments: as one on what they stand for."""
     operator = facts(op)
-    contents, keywords = map_tracers(level.content, args), map_tracers(level.content, kwargs)
+    stands_for = partial(content, level=level)
+    contents, keywords = map_tracers(stands_for, args), map_tracers(stands_for, kwargs)
     mapped = any(level.owns(x) for x in tensors_in(contents, keywords))
     if operator.mutated:
         target = args[operator.mutated[0]]
@@ -170,7 +175,7 @@ def process_fresh(level: BatchLevel, op: Op, args: tuple[Any, ...], kwargs: dict
 
 
 def _reshape(
-    level: BatchLevel, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    level: SampleAxis, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The target becomes a view of what it was."""
     if target.has_views:

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import Tracer, rules_only, state
+from psgrad.engine.transforms.interpreter import Tracer, rules_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
-from psgrad.engine.transforms.tape import Kept, Node, pull_back
+from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tape import Node, SavedValues, pull_back
 from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
@@ -125,8 +126,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     other transform. `create_graph` says whether what is outside may differentiate the result, where that is
     not as the grad mode says.
     """
-    kept = Kept()
-    level = GradLevel(kept)
+    saved = SavedValues()
+    level = GradLevel(saved)
     with level.body(grad_mode=True):
         traced, leaves, structures = _trace_arguments(level, primals, tuple(range(len(primals))), [])
         starts = [_Place.of(leaf) for leaf in leaves]
@@ -143,7 +144,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         values = [lower(level, item) for item in flat]
         ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
         aux = map_leaves(lambda x: lower(level, x), aux)
-        kept.see(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
+        saved.see(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         given, spec = tree_flatten(cotangents)
@@ -154,10 +155,10 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
             )
         for cotangent, value in zip(given, values, strict=True):
             _check_cotangent(cotangent, value)
-        kept.check()
+        saved.check()
         for outer in state.stack:
-            if isinstance(outer, GradLevel) and outer.kept is not None:
-                outer.kept.depend_on(kept)
+            if isinstance(outer, GradLevel) and outer.saved is not None:
+                outer.saved.depend_on(saved)
         with torch.set_grad_enabled(torch.is_grad_enabled() if create_graph is None else create_graph):
             found = pull_back(
                 list(zip(ends, given, strict=True)),

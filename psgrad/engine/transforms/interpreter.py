@@ -14,12 +14,9 @@ too: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be a
 from __future__ import annotations
 
 import itertools
-import math
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
@@ -27,48 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from psgrad.engine.transforms import diagnostics, operators
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, contiguous, facts, is_random, written_by
 from psgrad.engine.transforms.shape_checks import refuse_shapes
+from psgrad.engine.transforms.state import ActiveLevel, state
 from psgrad.errors import TransformError
-
-if TYPE_CHECKING:
-    from psgrad.engine.transforms.levels import Level
-    from psgrad.engine.transforms.tape import Kept
-
-
-class _State(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Level] = []
-        self.interpreting = False
-        # whether what is different while a transform runs is so already, by a level further out (see
-        # levels.py)
-        self.switched = False
-        # While a random operator is carried out: only levels under this one have a say in what it is taken
-        # apart into.
-        self.heard = math.inf
-        # True while a cotangent is computed for a value that no sample axis has touched: only there may a
-        # contraction over the sample axis be put off (see Deferral in batching.py).
-        self.cotangent_is_shared = False
-        self.going_back = False  # while the pass back runs: what its operators make is seen by rules alone
-        # PyTorch's own autograd, where the outermost transform was called with recording on: how its layer of
-        # the dispatcher was set, and whether a tensor that requires a gradient has been met since.
-        self.outside: tuple[Any, Any] | None = None
-        self.attached = False
-        # Whether conjugates and negatives that are only marked, not carried out, may be among the values
-        # traced.
-        self.marked = False
-        # Told of each operator of the user's function with its arguments, before it runs: those who object to
-        # some (read_only.py), or look whether what is used changes before the way back (calls.py).
-        self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
-        # Told of each generator that draws: those who will run a function again with the same draws.
-        self.draws: tuple[Callable[[Any], None], ...] = ()
-        # What is needed by records that are used later (see kept.py): told of what is written to.
-        self.kept: set[weakref.ref[Kept]] = set()
-
-    # How many forwards of autograd.Functions are known to run, or may do so unknown to us (see
-    # autograd_function.py).
-    forwards: int = 0
-
-
-state = _State()
 
 
 class Tracer(torch.Tensor):
@@ -76,7 +33,7 @@ class Tracer(torch.Tensor):
 
     __slots__ = ("level", "value")  # what every tracer has is stored and found faster so
 
-    level: Level
+    level: ActiveLevel
     value: Any
     carries_samples: ClassVar[bool] = False  # whether the value has a sample axis that the tracer hides
 
@@ -263,7 +220,7 @@ class Interpreter(TorchDispatchMode):
         top = top_level(args, kwargs)
         if top is not None:
             refuse_shapes(op, args, kwargs)
-        adopter: Level | None = None
+        adopter: ActiveLevel | None = None
         for level in reversed(state.stack):
             if level is top or level.adopts:
                 adopter = level
@@ -380,7 +337,7 @@ def rules_only() -> Iterator[None]:
         yield
 
 
-def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
+def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: ActiveLevel | None = None) -> Any:
     """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a
     say in it).
 
@@ -402,7 +359,11 @@ def run(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def handed_on(
-    level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None
+    level: ActiveLevel | None,
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    below: ActiveLevel | None = None,
 ) -> Any:
     """`interpret` for arguments whose highest level is known."""
     # PyTorch's autograd must know of a view from the start: a value that it follows may be written through
@@ -411,20 +372,24 @@ def handed_on(
         with nullcontext() if isinstance(_get_current_dispatch_mode(), Attached) else Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
     said = facts(op)
-    if level is _DEAD or state.kept or said.is_random or said.contiguous:
+    if level is _DEAD or state.saved or said.is_random or said.contiguous:
         return _handed_on_with_care(level, op, args, kwargs, below)
     return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
 
 
 def _handed_on_with_care(
-    level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None
+    level: ActiveLevel | None,
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    below: ActiveLevel | None,
 ) -> Any:
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below)
-    for reference in list(state.kept):
-        if (kept := reference()) is not None:
-            kept.watch(op, args, kwargs)
+    for reference in list(state.saved):
+        if (saved := reference()) is not None:
+            saved.watch(op, args, kwargs)
     if level is None and (positions := facts(op).contiguous):
         args = contiguous(positions, args)
     if not is_random(op, args, kwargs):
@@ -467,11 +432,11 @@ class _Kinds(dict[type, int]):
 kinds = _Kinds()
 
 
-def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
+def top_level(args: Any, kwargs: dict[str, Any]) -> ActiveLevel | None:
     """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its
     transform.
     """
-    top: Level | None = None
+    top: ActiveLevel | None = None
     for argument in (*args, *kwargs.values()) if kwargs else args:
         kind = kinds[type(argument)]
         if kind == TRACER:

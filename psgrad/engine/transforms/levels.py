@@ -23,8 +23,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd, state
+from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd
 from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 

@@ -22,9 +22,9 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Recorded, hand_down, own_values, resting
 from psgrad.engine.transforms.forward import ForwardLevel
-from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.reverse import GradLevel
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 

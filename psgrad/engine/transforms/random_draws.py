@@ -4,8 +4,8 @@ are computed beside.
 A sample's label is a whole number that comes with the batch as one of its arguments. `draw_by_label` attaches
 it to the level that maps it: from then on a random operator there is a function of (source, label, how many
 operators of this run drew before it), and no generator has a say in it. So draws depend neither on a sample's
-place in the batch, nor on the other samples, nor on how often the function runs. rules/draws.py has the
-operators.
+place in the batch, nor on the other samples, nor on how often the function runs. The
+operators are in rules/labelled_draws.py.
 
 The global random number generators of PyTorch, NumPy and Python, and their states: to draw the same again.
 """
@@ -18,7 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, state
+from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.rules.registry import decompose, decomposition_of
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
-
-if TYPE_CHECKING:
-    from psgrad.engine.transforms.batching import BatchLevel
-
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,6 +40,13 @@ class Bits(Protocol):
 
     def __call__(self, labels: npt.NDArray[np.uint64], number: int, size: int) -> Bytes:
         """[n, size] bytes for the labels [n]."""
+
+
+class SampleAxis(Protocol):
+    """What is asked of a level whose samples draw by label (see batch_values.py)."""
+
+    def lift(self, physical: Any) -> torch.Tensor:
+        """The tracer of a physical value [n, *shape]."""
 
 
 # Bits that a number in [0, 1) of a type has, as torch.rand draws it.
@@ -81,7 +85,7 @@ class Drawer:
     level, of a shape that its samples see.
     """
 
-    def __init__(self, bits: Bits, labels: torch.Tensor, levels: Sequence[BatchLevel]) -> None:
+    def __init__(self, bits: Bits, labels: torch.Tensor, levels: Sequence[SampleAxis]) -> None:
         self.number = 0
         self._bits, self._labels, self._levels = bits, labels, levels
         self._known: npt.NDArray[np.uint64] | None = None

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import innermost, state
+from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, refuse_mutation, written_by
+from psgrad.engine.transforms.state import state
 
 
 @contextmanager

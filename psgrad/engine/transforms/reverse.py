@@ -12,7 +12,7 @@ from psgrad.engine.transforms.fresh_tensors import is_shared
 from psgrad.engine.transforms.interpreter import handed_on, rewritten, tensors_in, top_level
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
-from psgrad.engine.transforms.tape import Closure, Edge, Kept, Node
+from psgrad.engine.transforms.tape import Closure, Edge, Node, SavedValues
 
 
 class GradTracer(DerivativeTracer):
@@ -48,12 +48,10 @@ def traced(value: torch.Tensor, level: GradLevel, node: Node | None = None, outp
 class GradLevel(DerivativeLevel):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
-    def __init__(self, kept: Kept | None = None) -> None:
-        """kept: for a record that is used after the function has ended, when its values may have been written
-        to.
-        """
+    def __init__(self, saved: SavedValues | None = None) -> None:
+        """saved: for a tape that is used after the function has ended, when its values may have changed."""
         super().__init__()
-        self.kept = kept
+        self.saved = saved
         # What the caller does not want to be recorded is not recorded below either.
         self.callers_grad_mode = torch.is_grad_enabled()
 
@@ -73,18 +71,18 @@ class GradLevel(DerivativeLevel):
             return super().lower(op, values, kwargs)
 
     def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.kept is not None and facts(op).is_view:
-            self.kept.see(args[:1])
+        if self.saved is not None and facts(op).is_view:
+            self.saved.see(args[:1])
         return super().lower_untraced(op, args, kwargs)
 
     def apply(
         self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]
     ) -> Any:
         result = self.lower(op, args, kwargs)
-        if self.kept is not None:
+        if self.saved is not None:
             linear = (0,) if facts(op).is_view else rule.linear
             self._keep(
-                self.kept,
+                self.saved,
                 linear,
                 {p if isinstance(p, int) else p[0] for p, _ in inputs},
                 result,
@@ -142,20 +140,26 @@ class GradLevel(DerivativeLevel):
         return node if node.edges else None
 
     def _keep(
-        self, kept: Kept, linear: tuple[int, ...], varying: set[int], result: Any, values: Any, kwargs: Any
+        self,
+        saved: SavedValues,
+        linear: tuple[int, ...],
+        varying: set[int],
+        result: Any,
+        values: Any,
+        kwargs: Any,
     ) -> None:
         """The VJP of a linear operator has no use for its result, nor for the argument in which it is
         linear.
         """
         if not varying <= set(linear):
-            kept.need(
+            saved.need(
                 tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs)
             )
         elif len(varying) > 1:
-            kept.need(tensors_in(values, kwargs))
+            saved.need(tensors_in(values, kwargs))
         else:
-            kept.need(tensors_in([value for i, value in enumerate(values) if i not in varying], kwargs))
-            kept.see(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
+            saved.need(tensors_in([value for i, value in enumerate(values) if i not in varying], kwargs))
+            saved.see(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
 
     def record_call(
         self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]

@@ -32,10 +32,10 @@ from psgrad.engine.transforms.interpreter import (
     recorded_outside,
     rules_only,
     run,
-    state,
 )
 from psgrad.engine.transforms.operators import Op, aten, written_by
 from psgrad.engine.transforms.read_only import memory_of
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 _sequence = itertools.count()
@@ -189,7 +189,7 @@ def _going_back() -> Any:
         state.cotangent_is_shared, state.going_back = before
 
 
-class Kept:
+class SavedValues:
     """The values that one record needs."""
 
     def __init__(self) -> None:
@@ -197,9 +197,9 @@ class Kept:
         self._seen: list[
             tuple[weakref.ref[torch.Tensor], int]
         ] = []  # plain tensors, and how often they had been written to
-        self._others: set[Kept] = set()  # records that this one has gone back over
+        self._others: set[SavedValues] = set()  # records that this one has gone back over
         self._changed: list[weakref.ref[Any]] = []
-        state.kept.add(weakref.ref(self, state.kept.discard))
+        state.saved.add(weakref.ref(self, state.saved.discard))
 
     def need(self, values: Iterable[Any]) -> None:
         values = list(values)
@@ -217,7 +217,7 @@ class Kept:
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 self._seen.append((weakref.ref(tensor), tensor._version))
 
-    def depend_on(self, other: Kept) -> None:
+    def depend_on(self, other: SavedValues) -> None:
         self._others.add(other)
 
     def watch(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from psgrad.engine.gradients.flat import Flat
-from psgrad.engine.influence.curvature.kronecker_fitting import Block
+from psgrad.engine.influence.curvature.kronecker_fitting import KroneckerBlock
 from tests.engine.influence.problems import gradient_rows
 
 
@@ -155,7 +155,7 @@ class Tied(nn.Module):
         return (h @ self.table.weight.t()).mean(1)
 
 
-def dense(blocks: list[Block], flat: Flat) -> np.ndarray:
+def dense(blocks: list[KroneckerBlock], flat: Flat) -> np.ndarray:
     """[p, p]: psgrad's own blocks, applied to the unit vectors."""
     total = torch.zeros(flat.size, flat.size, dtype=torch.float64)
     for block in blocks:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from psgrad.engine.execution.output_rows import gauss_newton_rows
-from psgrad.engine.influence.curvature.kronecker_blocks import Block
+from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, dense
@@ -40,7 +40,7 @@ class Bare(nn.Module):
         return self.head(torch.tanh(self.twice(torch.tanh(self.twice(h)))))
 
 
-def described(blocks: list[Block]) -> dict[str, str]:
+def described(blocks: list[KroneckerBlock]) -> dict[str, str]:
     return {block.label: block.basis.describe() for block in blocks}
 
 

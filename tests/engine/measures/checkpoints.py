@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.builtin.checkpoints import Moments
+from psgrad.engine.measures.builtin.checkpoints import CheckpointOutputs
 from psgrad.engine.measures.checkpoint_passes import Grouping
-from psgrad.engine.measures.measure import Gathered, Measure, Moment, Setting
+from psgrad.engine.measures.measure import CheckpointModel, Gathered, Measure, Setting
 from tests.engine.measures.own_passes import columns_of, setting_of
 
 Loss = Callable[..., Tensor]
@@ -23,16 +23,16 @@ def of_checkpoints(
 ) -> Setting:
     """Samples at these models, the last of which is the one that all other measures see."""
 
-    def moment(number: int, model: nn.Module) -> Moment:
-        return Moment(f"epoch-{number}", lambda: Objective(model, loss))
+    def checkpoint(number: int, model: nn.Module) -> CheckpointModel:
+        return CheckpointModel(f"epoch-{number}", lambda: Objective(model, loss))
 
-    moments = [moment(number, model) for number, model in enumerate(models)]
-    return setting_of(models[-1], loss, inputs, target, moments=moments, **facts)
+    checkpoints = [checkpoint(number, model) for number, model in enumerate(models)]
+    return setting_of(models[-1], loss, inputs, target, checkpoints=checkpoints, **facts)
 
 
 def rows_of(setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:
     """The columns of the pass that measures over checkpoints share."""
-    return columns_of(Moments(), setting, chunk_size, start)
+    return columns_of(CheckpointOutputs(), setting, chunk_size, start)
 
 
 def gathered(measure: Measure, setting: Setting, rows: dict[str, Tensor] | None = None) -> Gathered:

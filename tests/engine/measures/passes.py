@@ -17,7 +17,7 @@ from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
-from psgrad.engine.measures.passes import SecondLook
+from psgrad.engine.measures.passes import SecondPass
 from psgrad.workflows.measures import joined_summary
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -125,7 +125,7 @@ class _Run:
             measure.prepare(setting)
         self.stream = setting.examples.stream
         self.again = [measure for measure in self.measures if measure.looks_twice]
-        self.second = SecondLook(self.again, self.stream)
+        self.second = SecondPass(self.again, self.stream)
         if not keeps:
             self.second._give_back()
         self.first = [*self.measures, self.second] if self.again else self.measures

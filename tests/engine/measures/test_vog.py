@@ -117,9 +117,9 @@ def test_models_that_do_not_fit_in_memory_are_loaded_chunk_by_chunk() -> None:
     x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     loads: list[str] = []
-    first = setting.moments[0]
+    first = setting.checkpoints[0]
     noted = replace(first, objective=lambda: (loads.append(first.name), first.objective())[1])
-    setting = replace(setting, moments=[noted, *setting.moments[1:]])
+    setting = replace(setting, checkpoints=[noted, *setting.checkpoints[1:]])
     roomy = columns_of(VoG(), setting, 2)["vog.spread_and_label"]
     assert len(loads) == 1
     tight = replace(setting, examples=replace(setting.examples, options={"memory": 100}))

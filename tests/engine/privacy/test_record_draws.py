@@ -26,7 +26,7 @@ from psgrad.engine.privacy.batches import RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws
-from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, Rows
+from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, RowNumbers
 from psgrad.errors import ModelError, TransformError
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 from tests.engine.privacy.test_records import taking
@@ -296,7 +296,7 @@ class DrawingDataset:
     def __init__(self) -> None:
         self.reads = 0
 
-    def __call__(self, rows: Rows) -> RecordBatch:
+    def __call__(self, rows: RowNumbers) -> RecordBatch:
         self.reads += 1
         made = [
             torch.full((2,), float(row)) + torch.rand(2) + np.random.rand() + random.random() for row in rows
@@ -330,7 +330,7 @@ def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented:
 
 def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
     class Counted(DrawingDataset):
-        def __call__(self, rows: Rows) -> RecordBatch:
+        def __call__(self, rows: RowNumbers) -> RecordBatch:
             self.reads += 1
             return RecordBatch((torch.from_numpy(rows).float(),), None)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from psgrad.engine.transforms.interpreter import state
+from psgrad.engine.transforms.state import state
 
 FUNCTION_BASE = torch.autograd.Function.__mro__[1]
 

@@ -18,7 +18,7 @@ from psgrad.engine.gradients.deferred import Placed as Placed
 from psgrad.engine.gradients.deferred import deferred_in as deferred_in
 from psgrad.engine.gradients.deferred import oriented as oriented
 from psgrad.engine.gradients.terms import Dense
-from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.registry import batching_rule

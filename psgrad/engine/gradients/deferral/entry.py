@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Convolution, Dense, Multiples, Product, Rows, narrow
-from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.engine.transforms.rules.families import wrap_dim

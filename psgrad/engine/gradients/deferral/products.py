@@ -25,7 +25,7 @@ from psgrad.engine.gradients.deferral.propagation import (
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.terms import placed as placed_maps
-from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.families import wrap_dim
 

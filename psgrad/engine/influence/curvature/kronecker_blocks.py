@@ -1,8 +1,4 @@
-"""A block of the curvature that is diagonal in the product of two bases, with eigenvalues that were measured
-there.
-
-The two bases in which a block of the curvature is taken as diagonal, and gradients in them.
-"""
+"""A block of the curvature that is diagonal in the product of two bases, and gradients in these bases."""
 
 from __future__ import annotations
 
@@ -106,9 +102,7 @@ class Basis:
     # -- per-sample gradients --------------------------------------------------------------------------------
 
     def outer(self, gradients: PerSampleGradients) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None where they are sums of
-        several.
-        """
+        """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None if they are sums of several."""
         term = only_product(gradients.gradients[self.name], self.form)
         if term is None or term.left.shape[2] != 1:
             return None
@@ -118,8 +112,8 @@ class Basis:
     def rotated(
         self, gradients: PerSampleGradients, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rotated gradients written out, [k, g, a, b], a block of samples after the other; multiplied in
-        `dtype`, at least float32.
+        """Materialised rotated gradients [k, g, a, b], block of samples by block; multiplied in `dtype`, at
+        least float32.
         """
         gradient = gradients.gradients[self.name]
         kind = dtype or accumulating_dtype(gradient.dtype)
@@ -133,8 +127,8 @@ class Basis:
                 assert term is not None
                 yield block, self._rotated_factors(term.at(block, kind)).materialise()
             else:
-                written = {name: _written_out(gradients, name, block).to(kind) for name in self.names}
-                yield block, self.rotate(self.matrices(written))
+                values = {name: _materialised(gradients, name, block).to(kind) for name in self.names}
+                yield block, self.rotate(self.matrices(values))
 
     @property
     def names(self) -> list[str]:
@@ -153,7 +147,7 @@ class Basis:
         return Product(_times(left, self.left), _times(right, self.right))
 
 
-def _written_out(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
+def _materialised(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
     """[k, *shape], zeros where the loss does not depend on the parameter."""
     gradient = gradients.gradients[name]
     if gradient.terms:
@@ -177,7 +171,7 @@ def _both_sides(
 
 
 @dataclass(frozen=True)
-class Block:
+class KroneckerBlock:
     """(right kron left) diag(values) (right kron left)^T, the mean-form curvature of one weight and its bias.
 
     Attributes:

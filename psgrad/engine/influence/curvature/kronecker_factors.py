@@ -1,12 +1,10 @@
-"""Second moments of the factors of gradients, summed over samples and positions: what the bases of
-Kronecker-factored blocks come from.
+"""Second moments of the factors of gradients, summed over samples and positions: the bases of
+Kronecker-factored blocks are their eigenvectors.
 
-How parameters lie as matrices whose gradients are sums over positions of outer products.
-
-Nothing here knows layers: what a gradient's terms say of themselves decides. A product of factors ([n, g, t,
-a], [n, g, t, b]) makes the parameter g matrices [a, b], a convolution its groups' matrices over channels and
-places of the kernel, a looked-up table one matrix whose left factor is one-hot. Several uses of one weight
-are more positions of it.
+Layers are not needed: the terms of a gradient say how the parameter is a set of matrices. A product of
+factors ([n, g, t, a], [n, g, t, b]) makes it g matrices [a, b], a convolution its groups' matrices over
+channels and kernel positions, an embedding table one matrix whose left factor is one-hot. Several uses of one
+weight are more positions of it.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
 
 
 def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
-    """The gradient as one product in this form; None where it is anything else, more terms or one that has
-    been written out, say.
+    """The gradient as one product in this form; None if it is anything else, such as several terms or a
+    materialised one.
     """
     (term,) = factored(gradient).get(form, [None]) if len(gradient.terms) == 1 else [None]
     return term if isinstance(term, Product) else None
@@ -122,7 +120,7 @@ class Tie:
 
 
 @dataclass
-class Sums:
+class FactorSums:
     """Of some samples.
 
     Attributes:
@@ -138,7 +136,7 @@ class Sums:
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)
     ties: dict[Tie, bool] = field(default_factory=dict)
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: FactorSums) -> None:
         for use, found in other.moments.items():
             _add(self.moments.setdefault(use, {}), found)
         _add(self.vectors, other.vectors)
@@ -152,22 +150,22 @@ def _add(totals: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None
 
 
 class Covariances:
-    """A measure that gathers `Sums` over the samples of a run. Asked for gradients that are not settled: it
-    needs their factors.
+    """Gathers `FactorSums` over the samples of a stream. It needs gradients that keep their factors
+    (settle=False).
     """
 
     needs_factors = True
 
     def __init__(self) -> None:
-        self.sums = Sums()
-        self._chunk = Sums()
+        self.sums = FactorSums()
+        self._chunk = FactorSums()
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        self._chunk = Sums()
+        self._chunk = FactorSums()
         for name, gradient in gradients.gradients.items():
             terms = factored(gradient)
             for form, found in terms.items():
-                along = _Moments(form)
+                along = _FactorMoments(form)
                 for term in found:
                     along.add(term)
                 self._chunk.moments[name, form] = along.totals
@@ -180,9 +178,9 @@ class Covariances:
 
     def keep(self) -> None:
         self.sums.add(self._chunk)
-        self._chunk = Sums()
+        self._chunk = FactorSums()
 
-    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _Moments) -> None:
+    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _FactorMoments) -> None:
         """Which parameters of the same owner have a gradient that is the sum over positions of one of the
         factors.
         """
@@ -203,7 +201,7 @@ def _same(gradient: DeferredGradient, sums: torch.Tensor) -> bool:
     return bool(((value - sums).abs() <= tolerance).all())
 
 
-class _Moments:
+class _FactorMoments:
     """The moments of one use, and each sample's sums over positions."""
 
     def __init__(self, form: Form) -> None:

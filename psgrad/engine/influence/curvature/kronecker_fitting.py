@@ -1,10 +1,6 @@
-"""Kronecker-factored curvature, from the factors that deferred gradients keep: blocks that are diagonal in a
-product of two bases.
-
-The blocks of a Kronecker-factored curvature from two passes over its rows: one for the bases, one for the
-eigenvalues in them.
-
-Random rows of the Gauss-Newton matrix, a few for each sample in place of one for each number of its output.
+"""Fits the blocks of a Kronecker-factored curvature in two passes over its rows: one for the bases, one for
+the eigenvalues in them. The rows are gradients, or a few random rows of the Gauss-Newton matrix for each
+sample.
 """
 
 from __future__ import annotations
@@ -27,12 +23,12 @@ from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.projections.base import key_of, signs, streams, words_at
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, Block, sum_of_squares
-from psgrad.engine.influence.curvature.kronecker_factors import Covariances, Form, Sums, Use, cover
+from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, KroneckerBlock, sum_of_squares
+from psgrad.engine.influence.curvature.kronecker_factors import Covariances, FactorSums, Form, Use, cover
 from psgrad.errors import InfluenceError
 
 
-def fit_blocks(rows: Examples, count: int) -> list[Block]:
+def fit_blocks(rows: Examples, count: int) -> list[KroneckerBlock]:
     """The blocks whose sum over rows, divided by `count`, approximates (1 / count) sum_r j_r j_r^T, one for
     each weight with its bias.
 
@@ -51,10 +47,12 @@ def fit_blocks(rows: Examples, count: int) -> list[Block]:
     def squares(gradients: PerSampleGradients) -> list[torch.Tensor]:
         return [sum_of_squares(basis, gradients) for basis in bases]
 
-    return [Block(basis, total / count) for basis, total in zip(bases, rows.fold(squares), strict=True)]
+    return [
+        KroneckerBlock(basis, total / count) for basis, total in zip(bases, rows.fold(squares), strict=True)
+    ]
 
 
-def gather(rows: Examples) -> Sums:
+def gather(rows: Examples) -> FactorSums:
     """The second moments of all rows' factors, of gradients that keep theirs even where they are larger than
     the gradient.
     """
@@ -68,8 +66,10 @@ def gather(rows: Examples) -> Sums:
     return gathering.sums
 
 
-def bases_of(params: Vectors, sums: Sums) -> list[Basis]:
-    """A basis for each part of the parameters, in their order; biases go with their weights."""
+def bases_of(params: Vectors, sums: FactorSums) -> list[Basis]:
+    """A basis for each part of the parameters, name -> [*shape], in their order; biases go with their
+    weights.
+    """
     shapes = {name: parameter.shape for name, parameter in params.items()}
     forms: dict[str, list[Form]] = {name: [] for name in shapes}
     for name, form in sums.moments:
@@ -91,7 +91,7 @@ def bases_of(params: Vectors, sums: Sums) -> list[Basis]:
     return bases
 
 
-def _biases(sums: Sums, shapes: dict[str, torch.Size], candidates: set[str]) -> dict[Use, Bias]:
+def _biases(sums: FactorSums, shapes: dict[str, torch.Size], candidates: set[str]) -> dict[Use, Bias]:
     """Each use's bias; a bias of several weights goes to the first one."""
     found: dict[Use, Bias] = {}
     taken: set[str] = set()
@@ -104,7 +104,7 @@ def _biases(sums: Sums, shapes: dict[str, torch.Size], candidates: set[str]) -> 
     return found
 
 
-def _of_factors(use: Use, shape: torch.Size, sums: Sums, bias: Bias | None) -> Basis:
+def _of_factors(use: Use, shape: torch.Size, sums: FactorSums, bias: Bias | None) -> Basis:
     name, form = use
     moments = sums.moments[use]
     sides: dict[str, torch.Tensor | None] = {}

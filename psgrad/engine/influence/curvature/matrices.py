@@ -1,11 +1,8 @@
-"""Curvature matrices written out, [p, p] in float64, of the sum of the losses. For models with some thousands
+"""Materialised curvature matrices [p, p] in float64, of the sum of the losses, for models with some thousands
 of parameters.
 
-The sum of j j' over the rows j of a Gauss-Newton matrix, with the rows of one sample added up before they are
-multiplied out.
-
-Where the rows of a sample are outer products with one factor in common, j_r = u_r ⊗ v, their sum of j_r j_r'
-is (sum_r u_r u_r') ⊗ v v'. Over samples that is one matrix product of n columns, in place of n * R.
+If the rows of a sample are outer products with one common factor, j_r = u_r ⊗ v, their sum of j_r j_r' is
+(sum_r u_r u_r') ⊗ v v'. Over samples that is one matrix product of n columns, in place of n * R.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
-from psgrad.engine.influence.curvature.row_blocks import Shared, part_of
+from psgrad.engine.influence.curvature.row_blocks import SharedFactorRows, part_of
 from psgrad.engine.transforms import grad, linearize, vmap
 
 # Columns of a product of a matrix with itself that are computed at once: only what lies on or below the
@@ -31,12 +28,12 @@ _PANEL = 512
 _NUMBERS, _SAMPLES = 1 << 25, 32
 
 
-def own_products(written: torch.Tensor) -> torch.Tensor:
+def own_products(rows: torch.Tensor) -> torch.Tensor:
     """[p, p]: X'X of X [N, p], half of it computed."""
-    size = written.shape[1]
-    whole = written.new_empty(size, size)
+    size = rows.shape[1]
+    whole = rows.new_empty(size, size)
     for start in range(0, size, _PANEL):
-        panel = written[:, start : start + _PANEL].t() @ written[:, start:]
+        panel = rows[:, start : start + _PANEL].t() @ rows[:, start:]
         whole[start : start + _PANEL, start:] = panel
         whole[start:, start : start + _PANEL] = panel.t()
     return whole
@@ -68,14 +65,14 @@ class _Part:
     columns: torch.Tensor
 
     def with_itself(self) -> torch.Tensor:
-        return own_products(self._written()) if self.shared.shape[1] == 1 else self.times(self)
+        return own_products(self._materialised()) if self.shared.shape[1] == 1 else self.times(self)
 
     def times(self, other: _Part) -> torch.Tensor:
         """[a * b, a' * b']: the sum over rows of the outer products of this part with another's."""
         a, b, c, d = self.own.shape[2], self.shared.shape[1], other.own.shape[2], other.shared.shape[1]
         step = _NUMBERS // (a * c + b * d)
         if b * d == 1 or step < _SAMPLES:
-            return self._written().t() @ other._written()
+            return self._materialised().t() @ other._materialised()
         total = self.own.new_zeros(a * c, b * d)
         for start in range(0, len(self.own), step):
             some = slice(start, start + step)
@@ -84,7 +81,7 @@ class _Part:
             total.addmm_(owns.flatten(1).t(), shared.flatten(1))
         return total.reshape(a, c, b, d).transpose(1, 2).reshape(a * b, c * d)
 
-    def _written(self) -> torch.Tensor:
+    def _materialised(self) -> torch.Tensor:
         """[n * R, a * b]"""
         return (self.own.unsqueeze(3) * self.shared.unsqueeze(1).unsqueeze(1)).flatten(2).flatten(0, 1)
 
@@ -92,27 +89,27 @@ class _Part:
 def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_Part]:
     """One for each parameter whose rows share a factor, and one for all others together."""
     device = gradients.losses.device
-    parts, written, rest = [], [], []
+    parts, values, rest = [], [], []
     for name, gradient in gradients.gradients.items():
         columns = torch.arange(flat.columns[name].start, flat.columns[name].stop, device=device)
         if not gradient.terms:
             continue
         part = part_of(gradient, per_sample)
-        if isinstance(part, Shared) and part.own.shape[2] == 1:
+        if isinstance(part, SharedFactorRows) and part.own.shape[2] == 1:
             own, shared = part.own.squeeze(2).double(), part.shared.squeeze(1).double()
             order = columns.reshape(shared.shape[1], -1).t() if part.transposed else columns
             parts.append(_Part(own, shared, order.reshape(-1)))
         else:
-            written.append(gradient.materialise().reshape(-1, per_sample, len(columns)).double())
+            values.append(gradient.materialise().reshape(-1, per_sample, len(columns)).double())
             rest.append(columns)
-    if written:
-        own = torch.cat(written, dim=2)
+    if values:
+        own = torch.cat(values, dim=2)
         parts.append(_Part(own, own.new_ones(len(own), 1), torch.cat(rest)))
     return parts
 
 
-# Numbers that a block of Hessian columns may take on the way, at a guess: as many a sample as the model has
-# parameters.
+# Numbers that the intermediates of a block of Hessian columns may take, estimated as one for each sample and
+# parameter.
 _BLOCK = 1 << 25
 
 

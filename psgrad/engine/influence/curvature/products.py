@@ -1,14 +1,9 @@
-"""Products of the training set's mean curvature with blocks of vectors: all that iterative solvers ask of a
-matrix of any size.
+"""Products of the training set's mean curvature with blocks of vectors, which is all that iterative solvers
+need.
 
-Products with a Gauss-Newton matrix or an empirical Fisher from its rows, computed once and kept: G v = sum
-over rows of j (j'v) / n.
-
-No product runs the model again. What is kept are factors, or rows written out where products with those are
-less work (row_blocks.py).
-
-Products with a curvature matrix by passes over the data: the derivative along each vector, forward, and back
-again.
+`RowProducts` keeps the rows of a Gauss-Newton matrix or an empirical Fisher, as factors or materialised
+(row_blocks.py), and runs the model once: G v = sum over rows of j (j'v) / n. `PassProducts` runs over the
+data for each product: the derivative along each vector, forward and then backward.
 """
 
 from __future__ import annotations
@@ -79,7 +74,7 @@ class CurvatureProducts(ABC):
 def curvature_products(
     training: Examples, curvature: Curvature = "gauss_newton", *, weight_decay: float = 0.0, seed: int = 0
 ) -> CurvatureProducts:
-    """Products with the mean curvature of the training set, the cheapest way.
+    """Products with the mean curvature of the training set, by the method of the least work.
 
     curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters),
     'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed:
@@ -88,14 +83,11 @@ def curvature_products(
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.
     """
-    pass
-    pass
-
     found = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
     return found if found is not None else PassProducts(training, curvature, weight_decay, seed)
 
 
-Rows = Mapping[str, Part]
+PartsByName = Mapping[str, Part]
 
 # Intermediates of a product, as a multiple of the block size of the device: its matrices want to be large.
 _BLOCKS = 8
@@ -116,7 +108,7 @@ class RowProducts(CurvatureProducts):
 
     how = "rows kept"
 
-    def __init__(self, flat: Flat, count: int, chunks: list[Rows], weight_decay: float = 0.0) -> None:
+    def __init__(self, flat: Flat, count: int, chunks: list[PartsByName], weight_decay: float = 0.0) -> None:
         super().__init__(flat, count, weight_decay)
         self.chunks = chunks
 
@@ -138,7 +130,7 @@ class RowProducts(CurvatureProducts):
             source, rows = training, 1
         if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
             return None
-        found: list[Rows] = []
+        found: list[PartsByName] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
             parts = {
@@ -149,7 +141,7 @@ class RowProducts(CurvatureProducts):
             found.append(_without_zeros(parts))
             return {}
 
-        chunks: list[Rows] = []
+        chunks: list[PartsByName] = []
         kept = 0
         for done, _ in source.each(keep):
             chunks.append(found.pop())
@@ -192,7 +184,7 @@ class RowProducts(CurvatureProducts):
         return total
 
 
-def _without_zeros(rows: Rows) -> Rows:
+def _without_zeros(rows: PartsByName) -> PartsByName:
     """The same without those that are zero for all samples: a softmax's curvature has one eigenvalue
     of zero.
     """
@@ -204,7 +196,7 @@ def _without_zeros(rows: Rows) -> Rows:
     return rows if bool(alive.all()) else {name: part.only(alive) for name, part in rows.items()}
 
 
-def _pieces(rows: Rows, vectors: torch.Tensor) -> list[slice]:
+def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
     """The samples of a chunk, as slices whose intermediates of a product with vectors [p, k] are of a good
     size.
     """

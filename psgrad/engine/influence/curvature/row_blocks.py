@@ -1,8 +1,8 @@
-"""Rows of a curvature matrix for a chunk of samples, kept as factors or written out, and their products with
-a block of vectors.
+"""Rows of a curvature matrix for a chunk of samples, as factors or materialised, and their products with a
+block of vectors.
 
-Rows of one sample are gradients at the same activations: of a matrix product they share one factor, and what
-a vector makes of that factor is computed once for all of them.
+Rows of one sample are gradients at the same activations: for a matrix product they share one factor, and the
+product of a vector with that factor is computed once for all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented
 from psgrad.engine.gradients.terms import Term
 
-# Factors take less room than rows written out, and need not be converted: they may cost so much more work.
+# Factors take less memory than materialised rows, and need no conversion: they may cost this much more work.
 _WORTH = 2
 
 
@@ -65,12 +65,12 @@ class Part(ABC):
 
 
 @dataclass(frozen=True)
-class Written(Part):
+class MaterialisedRows(Part):
     """rows: [n, R, numel]"""
 
     rows: torch.Tensor
 
-    form = "written"
+    form = "materialised"
 
     @property
     def samples(self) -> int:  # type: ignore[override]
@@ -101,15 +101,15 @@ class Written(Part):
     def alive(self) -> torch.Tensor:
         return (self.rows != 0).any(2).any(0)
 
-    def only(self, rows: torch.Tensor) -> Written:
-        return Written(self.rows[:, rows])
+    def only(self, rows: torch.Tensor) -> MaterialisedRows:
+        return MaterialisedRows(self.rows[:, rows])
 
     def room(self, vectors: int) -> int:
         return self.rows.shape[1] * self.rows.shape[2]
 
 
 @dataclass(frozen=True)
-class Shared(Part):
+class SharedFactorRows(Part):
     """Rows that are sums over positions of outer products, one factor of which is the same for all rows of a
     sample.
 
@@ -172,8 +172,8 @@ class Shared(Part):
     def alive(self) -> torch.Tensor:
         return (self.own != 0).flatten(2).any(2).any(0)
 
-    def only(self, rows: torch.Tensor) -> Shared:
-        return Shared(self.own[:, rows], self.shared, self.transposed)
+    def only(self, rows: torch.Tensor) -> SharedFactorRows:
+        return SharedFactorRows(self.own[:, rows], self.shared, self.transposed)
 
     def room(self, vectors: int) -> int:
         return 2 * self.own.shape[2] * self.own.shape[3] * vectors
@@ -188,12 +188,12 @@ def part_of(gradient: DeferredGradient, rows: int) -> Part:
     if shared is not None:
         return shared
     value = gradient.materialise()
-    return Written(value.reshape(-1, rows, math.prod(gradient.shape)))
+    return MaterialisedRows(value.reshape(-1, rows, math.prod(gradient.shape)))
 
 
-def _shared(term: Term, rows: int) -> Shared | None:
-    """The term with the factor that rows have in common kept once; None where they have none, or written out
-    it is less work.
+def _shared(term: Term, rows: int) -> SharedFactorRows | None:
+    """The term with the common factor of its rows stored once; None where they have none, or materialised
+    rows are less work.
     """
     left, right = (
         factor.squeeze(1).unflatten(0, (-1, rows)) for factor in term.factors
@@ -202,5 +202,5 @@ def _shared(term: Term, rows: int) -> Shared | None:
     for own, shared, transposed in ((left, right, False), (right, left, True)):
         work = positions * (a * b + rows * own.shape[3])
         if work <= _WORTH * rows * a * b and bool((shared == shared[:, :1]).all()):
-            return Shared(own, shared[:, 0].clone(), transposed)
+            return SharedFactorRows(own, shared[:, 0].clone(), transposed)
     return None

@@ -1,3 +1,3 @@
-"""How well scores foretell what retraining does: models that are trained again, metrics with intervals, and
+"""How well scores predict what retraining does: models that are trained again, metrics with intervals, and
 controls.
 """

@@ -1,8 +1,5 @@
-"""What is to be trained: a job a model.
-
-How the built-in trainer trains.
-
-Trained models as one: their weights stacked, to be asked together.
+"""What is trained in an evaluation: the rows, the jobs, the recipe of the built-in trainer, and the trained
+models with their weights stacked.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Rows:
+class LoadedRows:
     """All rows of a dataset, on the device and in the type of the model.
 
     inputs: each [n, ...]. target: [n, ...], None where the loss needs none.
@@ -49,10 +46,10 @@ class Rows:
         return found.hexdigest()
 
     @staticmethod
-    def of(examples: Examples) -> Rows:
+    def of(examples: Examples) -> LoadedRows:
         """All rows of these examples: what is trained again has to fit into memory."""
         block: Any = examples.read(0, len(examples))
-        return Rows(
+        return LoadedRows(
             *to_device(
                 block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype
             )
@@ -66,7 +63,7 @@ class Members:
     Attributes:
         model: of that architecture, in eval mode; its own weights count for nothing.
         state: name -> [K, ...], parameters and buffers.
-        loss: [K], the mean training loss of the last epoch; NaN where nobody said.
+        loss: [K], the mean training loss of the last epoch; NaN if unknown.
     """
 
     model: nn.Module
@@ -109,17 +106,17 @@ class Members:
                 own[name].copy_(value[number])
         return self.model
 
-    def measured(self, rows: Rows, criterion: Criterion) -> np.ndarray[Any, Any]:
+    def measured(self, rows: LoadedRows, criterion: Criterion) -> np.ndarray[Any, Any]:
         """[K, m] float64: the scalar of (output, target) of each of m rows, by each model."""
         each = vmap(criterion, in_dims=(0, None if rows.target is None else 0))
         return self._asked(rows, lambda output, target: each(output, target).double())
 
-    def outputs(self, rows: Rows) -> np.ndarray[Any, Any]:
+    def outputs(self, rows: LoadedRows) -> np.ndarray[Any, Any]:
         """[K, n, ...] float64: the output of each model for each row. Models must return one tensor."""
         return self._asked(rows, lambda output, target: output.double())
 
     def _asked(
-        self, rows: Rows, answer: Callable[[Any, torch.Tensor | None], torch.Tensor]
+        self, rows: LoadedRows, answer: Callable[[Any, torch.Tensor | None], torch.Tensor]
     ) -> np.ndarray[Any, Any]:
         def one(
             state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
@@ -153,7 +150,7 @@ class Job:
     target: torch.Tensor | None = None
 
 
-def stacked_target(rows: Rows, jobs: Sequence[Job]) -> torch.Tensor | None:
+def stacked_target(rows: LoadedRows, jobs: Sequence[Job]) -> torch.Tensor | None:
     """[K, n, ...]: the targets that each model is trained on; a view where they are the dataset's own."""
     if rows.target is None:
         return None
@@ -194,8 +191,8 @@ class Recipe:
     together: int = 100
 
     def optimiser(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """torch's optimiser over stacked parameters: it works element by element, so that the models don't
-        notice one another.
+        """torch's optimiser over stacked parameters [K, *shape]: it works element by element, so the models
+        do not affect each other.
         """
         options: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "fused": True}
         if self.optimizer == "sgd":

@@ -1,13 +1,10 @@
-"""The linear datamodeling score: how well sums of scores rank what models retrained on subsets say of a
-query.
+"""Metrics of an evaluation: the linear datamodeling score (LDS), leave-one-out correlation, and removal
+curves.
 
-Park, Georgiev, Ilyas, Leclerc and Madry, "TRAK" (2023), section 2; Ilyas et al., "Datamodels" (2022).
-
-Leave-one-out: does a query's measurement rise by what is predicted, where a model is trained without one
-example?
-
-Removal curves: how much worse a query fares when the examples that a method calls its strongest proponents
-are left out.
+LDS: how well sums of scores rank the outcomes of models that were retrained on subsets. Park, Georgiev,
+Ilyas, Leclerc and Madry, "TRAK" (2023), section 2; Ilyas et al., "Datamodels" (2022). Leave-one-out: whether
+a query's measurement rises by the predicted amount if a model is trained without one example. Removal curves:
+how much worse a query becomes if its strongest proponents are left out.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ class LDSScore:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the noise of retraining leaves to be foretold.
+    """How well outcomes can be predicted at most, given the noise of retraining.
 
     single: the rank correlation of the outcomes of one seed with another's, over the same subsets.
     reliability: that of the mean over the seeds with such a mean of other seeds (Spearman-Brown). best: its
@@ -77,7 +74,7 @@ def subset_sums(scores: Array, subsets: Array) -> Array:
 
 
 def lds_mean(scores: Array, subsets: Array, outcomes: Array) -> float:
-    """The score alone; see `lds`."""
+    """The mean score of `lds` for scores [n, m], subsets [S, n] bool and outcomes [S, R, m]."""
     return float(np.nan_to_num(spearman(subset_sums(scores, subsets), -outcomes.mean(1))).mean())
 
 
@@ -116,7 +113,7 @@ def lds(
 
 
 def ceiling(outcomes: Array) -> Ceiling | None:
-    """Of outcomes [S, R, m]; None where there is one seed only."""
+    """The ceiling of outcomes [S, R, m], of R seeds; None if there is one seed only."""
     seeds = outcomes.shape[1]
     if seeds < 2:
         return None
@@ -156,7 +153,7 @@ def half_subsets(rows: int, count: int, fraction: float, random: np.random.Gener
 
 
 def rows_of(subsets: Array) -> Sequence[Array]:
-    """The row numbers of each subset."""
+    """The row numbers of each of the subsets [S, n] bool."""
     return [np.flatnonzero(subset) for subset in subsets]
 
 

@@ -1,8 +1,7 @@
-"""Mislabelled examples: how well scores find labels that were flipped on purpose.
+"""How well scores find labels that were flipped on purpose, and the controls of an evaluation: scores without
+any influence method.
 
-Controls: scores that know nothing of influence, for the same tables.
-
-A method that does not beat its label, its neighbours in input space and the loss of the training example
+A method that is not better than the same label, the nearest input and the loss of the training example
 explains little.
 """
 
@@ -17,11 +16,11 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.evaluation.jobs import Rows
+from psgrad.engine.influence.evaluation.jobs import LoadedRows
 
 Array = np.ndarray[Any, Any]
 
-# The share of the rows that somebody looks at.
+# The share of the rows that is reviewed.
 REVIEWED = 0.1
 FOLDS = 5
 
@@ -97,7 +96,7 @@ def over_flips(found: Sequence[Detection]) -> MislabelScore:
 
 
 def folds(rows: int, random: np.random.Generator, count: int = FOLDS) -> list[Array]:
-    """The rows that each of the cross-validated models does not see, which together are all."""
+    """The rows [k] that each cross-validated model is not trained on; together they are all rows."""
     return [np.sort(part) for part in np.array_split(random.permutation(rows), count)]
 
 
@@ -134,7 +133,7 @@ RANDOM, LABEL, NEIGHBOUR, PENULTIMATE, LOSS, NORM = (
 
 def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict[str, Array], list[str]]:
     """(name -> [n, m] float64, which controls there are none of and why, in sentences)."""
-    ours, theirs = Rows.of(training), Rows.of(queries)
+    ours, theirs = LoadedRows.of(training), LoadedRows.of(queries)
     n, m = len(ours), len(theirs)
     notes = []
     found = {RANDOM: np.random.default_rng(seed).standard_normal((n, m))}
@@ -173,12 +172,12 @@ def own_controls(training: Examples) -> dict[str, Array]:
     }
 
 
-def has_labels(rows: Rows) -> bool:
+def has_labels(rows: LoadedRows) -> bool:
     """Whether targets are one whole number a row."""
     return rows.target is not None and rows.target.dim() == 1 and not rows.target.is_floating_point()
 
 
-def penultimate(model: nn.Module, rows: Rows) -> torch.Tensor | None:
+def penultimate(model: nn.Module, rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: what goes into the last module with parameters of its own that runs; None where that is
     no tensor, a row a sample.
     """
@@ -208,7 +207,7 @@ def penultimate(model: nn.Module, rows: Rows) -> torch.Tensor | None:
     return seen.reshape(len(rows), -1).double()
 
 
-def _numbers(rows: Rows) -> torch.Tensor | None:
+def _numbers(rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: all inputs that are fractional numbers, side by side."""
     parts = [x.reshape(len(rows), -1).double() for x in rows.inputs if x.is_floating_point()]
     return torch.cat(parts, dim=1) if parts else None

@@ -15,14 +15,14 @@ from torch import nn
 
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.gradients.flat import Flat
-from psgrad.engine.influence.evaluation.jobs import Job, Recipe, Rows
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, hessian, vmap
 from psgrad.errors import InfluenceError
 
 Arguments = tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...], torch.Tensor | None, float]
 
 _MOST_PARAMETERS = 5000
-# From so many jobs on it pays to record a gradient and replay it.
+# From this many jobs on, capturing a gradient and replaying it saves time.
 _CAPTURED_FROM = 4
 _MOST_STEPS = 500
 # So many steps in a row with Hessians of their own that do not halve the gradient: rounding allows no better.
@@ -36,7 +36,7 @@ def minimise(
     model: nn.Module,
     params: dict[str, torch.Tensor],
     fixed: dict[str, torch.Tensor],
-    rows: Rows,
+    rows: LoadedRows,
     jobs: Sequence[Job],
     criterion: Criterion,
     recipe: Recipe,
@@ -57,7 +57,7 @@ def minimise(
             expected=f"at most {_MOST_PARAMETERS:,}, as it factorises their Hessian",
             next_step="set influence.evaluate.train.optimizer: adam",
         )
-    search = _Search(model, flat, fixed, rows, jobs, criterion, recipe)
+    search = _NewtonSearch(model, flat, fixed, rows, jobs, criterion, recipe)
     start = flat.join(params)
     found = torch.stack([search.solve(number, start) for number in range(len(jobs))])
     losses = np.array([float(search.loss(number, found[number])) for number in range(len(jobs))])
@@ -66,7 +66,7 @@ def minimise(
     }, losses
 
 
-class _Search:
+class _NewtonSearch:
     """One objective a job, over flat parameters [p]."""
 
     def __init__(
@@ -74,7 +74,7 @@ class _Search:
         model: nn.Module,
         flat: Flat,
         fixed: dict[str, torch.Tensor],
-        rows: Rows,
+        rows: LoadedRows,
         jobs: Sequence[Job],
         criterion: Criterion,
         recipe: Recipe,

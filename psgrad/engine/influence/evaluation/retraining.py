@@ -1,10 +1,9 @@
-"""Retrained models' measurements: trained in batches, and kept as they are finished, so that what was stopped
-goes on where it was.
+"""Trainers of an evaluation, and the measurements of retrained models, which are stored batch by batch so
+that an interrupted evaluation goes on.
 
-Many small models trained at once: their weights stacked, and one vmapped gradient step for all of them.
-
-Each model has its own rows, its own initial weights and its own shuffles, all by its seed: what becomes of it
-does not depend, but for rounding, on which others are trained beside it. Dropout alone draws for all at once.
+`EnsembleTrainer` trains many small models at once: weights stacked, one vmapped gradient step for all. Each
+model has its own rows, initial weights and shuffles, all by its seed: apart from rounding, the result does
+not depend on the others. Dropout alone draws for all at once.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from psgrad.engine.execution.objective import Criterion
-from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows, stacked_target
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe, stacked_target
 from psgrad.engine.influence.evaluation.newton import minimise
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, stack_module_state, vmap
 from psgrad.errors import InfluenceError, ModelError
 
 Array = np.ndarray[Any, Any]
-# From so many steps on it pays to record one and replay it.
+# From this many steps on, capturing one and replaying it saves time.
 _CAPTURED_FROM = 100
 Fresh = Callable[[int], nn.Module]
 
@@ -35,7 +34,7 @@ Trainer = Callable[[Sequence[Job]], Members]
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class EnsembleTrainer:
     """The built-in trainer.
 
     fresh: seed to a model with new weights, on the device and in the type to train in. rows: the training
@@ -43,7 +42,7 @@ class Ensemble:
     """
 
     fresh: Fresh
-    rows: Rows
+    rows: LoadedRows
     criterion: Criterion
     recipe: Recipe
 
@@ -142,13 +141,13 @@ class Ensemble:
 
 
 @dataclass(frozen=True)
-class OneByOne:
+class FunctionTrainer:
     """A trainer that hands each model to a function of the user's: (fresh model, inputs, target, seed) to the
     trained model.
     """
 
     fresh: Fresh
-    rows: Rows
+    rows: LoadedRows
     function: Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None, int], nn.Module]
 
     def __call__(self, jobs: Sequence[Job]) -> Members:
@@ -209,7 +208,7 @@ def _require_independent(model: nn.Module) -> None:
         )
 
 
-class Store(Protocol):
+class ResultStore(Protocol):
     """Where finished numbers are kept from one run to the next."""
 
     def load(self, name: str) -> Array | None:
@@ -223,7 +222,7 @@ def measured(
     jobs: Sequence[Job],
     train: Trainer,
     measure: Callable[[Members], Array],
-    store: Store,
+    store: ResultStore,
     fingerprint: str,
     together: int,
     tell: Callable[[int], None] = lambda _: None,
@@ -234,7 +233,7 @@ def measured(
         fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. What was kept
             under another is not used.
         together: models to a batch, which is what an interruption can cost.
-        tell: called with the number of models that are done.
+        tell: called with the number of models that are done, after each batch.
     """
     parts = []
     # Models of one size come together, whatever their order: a batch is trained at once.

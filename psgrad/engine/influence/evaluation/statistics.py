@@ -1,10 +1,8 @@
-"""Rank and product-moment correlations, column by column, of a sample and of its bootstrap resamples.
+"""Correlations and bootstrap intervals for many queries at once, and the scores of a method as one matrix.
 
 A resample is a vector of counts: how often each item was drawn. Resamples of hundreds of queries at once are
-then matrix products, where scipy's bootstrap would call a statistic a thousand times. Ties, those that
-drawing twice makes included, have their mean rank.
-
-The scores of a method as one matrix, for evaluations, which need all of it.
+then matrix products, where scipy's bootstrap would call a statistic a thousand times for each of them. Tied
+values have their mean rank.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ def drawn_counts(items: int, seed: int, resamples: int = RESAMPLES) -> Array:
 
 
 def interval_of(estimate: float, distribution: Array, limit: float = np.inf) -> Interval:
-    """The basic bootstrap interval of an estimate at the confidence of this module, cut off at -limit and
-    limit.
+    """The basic bootstrap interval of an estimate from its resampled values [resamples], at the confidence of
+    this module, cut off at -limit and limit.
 
     Davison and Hinkley, "Bootstrap Methods and their Application" (1997), section 5.2.1. Ranks of a resample
     agree less than those of the sample, as the sample's do less than those of the population: the percentile
@@ -134,10 +132,10 @@ def _standard(x: Array) -> Array:
     return found
 
 
-Place = tuple[Examples, Checkpoint]
+CheckpointExamples = tuple[Examples, Checkpoint]
 
 
-def fitted_to(method: Method, places: Sequence[Place]) -> list[Fitted]:
+def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
     """The method at each checkpoint, to the training examples as its model sees them."""
     return [method.fit(training, checkpoint) for training, checkpoint in places]
 
@@ -168,7 +166,7 @@ def has_damping(method: Method) -> bool:
 
 
 def damped(
-    method: Method, fitted: Sequence[Fitted], places: Sequence[Place], relative: float
+    method: Method, fitted: Sequence[Fitted], places: Sequence[CheckpointExamples], relative: float
 ) -> tuple[Method, list[Fitted]]:
     """The method with another damping, relative to the curvature's mean eigenvalue: by the factorisation at
     hand where it allows that, else fitted anew. Raises InfluenceError where the method has no damping.

@@ -1,7 +1,5 @@
-"""Building an index: the training examples stream past once for each checkpoint, and their rows go to the
-disk shard by shard.
-
-An index that is asked: methods answer from its rows, and the training data are not touched.
+"""Builds an index: one pass over the training examples for each checkpoint, shard by shard. `from_index`
+answers a method from the rows of an index, without the training data.
 """
 
 from __future__ import annotations
@@ -10,17 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.index.estimators import RowCosines, RowProducts, require_parameters
-from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource, projected_rows
-from psgrad.engine.influence.index.stored import Store, StoredRows, encoded, projector_of, spec_of
+from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
+from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource, projected_rows
+from psgrad.engine.influence.index.stored import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
-from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, Products, TracIn
+from psgrad.engine.influence.methods.gradient_products import (
+    GradientCosine,
+    GradientDot,
+    GradientProducts,
+    TracIn,
+)
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import InfluenceError
 
 
 def build_index(
-    store: Store,
+    store: IndexStore,
     load: Callable[[int], Examples],
     *,
     say: Callable[[str], None] = lambda _: None,
@@ -31,8 +34,8 @@ def build_index(
     Args:
         load: checkpoint number to the training examples as that checkpoint sees them. Called once for each
             checkpoint with shards to write, in order, so that one model is in memory at a time.
-        say: told which rows have gradients that are not finite.
-        progress: told how many rows are done of how many, over all checkpoints, after each shard.
+        say: called with the rows whose gradients are not finite.
+        progress: called after each shard with (rows done, rows in all), over all checkpoints.
 
     Raises InfluenceError where a checkpoint has other parameters than the description says, and what
     `projected_rows` raises.
@@ -62,7 +65,11 @@ def build_index(
 
 
 def _by_shard(
-    examples: Examples, projector: Projector, of: Of, shards: Sequence[range], wanted: Sequence[int]
+    examples: Examples,
+    projector: Projector,
+    of: Differentiated,
+    shards: Sequence[range],
+    wanted: Sequence[int],
 ) -> Iterator[tuple[int, list[RowBlock]]]:
     """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all
     the rest is missing.
@@ -82,7 +89,7 @@ def _by_shard(
                 held, shard = [], shard + 1
 
 
-def from_index(method: Method, store: Store) -> Method:
+def from_index(method: Method, store: IndexStore) -> Method:
     """The same method, fitted to the rows of an index: `fit` asks nothing of the training examples that it is
     given.
 
@@ -103,7 +110,7 @@ _ANSWERED = (GradientDot, GradientCosine, TracIn, ProjectedInfluence, TRAK)
 
 
 class _Indexed(Method):
-    def __init__(self, method: Method, store: Store) -> None:
+    def __init__(self, method: Method, store: IndexStore) -> None:
         self.method, self.store = method, store
         # of an instance, though a class's elsewhere: it speaks for the method
         self.name, self.unit = method.name, method.unit  # type: ignore[misc]
@@ -127,8 +134,8 @@ def _fitted(method: Method, source: RowSource, training: Examples, checkpoint: C
         case TRAK() | ProjectedInfluence():
             return method.fit_rows(source)
         case GradientCosine():
-            return RowCosines(source)
+            return ProjectedCosines(source)
         case _:
             fitted = method.fit(training, checkpoint)  # which only keeps what it is given
-            assert isinstance(fitted, Products)
-            return RowProducts(source, fitted.factor)
+            assert isinstance(fitted, GradientProducts)
+            return ProjectedProducts(source, fitted.factor)

@@ -12,7 +12,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Flat
-from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource
+from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
@@ -21,7 +21,7 @@ from psgrad.errors import InfluenceError
 Columns = slice | list[int]
 
 
-class OfRows(Fitted):
+class FittedRows(Fitted):
     """What methods on rows have in common: queries become rows of their own, by the same projector, and the
     training rows stream past.
     """
@@ -75,7 +75,7 @@ class OfRows(Fitted):
         return None
 
 
-class RowProducts(OfRows):
+class ProjectedProducts(FittedRows):
     """<P g_q, P g_i> times a factor: an unbiased estimate of <g_q, g_i>. Self-influences are of the whole
     gradients, without noise.
     """
@@ -97,7 +97,7 @@ class RowProducts(OfRows):
             )
 
 
-class RowCosines(OfRows):
+class ProjectedCosines(FittedRows):
     """The cosine of the angle between projected gradients; NaN where either is zero."""
 
     has_self_influence = False
@@ -118,7 +118,7 @@ class RowCosines(OfRows):
         )
 
 
-class RowInfluence(OfRows):
+class ProjectedInverse(FittedRows):
     """P g_q (M / n + lam I)^-1 P g_i / n, M the sum over the rows of P g g' P', in float64.
 
     Args:
@@ -129,7 +129,9 @@ class RowInfluence(OfRows):
     Raises InfluenceError where M / n + lam I has no inverse, or lam is negative.
     """
 
-    def __init__(self, source: RowSource, of: Of, damping: float | None, relative_damping: float) -> None:
+    def __init__(
+        self, source: RowSource, of: Differentiated, damping: float | None, relative_damping: float
+    ) -> None:
         super().__init__(source)
         self.of = of
         self.has_self_influence = not isinstance(
@@ -142,11 +144,13 @@ class RowInfluence(OfRows):
         self.facts |= {"damping": lam, "mean_eigenvalue": mean}
         self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (lam * n), lam, mean, n)
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> RowInfluence:
+    def with_damping(
+        self, *, damping: float | None = None, relative: float | None = None
+    ) -> ProjectedInverse:
         """The same rows with another damping: a factorisation of a k x k matrix. One of the two arguments."""
         if (damping is None) == (relative is None):
             raise ValueError("with_damping takes damping or relative")
-        return RowInfluence(self.source, self.of, damping, 0.0 if relative is None else relative)
+        return ProjectedInverse(self.source, self.of, damping, 0.0 if relative is None else relative)
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()

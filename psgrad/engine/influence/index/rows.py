@@ -1,7 +1,6 @@
-"""Training gradients as rows of k numbers: how they are made, and what their methods ask of them.
+"""Training gradients as rows of k numbers: how they are computed, and the interface that methods on rows use.
 
-The model's output as one number that the loss is a function of: what TRAK takes gradients of, in place of the
-loss.
+For TRAK a row is the gradient of the margin: the model's output as one number that the loss is a function of.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> No
         )
 
 
-Of = Literal["loss", "margin"]  # what was differentiated
+Differentiated = Literal["loss", "margin"]  # what was differentiated
 # Numbers of a block that is read or multiplied at once.
 BLOCK = 1 << 22
 
@@ -172,7 +171,7 @@ class RowSource(Protocol):
     of: what was differentiated. projector: how.
     """
 
-    of: Of
+    of: Differentiated
     projector: Projector
 
     def __len__(self) -> int: ...
@@ -184,11 +183,13 @@ class RowSource(Protocol):
     def blocks(self) -> Iterator[RowBlock]:
         """All rows, in order, some at a time."""
 
-    def moment(self, of: Of) -> torch.Tensor:
+    def moment(self, of: Differentiated) -> torch.Tensor:
         """[k, k] float64: the sum over the rows of P g g' P', g the gradient of the loss or of the margin."""
 
 
-def projected_rows(examples: Examples, projector: Projector, of: Of, start: int = 0) -> Iterator[RowBlock]:
+def projected_rows(
+    examples: Examples, projector: Projector, of: Differentiated, start: int = 0
+) -> Iterator[RowBlock]:
     """The rows of examples start, ..., n - 1, chunk by chunk, in one pass.
 
     Raises InfluenceError where `of` is 'margin' and the loss is no function of one.
@@ -217,7 +218,7 @@ def projected_rows(examples: Examples, projector: Projector, of: Of, start: int 
 class RowsInMemory:
     """The rows of a training set, kept as they were made: n * k numbers."""
 
-    def __init__(self, examples: Examples, projector: Projector, of: Of) -> None:
+    def __init__(self, examples: Examples, projector: Projector, of: Differentiated) -> None:
         self.projector, self.of = projector, of
         self._blocks = list(projected_rows(examples, projector, of))
         self._count = len(examples)
@@ -232,22 +233,22 @@ class RowsInMemory:
     def blocks(self) -> Iterator[RowBlock]:
         return iter(self._blocks)
 
-    def moment(self, of: Of) -> torch.Tensor:
+    def moment(self, of: Differentiated) -> torch.Tensor:
         return self._moments[of]
 
     @cached_property
-    def _moments(self) -> dict[Of, torch.Tensor]:
+    def _moments(self) -> dict[Differentiated, torch.Tensor]:
         return moments(self)
 
 
-def moments(source: RowSource) -> dict[Of, torch.Tensor]:
+def moments(source: RowSource) -> dict[Differentiated, torch.Tensor]:
     """The sum over the rows of P g g' P' [k, k] float64, for the gradients of the loss, and of the margin
     where the rows are of that.
 
     Raises InfluenceError where no row is finite.
     """
     k = source.projector.width
-    found: dict[Of, torch.Tensor] = {"loss": torch.zeros(k, k, dtype=torch.float64)}
+    found: dict[Differentiated, torch.Tensor] = {"loss": torch.zeros(k, k, dtype=torch.float64)}
     if source.of == "margin":
         found["margin"] = torch.zeros(k, k, dtype=torch.float64)
     some = False

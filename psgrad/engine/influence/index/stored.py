@@ -1,7 +1,4 @@
-"""What an index holds, said in plain values, and the place where it is kept.
-
-The rows of an index as the methods read them, and as they lie on the disk.
-"""
+"""The description of an index, the interface of its storage, and its rows as they are encoded on the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Kind, Projector
-from psgrad.engine.influence.index.rows import BLOCK, Of, RowBlock, moments
+from psgrad.engine.influence.index.rows import BLOCK, Differentiated, RowBlock, moments
 from psgrad.errors import ConfigError, InfluenceError
 
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -37,12 +34,12 @@ class IndexSpec:
     dimension: int = 2048
     projection: Kind = "sparse"
     seed: int = 0
-    features: Of = "loss"
+    features: Differentiated = "loss"
     dtype: DType = "float32"
     rows_per_shard: int = 4096
 
     def __post_init__(self) -> None:
-        for name, kind in (("projection", Kind), ("features", Of), ("dtype", DType)):
+        for name, kind in (("projection", Kind), ("features", Differentiated), ("dtype", DType)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
                     f"an index with {name}: {getattr(self, name)}",
@@ -59,7 +56,7 @@ class IndexSpec:
                 )
 
 
-class Store(Protocol):
+class IndexStore(Protocol):
     """Where an index is kept: psgrad.storage.gradient_index.GradientIndex."""
 
     @property
@@ -123,7 +120,7 @@ class StoredRows:
     time they are asked for.
     """
 
-    def __init__(self, store: Store, number: int) -> None:
+    def __init__(self, store: IndexStore, number: int) -> None:
         self.store, self.number = store, number
         spec = spec_of(store.description)
         self.of, self.dtype = spec.features, spec.dtype
@@ -151,7 +148,7 @@ class StoredRows:
         )
         return loss, square_norm
 
-    def moment(self, of: Of) -> torch.Tensor:
+    def moment(self, of: Differentiated) -> torch.Tensor:
         found = self.store.read(self.number, None).get(of)
         if found is None:
             raise InfluenceError(
@@ -166,8 +163,8 @@ class StoredRows:
         return torch.from_numpy(found)
 
     def sums(self) -> dict[str, np.ndarray]:
-        """What is kept of all rows together, once they are written: their second moments, 'loss' and
-        'margin', where not too large.
+        """What is stored of all rows together, after they are written: `rows` [1], their number, and their
+        second moments `loss` and `margin` [k, k] float64, if not too large.
         """
         kept = {"rows": np.array([len(self)])}
         if self.projector.width <= WIDEST:
@@ -195,7 +192,7 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
 
 
 def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType) -> RowBlock:
-    """A block of a shard's rows, in float64."""
+    """A block of rows [b, k] of a shard, in float64, from the arrays of `encoded`."""
     rows = (
         torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
         if dtype == "bfloat16"

@@ -12,7 +12,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.amounts import is_affine
-from psgrad.engine.influence.curvature.kronecker_blocks import Block
+from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.engine.influence.leverage import Damping, default_damping
 from psgrad.engine.influence.method import (
@@ -95,7 +95,7 @@ class KroneckerFactored(Preconditioned):
     """
 
     def __init__(
-        self, training: Examples, blocks: list[Block], weight_decay: float, damping: Damping
+        self, training: Examples, blocks: list[KroneckerBlock], weight_decay: float, damping: Damping
     ) -> None:
         super().__init__(training)
         self.blocks, self.weight_decay = blocks, weight_decay
@@ -119,7 +119,7 @@ class KroneckerFactored(Preconditioned):
         fitted.facts = {**self.facts, **fitted.facts}
         return fitted
 
-    def _inverse(self, block: Block) -> torch.Tensor:
+    def _inverse(self, block: KroneckerBlock) -> torch.Tensor:
         """[g, a, b]: the eigenvalues of the inverse of n (C + lam I)."""
         values = block.values + (self.weight_decay + self.damping[block.label])
         smallest, largest = (float(values.min()), float(values.max())) if values.numel() else (1.0, 1.0)

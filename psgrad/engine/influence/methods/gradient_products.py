@@ -1,8 +1,5 @@
-"""Gradient dot product: what one plain gradient step on the training example would do to the query's loss.
-
-The cosine of the angle between gradients: the dot product without the examples' norms.
-
-TracInCP: gradient dot products along one training run, each weighed by the learning rate.
+"""Methods of inner products of gradients: the dot product, the cosine, and TracInCP, the dot products at
+several checkpoints weighted by the learning rate.
 """
 
 from __future__ import annotations
@@ -41,10 +38,10 @@ class GradientDot(Method):
     predicts_removal = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        return Products(training)
+        return GradientProducts(training)
 
 
-class Products(Fitted):
+class GradientProducts(Fitted):
     """Inner products of gradients, times one factor."""
 
     def __init__(self, training: Examples, factor: float = 1.0) -> None:
@@ -79,10 +76,10 @@ class GradientCosine(Method):
     predicts_removal = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        return Cosines(training)
+        return GradientCosines(training)
 
 
-class Cosines(Fitted):
+class GradientCosines(Fitted):
     """Cosines of the angles between gradients."""
 
     has_self_influence = False
@@ -150,7 +147,7 @@ class TracIn(Method):
                 expected="the optimiser's learning rate when the checkpoint was saved",
                 next_step="name it in influence.checkpoints: [{path: ..., learning_rate: ...}]",
             )
-        return Products(training, checkpoint.learning_rate)
+        return GradientProducts(training, checkpoint.learning_rate)
 
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
         return {

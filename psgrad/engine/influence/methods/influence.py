@@ -16,7 +16,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
-from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, Setting, default_damping
+from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.engine.influence.solvers.conjugate_gradient import (
@@ -29,11 +29,11 @@ from psgrad.engine.influence.solvers.costs import Work
 from psgrad.engine.influence.solvers.lissa import lissa
 from psgrad.errors import ConfigError, InfluenceError
 
-# Parameters up to which the curvature is written out whatever else there is: 288 MB, and seconds for its
+# Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
 # factor.
 LARGEST_MATRIX = 6000
 # Of an absolute damping, or a weight decay alone, its share of the mean eigenvalue, which is not known yet;
-# and queries where nobody says how many there will be.
+# and the number of queries where it is not given.
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
@@ -69,10 +69,10 @@ class Influence(Method):
     Attributes:
         curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss
             also the Fisher information), 'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
-        solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and
-            'arnoldi' take products with C alone, and 'arnoldi' inverts C along its leading eigenvectors only,
-            which is another estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is predicted
-            to be the least work that fits into memory (solvers/work.py).
+        solver: 'exact' materialises C, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa'
+            and 'arnoldi' take products with C alone, and 'arnoldi' inverts C along its leading eigenvectors
+            only, which is another estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is
+            predicted to be the least work that fits into memory (solvers/costs.py).
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
             is zero for a convex problem (a model that is affine in its parameters, with a weight decay or a
             curvature that has an inverse), whose scores are then amounts; and one mean eigenvalue for all
@@ -83,8 +83,8 @@ class Influence(Method):
             agreement with retraining. None: where the damping is zero by default, for the Hessian, too, which
             is the same matrix there.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the
-            output that the step leads to, to first order in the parameters (fits/output.py). It brings out
-            what a large change of a confident query is. 'auto': the latter where the damping is zero by
+            output that the step leads to, to first order in the parameters (inverses.py, AtOutput). It brings
+            out what a large change of a confident query is. 'auto': the latter where the damping is zero by
             default, and to first order for scores by layer.
         tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and
             products at most (arnoldi: the size of its Krylov space); None for 200, 5000 and 200.
@@ -175,7 +175,7 @@ class Influence(Method):
                 expected=f"an output of at most {LARGEST_OUTPUT} numbers",
                 next_step="set leverage: false",
             )
-        setting = Setting(
+        problem = InverseProblem(
             training,
             self.curvature,
             self.weight_decay,
@@ -185,15 +185,15 @@ class Influence(Method):
         )
         fitted: ByMatrix | ByKernel | ByProducts
         if solver == "exact":
-            fitted = ByMatrix.fit(setting)
+            fitted = ByMatrix.fit(problem)
             if convex and amounts and not self.weight_decay:
                 fitted = fitted.undamped() or fitted
         elif solver == "dual":
-            fitted = ByKernel.fit(setting)
+            fitted = ByKernel.fit(problem)
         else:
             rough = replace(self, tolerance=max(self.tolerance, ROUGH))
             fitted = ByProducts.fit(
-                setting,
+                problem,
                 getattr(self, f"_{solver}")(checkpoint),
                 getattr(rough, f"_{solver}")(checkpoint),
                 self.seed,
@@ -206,7 +206,7 @@ class Influence(Method):
         if corrected is None:
             corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
         by_output = self.change == "output" or (self.change == "auto" and by_default)
-        fitted.setting = replace(fitted.setting, leverage=corrected)
+        fitted.problem = replace(fitted.problem, leverage=corrected)
         change = "output" if by_output else "gradient"
         fitted.facts = {
             "solver": solver,

@@ -1,7 +1,5 @@
-"""Influence functions in the space of projected gradients, with the empirical Fisher of that space as the
-curvature.
-
-TRAK: the model as logistic regression on the projected gradients of its margin.
+"""Methods in the space of projected gradients: influence functions with the empirical Fisher as the
+curvature, and TRAK, the model as logistic regression on the projected gradients of its margin.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Kind, Projector
-from psgrad.engine.influence.index.estimators import RowInfluence
+from psgrad.engine.influence.index.estimators import ProjectedInverse
 from psgrad.engine.influence.index.rows import RowsInMemory, RowSource
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.errors import InfluenceError
@@ -47,7 +45,7 @@ class ProjectedInfluence(Method):
 
     def fit_rows(self, source: RowSource) -> Fitted:
         """Of rows that are there, of the loss or of the margin."""
-        return RowInfluence(source, "loss", self.damping, self.relative_damping)
+        return ProjectedInverse(source, "loss", self.damping, self.relative_damping)
 
 
 @dataclass(frozen=True)
@@ -93,4 +91,4 @@ class TRAK(Method):
                     "build the index with features: margin; it answers gradient_dot and the others as well"
                 ),
             )
-        return RowInfluence(source, "margin", self.damping, self.relative_damping)
+        return ProjectedInverse(source, "margin", self.damping, self.relative_damping)

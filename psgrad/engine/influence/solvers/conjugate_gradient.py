@@ -1,8 +1,5 @@
-"""Conjugate gradients for many right-hand sides at once, which share one Krylov space, so that all profit
-from each one's products.
-
-Preconditioners of a symmetric positive definite matrix, as the inverse square roots that a system is
-multiplied by from both sides.
+"""Conjugate gradients for many right-hand sides in one shared Krylov space, and preconditioners, as roots of
+the matrix that a system is multiplied by from both sides.
 """
 
 from __future__ import annotations
@@ -132,7 +129,7 @@ def conjugate_gradient(
         block: so many right-hand sides at a time; None for as many as fit in memory.
         spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one
             vector.
-        say: told when the tolerance is not reached.
+        say: called with a message if the tolerance is not reached.
 
     Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and
     _median, converged, unconverged (how many right-hand sides), preconditioner, and with `spectrum` ritz_min
@@ -145,7 +142,7 @@ def conjugate_gradient(
     """
     rhs = rhs.double()
     assert_finite(rhs)
-    run = _Run(apply, tolerance, iterations, preconditioner)
+    run = _BlockSolver(apply, tolerance, iterations, preconditioner)
     ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
     if ritz is not None and float(ritz.values[0]) < -ROUNDING * float(ritz.values[-1].abs()):
         raise negative_curvature(ritz)
@@ -176,8 +173,8 @@ def conjugate_gradient(
 
 
 @dataclass
-class _Run:
-    """What the blocks of right-hand sides of one call have in common, and what was seen of A."""
+class _BlockSolver:
+    """Solves blocks of right-hand sides of one call, and counts iterations and products over all of them."""
 
     apply: Apply
     tolerance: float

@@ -35,7 +35,7 @@ class Work:
     memory: int
 
     def operations(self) -> dict[str, float]:
-        """Of each solver that fits into memory."""
+        """solver -> operations, of each solver whose matrices fit in memory."""
         p, n, m = float(self.size), float(self.count), float(self.queries)
         found = {"conjugate_gradient": _PRODUCT * n * p * self.products()}
         if self.rows is not None and self.size <= LARGEST and self._fits(self.size):
@@ -56,7 +56,7 @@ class Work:
         if correct and len(found) > 1:
             del found["conjugate_gradient"]
         solver = min(found, key=lambda name: found[name])
-        told = ", ".join(
+        listed = ", ".join(
             f"{name} {work:.1g}" for name, work in sorted(found.items(), key=lambda pair: pair[1])
         )
         what = (
@@ -64,7 +64,10 @@ class Work:
             if correct and solver != "conjugate_gradient"
             else "that fits"
         )
-        return solver, f"the least work of what is there {what} into memory, in predicted operations: {told}"
+        return (
+            solver,
+            f"the least work of what is there {what} into memory, in predicted operations: {listed}",
+        )
 
     def _fits(self, side: int) -> bool:
         return _ALIVE * 8 * side * side <= _SHARE * self.memory

@@ -1,7 +1,5 @@
-"""The inverse of a damped curvature that is written out, by its Cholesky factor, in float64.
-
-The inverse of a damped sum of outer products G'G + mu I by its rows' inner products K = G G': exact at any
-number of parameters.
+"""Inverses by Cholesky factors, in float64: `Inverse` of a materialised curvature, `KernelInverse` of the
+inner products K = G G' of its rows, which works for any number of parameters.
 
 (G'G + mu I)^-1 v = (v - G' (K + mu I)^-1 G v) / mu. For a vector in the span of the rows, g = G'c, nothing is
 subtracted: v' (G'G + mu I)^-1 g = (G v)' (K + mu I)^-1 c.
@@ -45,11 +43,13 @@ class Inverse:
         count: int,
         ends: tuple[float, float] | None = None,
     ) -> Inverse:
-        """Raises InfluenceError, with the smallest eigenvalue and the damping that would do, where the matrix
-        plus its shift is not positive definite, or too near to that for its inverse to have any digits.
+        """The inverse of a matrix [p, p] float64 plus `shift` on its diagonal.
 
-        title: what the matrix is called. count: n, by which eigenvalues and damping are divided when they are
-        told. ends: the matrix's smallest and largest eigenvalue, where they are known.
+        title: the matrix's name in messages. count: n, by which eigenvalues and damping are divided in
+        messages. ends: the matrix's smallest and largest eigenvalue, if they are known.
+
+        Raises InfluenceError, with the smallest eigenvalue and a damping that suffices, where the matrix
+        plus its shift is not positive definite, or too near to that for its inverse to have any digits.
         """
         damped = matrix.clone()
         damped.diagonal().add_(shift)
@@ -157,10 +157,11 @@ class KernelInverse:
 
     @classmethod
     def of(cls, matrix: torch.Tensor, shift: float, title: str, count: int) -> KernelInverse:
-        """Raises InfluenceError where the shift, damping and weight decay together, is too small for an
-        inverse in float64.
+        """The inverse of a matrix [N, N] float64 plus `shift`, damping and weight decay together, on its
+        diagonal.
 
-        title: what the curvature is called. count: n, by which the shift is divided when it is told.
+        title: the curvature's name in messages. count: n, by which the shift is divided in messages. Raises
+        InfluenceError where the shift is too small for an inverse in float64.
         """
         trace = float(matrix.diagonal().sum())
         if not trace < float("inf"):

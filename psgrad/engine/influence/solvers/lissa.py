@@ -50,8 +50,8 @@ def lissa(
             first. None for any time.
         scale: above half of A's largest eigenvalue; None for a little more than the largest that Lanczos
             finds.
-        say: told when the tolerance is not reached, and why: terms or time are used up, or the residual falls
-            no more.
+        say: called with a message if the tolerance is not reached: terms or time are used up, or the residual
+            no longer falls.
 
     Returns x [k, p] float64 and facts: iterations, relative_residual_max and _median (of the x returned),
     converged, unconverged, scale, ritz_min, ritz_max. It takes about log(1 / tolerance) times A's condition
@@ -133,8 +133,8 @@ def _terms(lowest: float, scale: float, tolerance: float) -> int:
 def _too_long(terms: int, predicted: float, seconds: float, condition: float) -> InfluenceError:
     return InfluenceError(
         f"LiSSA is predicted to take {terms:,} products with the curvature for every query, about"
-        f" {_told(predicted)}",
-        expected=f"at most {_told(seconds)}, where the options name no number of iterations",
+        f" {_duration(predicted)}",
+        expected=f"at most {_duration(seconds)}, where the options name no number of iterations",
         cause=f"a condition number of {condition:.2g}, by which the number of products grows",
         next_step=(
             "set solver: conjugate_gradient, which takes far fewer products; or a larger damping, a larger"
@@ -143,5 +143,5 @@ def _too_long(terms: int, predicted: float, seconds: float, condition: float) ->
     )
 
 
-def _told(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"

@@ -1,6 +1,5 @@
-"""What products with a symmetric matrix tell of its spectrum: its trace, and its extreme eigenvalues.
-
-What all iterative solvers refuse, in one wording.
+"""The trace and the extreme eigenvalues of a symmetric matrix from products with it, and the errors that all
+iterative solvers raise.
 """
 
 from __future__ import annotations

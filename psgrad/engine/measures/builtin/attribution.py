@@ -1,11 +1,4 @@
-"""How steeply each sample's loss, or a logit, rises along its input.
-
-What each part of a sample's input adds to its loss, or to a logit, to first order.
-
-What each part of a sample's input adds to its loss, or to a logit, along the straight way from a baseline.
-
-How steeply each sample's loss, or a logit, rises around its input: the mean gradient under noise.
-"""
+"""Measures of input attribution: input gradient, gradient x input, integrated gradients, SmoothGrad."""
 
 from __future__ import annotations
 

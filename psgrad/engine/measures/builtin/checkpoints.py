@@ -1,18 +1,11 @@
-"""The checkpoints of a training run, each passed once: what all measures over checkpoints are made of.
-
-GraNd: the gradient norm of a sample, averaged over checkpoints.
-
-EL2N, averaged over checkpoints.
-
-Forgetting: how often a sample that was learnt is got wrong at a later checkpoint.
-
-The way of each sample through training: its loss, gradient norm and prediction at each checkpoint.
+"""Measures over the checkpoints of a training run: `moments`, which gathers loss, norm and prediction at each
+checkpoint, and what is made of them: GraNd, mean EL2N, forgetting events and trajectories.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -20,31 +13,30 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.measures.checkpoint_history import (
     History,
+    checkpoint_summary,
     column,
     disagreement,
-    moment_summary,
     rank_correlation,
     require_labels,
     slope,
 )
-from psgrad.engine.measures.checkpoint_passes import Ensemble, Grouping, grouped, require_moments
+from psgrad.engine.measures.checkpoint_passes import Grouping, StackedModels, grouped, require_checkpoints
 from psgrad.engine.measures.measure import (
     Arrays,
+    CheckpointModel,
     Gathered,
     Measure,
-    Moment,
     OwnPass,
     Setting,
     require_classes,
 )
 
 
-class Moments(Measure):
+class CheckpointOutputs(Measure):
     """Loss, gradient norm and prediction of each sample at each checkpoint, for the measures that need them;
     not stored afterwards.
     """
@@ -62,18 +54,18 @@ class Moments(Measure):
     )
 
     def prepare(self, setting: Setting) -> None:
-        require_moments(self, setting, 1, "the samples pass at each")
+        require_checkpoints(self, setting, 1, "the samples pass at each")
         self._setting = setting
         self._grouping: Grouping | None = None
 
     def passes(self) -> Sequence[OwnPass]:
-        examples, moments = self._setting.examples, self._setting.moments
-        model = self._with_summary(examples.objective)
-        self._grouping = grouped(examples, model, len(moments), examples.stream.chunk_size)
+        examples, checkpoints = self._setting.examples, self._setting.checkpoints
+        model = examples.objective.with_summary(self._summary())
+        self._grouping = grouped(examples, model, len(checkpoints), examples.stream.chunk_size)
         found, first = [], 0
         for size in self._grouping.sizes:
             found.append(
-                OwnPass(_pass_name(first, size), partial(self._run, first, moments[first : first + size]))
+                OwnPass(_pass_name(first, size), partial(self._run, first, checkpoints[first : first + size]))
             )
             first += size
         return found
@@ -85,20 +77,22 @@ class Moments(Measure):
 
     @property
     def names(self) -> list[str]:
-        return [moment.name for moment in self._setting.moments]
+        return [checkpoint.name for checkpoint in self._setting.checkpoints]
 
-    def _run(self, first: int, moments: Sequence[Moment], start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(
+        self, first: int, checkpoints: Sequence[CheckpointModel], start: int, chunk_size: int
+    ) -> Iterator[Columns]:
         """One group of checkpoints, the weights of which are in memory for as long as it passes."""
         examples = self._setting.examples
-        objectives = [self._with_summary(moment.objective()) for moment in moments]
+        objectives = [checkpoint.objective().with_summary(self._summary()) for checkpoint in checkpoints]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
-        if len(moments) == 1:
+        if len(checkpoints) == 1:
             return there.stream.run(len(examples), [Asking(first)], start=start)
-        ensemble = Ensemble.of(objectives[0], [objective.model for objective in objectives])
+        ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
         return there.stream.run(len(examples), [Asking(first)], ensemble, start)
 
-    def _with_summary(self, objective: Objective) -> Objective:
-        return objective.with_summary(moment_summary(self._setting.kind, self._setting.ignore_index))
+    def _summary(self) -> Callable[[Any, Any], dict[str, torch.Tensor]]:
+        return checkpoint_summary(self._setting.kind, self._setting.ignore_index)
 
 
 def _pass_name(first: int, size: int) -> str:
@@ -123,8 +117,51 @@ class Asking:
         """Nothing is gathered."""
 
 
+class OverCheckpoints(Measure):
+    """A measure made from what `moments` gathered of each sample at each checkpoint.
+
+    Class attributes:
+        why: what is wrong with a single checkpoint.
+    """
+
+    cost: ClassVar[str] = (
+        "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
+    )
+    needs: ClassVar[tuple[str, ...]] = (CheckpointOutputs.name,)
+    why: ClassVar[str] = ""
+
+    def prepare(self, setting: Setting) -> None:
+        require_checkpoints(self, setting, 2, self.why)
+        self._setting = setting
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the T checkpoints."""
+        return [checkpoint.name for checkpoint in self._setting.checkpoints]
+
+    def history(self, rows: Mapping[str, torch.Tensor]) -> History:
+        """rows: as `gather` has them, name -> [n, ...]."""
+        return History.of(self.names, rows)
+
+    def mean_and_spread(
+        self, rows: Mapping[str, torch.Tensor], what: str, mean: str, spread: str
+    ) -> Gathered:
+        """The columns `mean` and `spread` [n] of the number `what` of the history over the checkpoints, and
+        how far the checkpoints agree on the order of the samples.
+        """
+        values = self.history(rows).whole(what)
+        correlation = rank_correlation(values)
+        warning = disagreement(correlation, self.names, self.name)
+        if warning:
+            self._setting.say(warning)
+        return Gathered(
+            {mean: values.mean(1), spread: values.std(1)},
+            {"checkpoints": self.names, "rank_correlation": correlation, "warning": warning},
+        )
+
+
 @dataclass
-class GraNd(Measure):
+class GraNd(OverCheckpoints):
     """Mean and spread of the gradient norm over the checkpoints of one run, or over the last (or first)
     checkpoints of several runs.
     """
@@ -141,9 +178,6 @@ class GraNd(Measure):
         " Initialization does not (2023), found no use in it at initialisation, where it follows the norm of"
         " the input"
     )
-    cost: ClassVar[str] = (
-        "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
-    )
     meanings: ClassVar[dict[str, str]] = {
         "grand": (
             "gradient norm, mean over the checkpoints ({loss} per unit of parameter); NaN if it is not finite"
@@ -154,27 +188,14 @@ class GraNd(Measure):
             " denominator)"
         ),
     }
-    needs: ClassVar[tuple[str, ...]] = ("moments",)
-
-    def prepare(self, setting: Setting) -> None:
-        require_moments(self, setting, 2, "at one checkpoint it is grad_norm, which every run has")
-        self._setting = setting
+    why: ClassVar[str] = "at one checkpoint it is grad_norm, which every run has"
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
-        norms = History.of(names, rows).whole("grad_norm")
-        correlation = rank_correlation(norms)
-        warning = disagreement(correlation, names, self.name)
-        if warning:
-            self._setting.say(warning)
-        return Gathered(
-            {"grand": norms.mean(1), "grand_std": norms.std(1)},
-            {"checkpoints": names, "rank_correlation": correlation, "warning": warning},
-        )
+        return self.mean_and_spread(rows, "grad_norm", "grand", "grand_std")
 
 
 @dataclass
-class EL2NOverCheckpoints(Measure):
+class EL2NOverCheckpoints(OverCheckpoints):
     """Mean and spread of the error L2-norm over the checkpoints of one run, or of several runs; el2n is the
     value at model.checkpoint.
     """
@@ -187,9 +208,6 @@ class EL2NOverCheckpoints(Measure):
         "Paul, Ganguli, Dziugaite: Deep Learning on a Data Diet (2021), definition 2.2: the mean over seeds,"
         " early in training"
     )
-    cost: ClassVar[str] = (
-        "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
-    )
     meanings: ClassVar[dict[str, str]] = {
         "el2n_mean": (
             "distance of the predicted probabilities from the label's, mean over the checkpoints"
@@ -197,28 +215,18 @@ class EL2NOverCheckpoints(Measure):
         ),
         "el2n_std": "its standard deviation over the checkpoints (probability; T - 1 in the denominator)",
     }
-    needs: ClassVar[tuple[str, ...]] = ("moments",)
+    why: ClassVar[str] = "at one checkpoint it is el2n"
 
     def prepare(self, setting: Setting) -> None:
         require_classes(self, setting)
-        require_moments(self, setting, 2, "at one checkpoint it is el2n")
-        self._setting = setting
+        super().prepare(setting)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
-        errors = History.of(names, rows).whole("el2n")
-        correlation = rank_correlation(errors)
-        warning = disagreement(correlation, names, self.name)
-        if warning:
-            self._setting.say(warning)
-        return Gathered(
-            {"el2n_mean": errors.mean(1), "el2n_std": errors.std(1)},
-            {"checkpoints": names, "rank_correlation": correlation, "warning": warning},
-        )
+        return self.mean_and_spread(rows, "el2n", "el2n_mean", "el2n_std")
 
 
 @dataclass
-class Forgetting(Measure):
+class Forgetting(OverCheckpoints):
     """Forgetting events between the checkpoints; events between two neighbouring checkpoints are missed."""
 
     name: ClassVar[str] = "forgetting"
@@ -230,9 +238,6 @@ class Forgetting(Measure):
     source: ClassVar[str] = (
         "Toneva et al.: An Empirical Study of Example Forgetting during Deep Neural Network Learning (ICLR"
         " 2019), section 3; there r_t is computed at each step that uses the sample, here at the checkpoints"
-    )
-    cost: ClassVar[str] = (
-        "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
     )
     meanings: ClassVar[dict[str, str]] = {
         "forgetting_events": (
@@ -248,16 +253,15 @@ class Forgetting(Measure):
             " there is none"
         ),
     }
-    needs: ClassVar[tuple[str, ...]] = ("moments",)
+    why: ClassVar[str] = "nothing is forgotten at one"
 
     def prepare(self, setting: Setting) -> None:
         require_labels(self, setting)
-        require_moments(self, setting, 2, "nothing is forgotten at one")
-        self._setting = setting
+        super().prepare(setting)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
-        right = History.of(names, rows).whole("right")  # [n, T]
+        names, history = self.names, self.history(rows)
+        right = history.whole("right")  # [n, T]
         known = torch.isfinite(right).all(1)
         learnt = (right > 0).any(1)
         lost = (right[:, :-1] - right[:, 1:]).clamp(min=0).sum(1)
@@ -283,7 +287,7 @@ _KEPT = ("loss", "grad_norm", "confidence", "right", "prediction")
 
 
 @dataclass
-class Trajectory(Measure):
+class Trajectory(OverCheckpoints):
     """Every sample at every checkpoint, and a few numbers that summarise its changes."""
 
     name: ClassVar[str] = "trajectory"
@@ -296,9 +300,6 @@ class Trajectory(Measure):
     source: ClassVar[str] = (
         "Swayamdipta et al.: Dataset Cartography: Mapping and Diagnosing Datasets with Training Dynamics"
         " (EMNLP 2020), section 2"
-    )
-    cost: ClassVar[str] = (
-        "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
     )
     meanings: ClassVar[dict[str, str]] = {
         "mean_confidence": (
@@ -313,15 +314,10 @@ class Trajectory(Measure):
             "slope of the gradient norm from checkpoint to checkpoint (units of the norm per checkpoint)"
         ),
     }
-    needs: ClassVar[tuple[str, ...]] = ("moments",)
-
-    def prepare(self, setting: Setting) -> None:
-        require_moments(self, setting, 2, "one point is no way")
-        self._setting = setting
+    why: ClassVar[str] = "one point has no slope"
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names = [moment.name for moment in self._setting.moments]
-        history = History.of(names, rows)
+        names, history = self.names, self.history(rows)
         columns = {
             "loss_slope": slope(history.whole("loss")),
             "norm_slope": slope(history.whole("grad_norm")),

@@ -1,6 +1,5 @@
-"""The ends of the spectrum of the Hessian of each sample's loss, by Lanczos.
-
-The trace of the Hessian of each sample's loss, by random probes.
+"""Measures of the Hessian of each sample's loss: the ends of its spectrum, by Lanczos, and its trace, by
+random probes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The gradient noise scale: the batch size at which a step is half signal and half noise.
-
-The spectrum of the gradients' covariance: in how many directions do samples pull apart?
+"""Measures of the whole dataset: the gradient noise scale, which is the batch size at which a step is half
+signal and half noise, and the spectrum of the gradients' covariance.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.engine.measures.projected import COLUMN, Projected
-from psgrad.engine.measures.sums import block_sums, interval, resampled, shared_sums
+from psgrad.engine.measures.sums import MeanGradientMeasure, block_sums, interval, resampled, shared_sums
 
 _ALONG_MEAN = "noise_scale.along_mean"
 
 
 @dataclass
-class NoiseScale(Measure):
+class NoiseScale(MeanGradientMeasure):
     """tr(Sigma) / |G|^2, each estimated without bias, then divided. Undefined if the estimate of |G|^2 is not
     above zero.
 
@@ -59,7 +58,6 @@ class NoiseScale(Measure):
         " shares"
     )
     meanings: ClassVar[dict[str, str]] = {}
-    needs_factors = True
 
     def __post_init__(self) -> None:
         if self.resamples != 0 and self.resamples < 100:
@@ -71,23 +69,11 @@ class NoiseScale(Measure):
         self.looks_twice = self.resamples > 0
 
     def prepare(self, setting: Setting) -> None:
-        self._sums, self._seed = shared_sums(setting, self), setting.seed
-
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        self._sums.add(gradients)
-        return {}
-
-    def keep(self) -> None:
-        self._sums.keep()
+        super().prepare(setting)
+        self._seed = setting.seed
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         return {_ALONG_MEAN: self._sums.dot(gradients).unsqueeze(1)}
-
-    def state(self) -> Arrays:
-        return self._sums.state(self)
-
-    def restore(self, state: Arrays) -> None:
-        self._sums.restore(self, state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         n = self._sums.count

@@ -1,10 +1,5 @@
-"""The angle between a sample's gradient and the mean gradient.
-
-The angle between a sample's gradient and the mean gradient of its class.
-
-How far the mean gradient moves when a sample is left out.
-
-The signal-to-noise ratio of the gradient, parameter by parameter.
+"""Measures of direction: the angle to the mean gradient and to that of the class, the change of the mean
+gradient if a sample is left out, and the signal-to-noise ratio of the gradient in each parameter.
 """
 
 from __future__ import annotations
@@ -20,12 +15,12 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.second_moments import sum_of_squares
 from psgrad.engine.gradients.terms import CANCELLATION
 from psgrad.engine.measures.builtin.dataset import estimates
-from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting, finite_rows, nan_elsewhere
-from psgrad.engine.measures.sums import shared_sums
+from psgrad.engine.measures.measure import Arrays, Gathered, Setting, finite_rows, nan_elsewhere
+from psgrad.engine.measures.sums import MeanGradientMeasure
 
 
 @dataclass
-class CosineToMean(Measure):
+class CosineToMean(MeanGradientMeasure):
     """Whether a sample's gradient points like the mean of all samples. The mean includes the sample
     itself.
     """
@@ -46,33 +41,16 @@ class CosineToMean(Measure):
             "cosine between the sample's gradient and the mean gradient; empty if either is zero (-1 to 1)"
         )
     }
-    needs_factors = True
     looks_twice = True
-
-    def prepare(self, setting: Setting) -> None:
-        self._sums = shared_sums(setting, self)
-
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        self._sums.add(gradients)
-        return {}
-
-    def keep(self) -> None:
-        self._sums.keep()
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         norms = gradients.square_norms().sqrt() * self._sums.square_mean() ** 0.5
         cosines = (self._sums.dot(gradients) / norms).clamp(-1, 1)  # nothing by nothing is NaN
         return {"cosine_to_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
 
-    def state(self) -> Arrays:
-        return self._sums.state(self)
-
-    def restore(self, state: Arrays) -> None:
-        self._sums.restore(self, state)
-
 
 @dataclass
-class CosineToClassMean(Measure):
+class CosineToClassMean(MeanGradientMeasure):
     """Whether a sample's gradient points like those of its label. The mean includes the sample: alone in its
     class it has cosine 1.
     """
@@ -95,21 +73,11 @@ class CosineToClassMean(Measure):
             "cosine between the gradient and its label's mean gradient; empty if either is zero (-1 to 1)"
         )
     }
-    needs_factors = True
     looks_twice = True
-
-    def prepare(self, setting: Setting) -> None:
-        self._sums = shared_sums(setting, self, by_class=True)
+    by_class: ClassVar[bool] = True
 
     def summary(self, output: Any, target: Any) -> Arrays:
         return self._sums.summary(target)
-
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        self._sums.add(gradients)
-        return {}
-
-    def keep(self) -> None:
-        self._sums.keep()
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         of_class = self._sums.class_norms().to(gradients.losses.device)[self._sums.classes_of(gradients)]
@@ -129,15 +97,9 @@ class CosineToClassMean(Measure):
             }
         )
 
-    def state(self) -> Arrays:
-        return self._sums.state(self)
-
-    def restore(self, state: Arrays) -> None:
-        self._sums.restore(self, state)
-
 
 @dataclass
-class LooMeanChange(Measure):
+class LooMeanChange(MeanGradientMeasure):
     """The distance between the mean gradient of all samples and that of all but this one, exact for
     every n.
     """
@@ -156,18 +118,7 @@ class LooMeanChange(Measure):
             " unit of parameter)"
         )
     }
-    needs_factors = True
     looks_twice = True
-
-    def prepare(self, setting: Setting) -> None:
-        self._sums = shared_sums(setting, self)
-
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        self._sums.add(gradients)
-        return {}
-
-    def keep(self) -> None:
-        self._sums.keep()
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         others = self._sums.count - 1
@@ -183,20 +134,14 @@ class LooMeanChange(Measure):
             distances[close] = self._sums.square_distances(gradients, close)
         return {"loo_mean_change": nan_elsewhere(distances.clamp(min=0).sqrt() / others, finite)}
 
-    def state(self) -> Arrays:
-        return self._sums.state(self)
-
-    def restore(self, state: Arrays) -> None:
-        self._sums.restore(self, state)
-
 
 _QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
-# A variance under this many roundings of the mean square can't be told from none.
+# A variance below this many roundings of the mean square may be zero.
 _ROUNDINGS = 64
 
 
 @dataclass
-class SignalToNoise(Measure):
+class SignalToNoise(MeanGradientMeasure):
     """How much of a sample's gradient in a parameter is common to all samples. The table `parameters` has a
     row for each parameter tensor.
 
@@ -232,10 +177,9 @@ class SignalToNoise(Measure):
         " the pass"
     )
     meanings: ClassVar[dict[str, str]] = {}
-    needs_factors = True
 
     def prepare(self, setting: Setting) -> None:
-        self._sums = shared_sums(setting, self)
+        super().prepare(setting)
         self._squares: torch.Tensor | None = None  # [p] float64
         self._chunk: torch.Tensor | None = None
         self._rounding = {
@@ -243,7 +187,7 @@ class SignalToNoise(Measure):
         }
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        self._sums.add(gradients)
+        super().columns(gradients)
         if self.elements != "none":
             finite = finite_rows(gradients)
             rows = slice(None) if bool(finite.all()) else torch.nonzero(finite).squeeze(1)
@@ -253,17 +197,17 @@ class SignalToNoise(Measure):
         return {}
 
     def keep(self) -> None:
-        self._sums.keep()
+        super().keep()
         if self._chunk is not None:
             self._squares = self._chunk if self._squares is None else self._squares.add_(self._chunk)
             self._chunk = None
 
     def state(self) -> Arrays:
         own = {} if self._squares is None else {"element_squares": self._squares.cpu()}
-        return {**self._sums.state(self), **own}
+        return {**super().state(), **own}
 
     def restore(self, state: Arrays) -> None:
-        self._sums.restore(self, state)
+        super().restore(state)
         if "element_squares" in state:
             self._squares = state["element_squares"].clone().to(self._sums.device)
 
@@ -304,8 +248,8 @@ class SignalToNoise(Measure):
         for name, columns in self._sums.flat.columns.items():
             squares, mean = self._squares[columns], self._sums.mean[columns]
             variance = (squares - n * mean.square()) / (n - 1)
-            told = variance > _ROUNDINGS * self._rounding[name] * squares / n
-            found[name] = ((mean.square() - variance / n) / variance).where(told, torch.nan).cpu()
+            known = variance > _ROUNDINGS * self._rounding[name] * squares / n
+            found[name] = ((mean.square() - variance / n) / variance).where(known, torch.nan).cpu()
         return found
 
 

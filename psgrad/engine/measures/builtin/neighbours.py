@@ -1,8 +1,4 @@
-"""How far each sample's gradient is from those nearest to it, and whose they are.
-
-Random projections of the samples' gradients: few numbers a sample, of which inner products and distances
-estimate the gradients'.
-"""
+"""The random projection of each sample's gradient to few numbers, and its distance to the nearest others."""
 
 from __future__ import annotations
 

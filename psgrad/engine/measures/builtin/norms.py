@@ -1,7 +1,4 @@
-"""The norm of each sample's gradient, layer by layer.
-
-The norm of each sample's gradient beside that of the parameters.
-"""
+"""Norms of each sample's gradient: layer by layer, and relative to the norm of the parameters."""
 
 from __future__ import annotations
 

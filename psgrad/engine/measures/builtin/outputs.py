@@ -1,9 +1,4 @@
-"""Self-confidence: the probability that the model gives to the label.
-
-The logit margin: by how much the label's logit leads.
-
-EL2N: how far the predicted probabilities are from the label.
-"""
+"""Measures of the model's output for classes: self-confidence, logit margin, and EL2N."""
 
 from __future__ import annotations
 
@@ -17,8 +12,20 @@ from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows
 from psgrad.engine.measures.output_values import ClassOutputs, kept_outputs
 
 
+class OutputMeasure(Measure):
+    """A measure of the output for the classes of a sample, which needs no gradient."""
+
+    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
+
+    def prepare(self, setting: Setting) -> None:
+        require_classes(self, setting)
+
+    def summary(self, output: Any, target: Any) -> Arrays:
+        return kept_outputs(output, target)
+
+
 @dataclass
-class Confidence(Measure):
+class Confidence(OutputMeasure):
     """The predicted probability of the label; `confidence`, which every table of classes has, is that of the
     prediction.
     """
@@ -30,16 +37,9 @@ class Confidence(Measure):
     source: ClassVar[str] = (
         "Northcutt, Jiang, Chuang: Confident Learning (2021), section 3; cleanlab's self-confidence"
     )
-    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
     meanings: ClassVar[dict[str, str]] = {
         "self_confidence": "predicted probability of the sample's own label (probability, 0 to 1)"
     }
-
-    def prepare(self, setting: Setting) -> None:
-        require_classes(self, setting)
-
-    def summary(self, output: Any, target: Any) -> Arrays:
-        return kept_outputs(output, target)
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
         outputs = ClassOutputs.of(gradients)
@@ -48,7 +48,7 @@ class Confidence(Measure):
 
 
 @dataclass
-class Margin(Measure):
+class Margin(OutputMeasure):
     """The label's logit minus the largest of the others. Below zero the prediction is wrong."""
 
     name: ClassVar[str] = "margin"
@@ -59,19 +59,12 @@ class Margin(Measure):
         "Pleiss, Zhang, Elenberg, Weinberger: Identifying Mislabeled Data using the Area Under the Margin"
         " Ranking (2020), eq. 1"
     )
-    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
     meanings: ClassVar[dict[str, str]] = {
         "margin": (
             "how far the label's logit is above the largest other one; below zero is a wrong prediction"
             " (nats)"
         )
     }
-
-    def prepare(self, setting: Setting) -> None:
-        require_classes(self, setting)
-
-    def summary(self, output: Any, target: Any) -> Arrays:
-        return kept_outputs(output, target)
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
         outputs = ClassOutputs.of(gradients)
@@ -81,7 +74,7 @@ class Margin(Measure):
 
 
 @dataclass
-class EL2N(Measure):
+class EL2N(OutputMeasure):
     """Error L2-norm at this checkpoint."""
 
     name: ClassVar[str] = "el2n"
@@ -89,16 +82,9 @@ class EL2N(Measure):
     formula: ClassVar[str] = "|softmax(z) - onehot(y)|_2"
     unit: ClassVar[str] = "probability, 0 to sqrt(2)"
     source: ClassVar[str] = "Paul, Ganguli, Dziugaite: Deep Learning on a Data Diet (2021), definition 2.2"
-    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
     meanings: ClassVar[dict[str, str]] = {
         "el2n": "distance of the predicted probabilities from the label's (probability, 0 to sqrt(2))"
     }
-
-    def prepare(self, setting: Setting) -> None:
-        require_classes(self, setting)
-
-    def summary(self, output: Any, target: Any) -> Arrays:
-        return kept_outputs(output, target)
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
         outputs = ClassOutputs.of(gradients)

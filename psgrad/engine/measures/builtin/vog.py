@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import Inputs, Point, Scalar, places_of
-from psgrad.engine.measures.checkpoint_history import require_moments
+from psgrad.engine.measures.checkpoint_history import require_checkpoints
 from psgrad.engine.measures.checkpoint_passes import Resident
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
 from psgrad.engine.measures.passes import refusing, row_pass
@@ -60,13 +60,13 @@ class VoG(Measure):
 
     def prepare(self, setting: Setting) -> None:
         require_classes(self, setting)
-        require_moments(self, setting, 3, "two gradients have a difference, and no spread to speak of")
+        require_checkpoints(self, setting, 3, "two gradients have a difference, and no spread to speak of")
         self._setting = setting
         examples = setting.examples
         inputs, _ = examples.stream.load(0, 1)
         try:
             self._places = places_of(examples.objective.model, inputs)
-        except Exception:  # the model fails, and does so again in the first pass, where the row is told
+        except Exception:  # the model fails, and again in the first pass, whose error names the row
             self._places = []
             return
         if not self._places:
@@ -84,13 +84,13 @@ class VoG(Measure):
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         spread, label = rows["vog.spread_and_label"].unbind(1)
-        names = [moment.name for moment in self._setting.moments]
+        names = [checkpoint.name for checkpoint in self._setting.checkpoints]
         numbers = {"checkpoints": names, "of": self.of, "places": [place.name for place in self._places]}
         return Gathered({"vog": spread, "vog_z": standardised(spread, label.long())}, numbers)
 
     def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
         examples = self._setting.examples
-        models = Resident(self._setting.moments, examples)
+        models = Resident(self._setting.checkpoints, examples)
         found = row_pass(examples, partial(self._columns, models), chunk_size, start)
         return refusing(self, found, "derivatives in the input")
 
@@ -98,7 +98,9 @@ class VoG(Measure):
         self, models: Resident, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor
     ) -> Arrays:
         assert target is not None, "a loss over classes without targets"
-        steps = (self._gradient(models, t, inputs, target, rows) for t in range(len(self._setting.moments)))
+        steps = (
+            self._gradient(models, t, inputs, target, rows) for t in range(len(self._setting.checkpoints))
+        )
         spread = deviation(steps).mean(1)
         counted = (
             target != self._setting.ignore_index

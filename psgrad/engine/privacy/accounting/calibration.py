@@ -1,7 +1,5 @@
-"""The noise that a target needs.
-
-How the noise of one step is shared out between its sum of gradients and the count that an adaptive bound
-follows.
+"""The noise multiplier that a target epsilon needs, and the noise of a step shared between its sum of
+gradients and the count of an adaptive bound.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Epsilon by privacy loss distributions (PLD): the tightest figure there is, and the final one.
+"""Epsilon by privacy loss distributions (PLD), the tightest figure, and curves of epsilon over the steps.
 
-dp-accounting computes it, so that the figure that is signed is what anyone's call of it gives; what is chosen
-here is the grid of losses, and how many unlike steps there are on it: each unlike one costs dp-accounting a
-quarter of a second on its own grid. Its Fourier transforms round, and where that shows it is allowed for: the
-epsilon of a slightly smaller delta is taken.
-
-Epsilon after each of many steps, for a picture.
+dp-accounting computes it, so anyone's call of that library gives the same figure. Chosen here are the grid of
+losses and the number of unlike steps: each unlike one costs dp-accounting a quarter of a second on its own
+grid. The Fourier transforms of dp-accounting round; where that shows, the epsilon of a slightly smaller delta
+is taken.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""An epsilon, or the reason why there is none.
+"""Epsilon by Renyi differential privacy (RDP), and the calls to dp-accounting, which computes every epsilon.
+The library is imported where it is needed: that takes a second.
 
-dp-accounting, which computes every epsilon here. It is imported where it is needed: that takes a second.
-
-Renyi differential privacy (RDP): moments of one step's privacy loss, which add up over steps, and the epsilon
-that they give.
-
-dp-accounting computes them. Noise on the integers has the same moments of integer order as continuous noise:
-a shift by integers maps the integers to themselves, and so does the reflection by which adding a record is
-shown to cost no more than removing one (Mironov, Talwar and Zhang, "Renyi Differential Privacy of the Sampled
-Gaussian Mechanism", arXiv 1908.10530, theorem 5). Between the integers its moments are other ones, and these
-orders are left out.
+RDP adds up moments of one step's privacy loss over the steps. Noise on the integers has the same moments of
+integer order as continuous noise: a shift by integers maps the integers to themselves, and so does the
+reflection by which adding a record is shown to cost no more than removing one (Mironov, Talwar and Zhang,
+"Renyi Differential Privacy of the Sampled Gaussian Mechanism", arXiv 1908.10530, theorem 5). Its moments of
+other orders differ, and these orders are left out.
 """
 
 from __future__ import annotations

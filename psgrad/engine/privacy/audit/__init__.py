@@ -2,26 +2,26 @@
 neighbouring datasets.
 """
 
-from psgrad.engine.privacy.audit.bounds import METHODS, Bound, Verdict, judge
+from psgrad.engine.privacy.audit.bounds import METHODS, AuditVerdict, Bound, judge
 from psgrad.engine.privacy.audit.game import Canaries, Mechanism, Played, play, with_canaries
 from psgrad.engine.privacy.audit.noise_check import FALSE_ALARM, NoiseCheck, NoiseLog
-from psgrad.engine.privacy.audit.replay import DrawsDiffer, Replayed, Tape, record_replay
+from psgrad.engine.privacy.audit.replay import DrawLog, DrawsDiffer, Replayed, compare_neighbours
 
 __all__ = [
     "FALSE_ALARM",
     "METHODS",
+    "AuditVerdict",
     "Bound",
     "Canaries",
+    "DrawLog",
     "DrawsDiffer",
     "Mechanism",
     "NoiseCheck",
     "NoiseLog",
     "Played",
     "Replayed",
-    "Tape",
-    "Verdict",
+    "compare_neighbours",
     "judge",
     "play",
-    "record_replay",
     "with_canaries",
 ]

@@ -1,5 +1,5 @@
-"""What a game of canaries says about epsilon: the largest that it refutes, by three methods, and whether it
-refutes what is declared.
+"""Lower bounds on epsilon from a game of canaries, by three methods, and whether the declared guarantee is
+refuted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """What a game says, with all methods together.
 
     Attributes:
@@ -81,7 +81,7 @@ class Verdict:
 
 def judge(
     played: Played, events: Events, delta: float, confidence: float, accounted: float | None
-) -> Verdict:
+) -> AuditVerdict:
     """Hold a game against the steps that were declared; `accounted` is their epsilon at this delta, None
     where there is none to state.
     """
@@ -107,7 +107,7 @@ def judge(
         )
     less = any(bound.noise is not None and bound.noise < 1 for bound in bounds)
     more = noisy and accounted is not None and any_epsilon > accounted
-    return Verdict(
+    return AuditVerdict(
         max(bound.epsilon for bound in bounds), delta, confidence, not (less or more), tuple(bounds), shown
     )
 

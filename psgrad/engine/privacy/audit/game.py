@@ -1,19 +1,15 @@
-"""The audit's game: canaries are in or out by the toss of a coin, private steps are taken, and the coins are
-guessed from what comes out.
+"""The canaries of an audit, and the game: each canary is in or out at random, private steps are taken, and
+the auditor guesses from what is released which ones are in.
 
 The steps are a run's own: its sampling draws the records and canaries, its clipping bounds them, and
-`private_sum` adds its noise. Only the update is left out, so that no weight changes. What is in by a coin
-follows the relation: a canary that is in adds its spike; one that is out adds nothing, or the opposite spike
-where neighbours replace a record by another.
+`private_sum` adds its noise. Only the update is left out, so that no weight changes. A canary that is in adds
+its spike; one that is out adds nothing, or the opposite spike if neighbours replace a record by another.
 
-Canaries: records whose gradients are given, and so placed that each one's part in a noisy sum can be read
-off.
-
-A canary's gradient is a spike: one coordinate in each clipping group, of its own, and far above the bound, so
-that clipping acts on it. In each group it then adds exactly the group's bound, and in all the whole
+A canary is a record whose gradient is given: one coordinate of its own in each clipping group, far above the
+bound, so that clipping acts on it. In each group it then adds exactly the group's bound, and in all the whole
 sensitivity: the worst record that the guarantee allows for (Nasr et al., "Tight Auditing of Differentially
-Private Machine Learning", 2023, call them Dirac canaries). Groups that have fewer coordinates than there are
-canaries stay without spikes; `reach` says what that takes from the audit.
+Private Machine Learning", 2023, call them Dirac canaries). Groups with fewer coordinates than canaries have
+no spikes; `reach` says what that takes from the audit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether what a step adds to its clipped sum is the noise that it declares: its spread, its shape, no number
-of it used twice, and no number that is released off its public grid.
+"""Whether a step adds the noise that it declares: its standard deviation, its shape, no number used twice,
+and no released number off its public grid.
 
-The auditor knows the clipped sums, so the noise is what is left of the noisy ones, and no canary is needed to
-look at it. Each question is a test whose probability of a false alarm is known.
+The auditor knows the clipped sums, so the noise is the difference, and no canary is needed. Each question is
+a test whose probability of a false alarm is known.
 """
 
 from __future__ import annotations

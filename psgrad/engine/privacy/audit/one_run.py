@@ -1,8 +1,8 @@
-"""Lower bounds on the privacy loss of one run in which many canaries took part, each by the toss of a coin.
+"""Lower bounds on the privacy loss of one run with many canaries, each in or out at random.
 
-After the run an attacker guesses the coins of some canaries and abstains from the others. How many guesses
-can be right is limited by the guarantee, so that many right ones refute it. Two such limits are here, and
-both hold whatever the canaries have to do with one another:
+After the run an attacker guesses for some canaries and abstains for the others. The guarantee limits how many
+guesses can be right, so many right ones refute it. Two such limits are here; both hold however the canaries
+depend on each other:
 
 - for any mechanism that is (epsilon, delta)-private: Steinke, Nasr and Jagielski, "Privacy Auditing with One
   (1) Training Run", 2023, arXiv 2305.08846, theorem 5.2. Far from tight for Gaussian noise;
@@ -10,11 +10,8 @@ both hold whatever the canaries have to do with one another:
   Chaudhuri, "Auditing f-Differential Privacy in One Run", 2024, arXiv 2410.22235, theorem 3.2 and its
   algorithm. Close to tight for many canaries.
 
-The whole guarantee of some private steps: delta as a function of epsilon, which an audit holds its guesses
-against.
-
-It comes from dp-accounting itself and from closed forms, as an auditor does not rely on the accountant that
-is audited.
+The profile of the declared steps comes from dp-accounting and from closed forms, and not from
+`privacy.accounting`: an audit does not rely on the accountant that it audits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Record and replay: one step on a dataset, and again on a neighbour with the very same random numbers.
+"""One step on a dataset and on a neighbour with the same random numbers (the method of "Re:cord-play", arXiv
+2602.17454, which found errors in a dozen libraries).
 
-What then differs is the data's doing. The distance of the two sums before noise must stay within the declared
-sensitivity, and nothing that is published besides the sums may differ at all (the method of "Re:cord-play",
-arXiv 2602.17454, which found a dozen libraries wrong).
+Any difference then comes from the data. The distance of the two sums before noise must be at most the
+declared sensitivity, and nothing else that is published may differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DrawsDiffer(PsgradError):
     """
 
 
-class Tape:
+class DrawLog:
     """The random numbers of one step, in the order in which they were asked for."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Tape:
         return _Replaying(self._drawn)
 
 
-class _Told(Generator):
+class _LoggedGenerator(Generator):
     """A generator each of whose draws is one call of `_give(asked, draw)`."""
 
     def __init__(self, name: str, secure: bool, reach: float) -> None:
@@ -82,7 +82,7 @@ class _Told(Generator):
         pass  # what is on the tape is no secret, and is repeated on purpose
 
 
-class _Recording(_Told):
+class _Recording(_LoggedGenerator):
     def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
         super().__init__(generator.name, generator.secure, generator.reach)
         self._generator, self._drawn = generator, drawn
@@ -93,7 +93,7 @@ class _Recording(_Told):
         return found
 
 
-class _Replaying(_Told):
+class _Replaying(_LoggedGenerator):
     def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
         super().__init__("tape", secure=False, reach=math.inf)
         self._drawn, self._next = drawn, 0
@@ -171,7 +171,7 @@ class Replayed:
         return near and counted and self.finite and not self.differing
 
 
-def record_replay(
+def compare_neighbours(
     source: GradientSource,
     neighbour: GradientSource,
     clipping: Clipping,
@@ -198,7 +198,7 @@ def record_replay(
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
     the count that is measured.
     """
-    tape = Tape()
+    tape = DrawLog()
     replaying = tape.replaying()
     seen: list[ClippedSum] = []
     outcomes: list[NoisySum] = []

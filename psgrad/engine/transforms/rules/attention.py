@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.operators import is_random
 from psgrad.engine.transforms.random_draws import drawing_by_label
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
+from psgrad.engine.transforms.state import state
 from psgrad.errors import UnsupportedOperatorError
 
 

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, state
+from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 # -- embedding -----------------------------------------------------------------------------------------------

@@ -14,13 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.evaluation.jobs import Job, Members, Recipe, Rows
-from psgrad.engine.influence.evaluation.retraining import _CAPTURED_FROM, Ensemble, OneByOne, fresh_model
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
+from psgrad.engine.influence.evaluation.retraining import (
+    _CAPTURED_FROM,
+    EnsembleTrainer,
+    FunctionTrainer,
+    fresh_model,
+)
 from psgrad.errors import InfluenceError, ModelError
 from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, flattened
 
 INPUTS, LABELS = classified(40)
-ROWS = Rows((INPUTS,), LABELS)
+ROWS = LoadedRows((INPUTS,), LABELS)
 RECIPE = Recipe(epochs=3, batch_size=7, learning_rate=0.05)
 
 
@@ -82,7 +87,7 @@ def trained_alone(job: Job, recipe: Recipe) -> torch.Tensor:
 )
 def test_an_ensemble_is_its_members_trained_one_by_one(recipe: Recipe) -> None:
     wanted = jobs(4)
-    together = Ensemble(fresh, ROWS, cross_entropy, recipe)(wanted)
+    together = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
     for number, job in enumerate(wanted):
         torch.testing.assert_close(
             member(together, number), trained_alone(job, recipe), rtol=1e-9, atol=1e-10
@@ -100,7 +105,7 @@ def test_neither_order_nor_company_matters(order: list[int], sizes: list[int], t
     wanted = [jobs(1, size, seed)[0] for seed, size in enumerate(sizes)]
     wanted = [replace(job, seed=number) for number, job in enumerate(wanted)]
     recipe = replace(RECIPE, epochs=1, together=together)
-    found = Ensemble(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
+    found = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
     for place, number in enumerate(order):
         torch.testing.assert_close(
             member(found, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10
@@ -110,7 +115,7 @@ def test_neither_order_nor_company_matters(order: list[int], sizes: list[int], t
 def test_long_trainings_are_replayed_from_a_record() -> None:
     recipe, wanted = replace(RECIPE, epochs=26), jobs(2)
     assert recipe.epochs * 4 >= _CAPTURED_FROM
-    found = Ensemble(fresh, ROWS, cross_entropy, recipe)(wanted)
+    found = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
     for number, job in enumerate(wanted):
         torch.testing.assert_close(member(found, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
 
@@ -118,7 +123,7 @@ def test_long_trainings_are_replayed_from_a_record() -> None:
 def test_labels_of_a_job_take_the_place_of_the_datasets() -> None:
     wanted = jobs(3)
     wanted[1] = replace(wanted[1], target=(LABELS + 1) % 3)
-    found = Ensemble(fresh, ROWS, cross_entropy, RECIPE)(wanted)
+    found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(wanted)
     for number, job in enumerate(wanted):
         torch.testing.assert_close(member(found, number), trained_alone(job, RECIPE), rtol=1e-9, atol=1e-10)
     assert not torch.allclose(member(found, 1), trained_alone(jobs(3)[1], RECIPE))
@@ -126,7 +131,7 @@ def test_labels_of_a_job_take_the_place_of_the_datasets() -> None:
 
 def test_the_same_seed_gives_the_same_model_and_another_another() -> None:
     one, same, other = (Job("a", np.arange(20), seed) for seed in (1, 1, 2))
-    found = Ensemble(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
+    found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
     torch.testing.assert_close(member(found, 0), member(found, 1), rtol=1e-12, atol=0)
     assert (member(found, 0) - member(found, 2)).abs().max() > 0.1
 
@@ -138,7 +143,7 @@ def test_frozen_parameters_stay() -> None:
             parameter.requires_grad_(False)
         return model
 
-    found = Ensemble(half_frozen, ROWS, cross_entropy, RECIPE)(jobs(2))
+    found = EnsembleTrainer(half_frozen, ROWS, cross_entropy, RECIPE)(jobs(2))
     start = fresh_model(half_frozen, 100)
     torch.testing.assert_close(found.state["0.weight"][0], start[0].weight, rtol=0, atol=0)  # type: ignore[index]
     assert not torch.allclose(found.state["2.weight"][0], start[2].weight)  # type: ignore[index]
@@ -151,13 +156,13 @@ def test_a_model_that_diverges_is_named() -> None:
     wanted = [replace(job, rows=np.arange(25)) for job in wanted]
     wanted[1] = replace(wanted[1], rows=np.arange(15, 40))
     with pytest.raises(InfluenceError, match=r"subset 1 diverged in epoch 0.*\(1 of the 3 models") as caught:
-        Ensemble(fresh, Rows((inputs,), LABELS), cross_entropy, RECIPE)(wanted)
+        EnsembleTrainer(fresh, LoadedRows((inputs,), LABELS), cross_entropy, RECIPE)(wanted)
     assert "learning_rate" in str(caught.value)
 
 
 def test_batch_normalisation_is_refused() -> None:
     with pytest.raises(ModelError, match=r"layer 1 \(batch normalisation\)") as caught:
-        Ensemble(
+        EnsembleTrainer(
             lambda seed: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double(),
             ROWS,
             cross_entropy,
@@ -170,9 +175,9 @@ def test_dropout_draws_in_training_and_not_in_what_is_measured() -> None:
     def dropping(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 30), nn.Dropout(0.5), nn.Linear(30, 3)).double()
 
-    found = Ensemble(dropping, ROWS, cross_entropy, RECIPE)(jobs(2))
+    found = EnsembleTrainer(dropping, ROWS, cross_entropy, RECIPE)(jobs(2))
     np.testing.assert_array_equal(found.measured(ROWS, cross_entropy), found.measured(ROWS, cross_entropy))
-    plain = Ensemble(
+    plain = EnsembleTrainer(
         lambda seed: nn.Sequential(*[dropping(seed)[0], nn.Linear(30, 3).double()]),
         ROWS,
         cross_entropy,
@@ -182,7 +187,7 @@ def test_dropout_draws_in_training_and_not_in_what_is_measured() -> None:
 
 
 def test_what_members_say_is_what_each_model_says() -> None:
-    found = Ensemble(fresh, ROWS, cross_entropy, RECIPE)(jobs(3))
+    found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(jobs(3))
     measured, outputs = found.measured(ROWS, cross_entropy), found.outputs(ROWS)
     assert measured.shape == (3, 40)
     assert measured.dtype == np.float64
@@ -211,7 +216,7 @@ def test_a_training_function_sees_the_rows_that_are_left_and_their_labels() -> N
 
     flipped = (LABELS + 1) % 3
     wanted = [Job("a", np.array([3, 5]), 7), Job("b", np.array([0]), 8, flipped)]
-    found = OneByOne(fresh, ROWS, train)(wanted)
+    found = FunctionTrainer(fresh, ROWS, train)(wanted)
     assert [seed for _, _, seed in seen] == [7, 8]
     assert torch.equal(seen[0][0], INPUTS[[3, 5]])
     assert torch.equal(seen[0][1], LABELS[[3, 5]])
@@ -245,7 +250,7 @@ def test_newton_finds_the_minimum_with_the_penalty_of_the_whole_training_set() -
         Job("all", everything, 0),
         *(Job(f"without {row}", np.delete(everything, row), 0) for row in (0, 17, 39)),
     ]
-    found = Ensemble(linear, ROWS, cross_entropy, NEWTON)(wanted)
+    found = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, problem in enumerate([whole, *(whole.without(row) for row in (0, 17, 39))]):
         np.testing.assert_allclose(
             member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
@@ -254,7 +259,7 @@ def test_newton_finds_the_minimum_with_the_penalty_of_the_whole_training_set() -
 
 def test_newton_trains_halves_from_where_the_last_one_ended() -> None:
     wanted = jobs(6, 20)
-    found = Ensemble(linear, ROWS, cross_entropy, NEWTON)(wanted)
+    found = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, job in enumerate(wanted):
         problem = SoftmaxRegression(
             np.c_[INPUTS[job.rows], np.ones(20)], LABELS[job.rows].numpy(), 3, 40 * DECAY
@@ -275,7 +280,7 @@ def test_newton_trains_halves_from_where_the_last_one_ended() -> None:
     ids=["no decay", "not convex", "float32", "large"],
 )
 def test_newton_refuses_what_it_cannot_do(model: Any, recipe: Recipe, words: str) -> None:
-    rows = Rows((INPUTS.to(next(model(0).parameters()).dtype),), LABELS)
+    rows = LoadedRows((INPUTS.to(next(model(0).parameters()).dtype),), LABELS)
     with pytest.raises(InfluenceError, match=words) as caught:
-        Ensemble(model, rows, cross_entropy, recipe)(jobs(1))
+        EnsembleTrainer(model, rows, cross_entropy, recipe)(jobs(1))
     assert "next step: set" in str(caught.value)

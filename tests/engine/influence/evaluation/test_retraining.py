@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
 from torch import nn
 
-from psgrad.engine.influence.evaluation.jobs import Job, Members, Rows
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members
 from psgrad.engine.influence.evaluation.mislabel import (
     LABEL,
     LOSS,
@@ -33,7 +33,7 @@ from psgrad.engine.influence.evaluation.statistics import (
     self_influences,
 )
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
-from psgrad.engine.influence.methods.gradient_products import GradientDot, Products
+from psgrad.engine.influence.methods.gradient_products import GradientDot, GradientProducts
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import (
     classified,
@@ -86,13 +86,13 @@ def test_what_goes_into_the_last_layer_that_runs_is_penultimate() -> None:
             return self.head(self.body(x).tanh())
 
     model = Backwards()
-    found = penultimate(model, Rows((INPUTS,), LABELS))
+    found = penultimate(model, LoadedRows((INPUTS,), LABELS))
     assert found is not None
     torch.testing.assert_close(found, model.body(INPUTS).tanh().detach())
     assert not any(module._forward_pre_hooks for module in model.modules())
     pictures, _ = classified(4, (1, 6, 6))
     deep = convolution()
-    taken = penultimate(deep, Rows((pictures,), None))
+    taken = penultimate(deep, LoadedRows((pictures,), None))
     assert taken is not None
     torch.testing.assert_close(taken, deep[:-1](pictures).detach())  # type: ignore[index]
 
@@ -212,14 +212,18 @@ class Damped(Method):
 
     def fit(self, training: Any, checkpoint: Checkpoint) -> Fitted:
         self.fits.append(self.relative_damping)
-        return Products(training, 1 / (self.relative_damping if self.damping is None else self.damping))
+        return GradientProducts(
+            training, 1 / (self.relative_damping if self.damping is None else self.damping)
+        )
 
 
-class CheaplyDamped(Products):
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Products:
+class CheaplyDamped(GradientProducts):
+    def with_damping(
+        self, *, damping: float | None = None, relative: float | None = None
+    ) -> GradientProducts:
         assert damping is None
         assert relative is not None
-        return Products(self.training, 1 / relative)
+        return GradientProducts(self.training, 1 / relative)
 
 
 def test_a_matrix_is_the_method_over_all_checkpoints() -> None:
@@ -247,7 +251,7 @@ def test_another_damping_comes_of_the_factorisation_at_hand_or_of_another_fit() 
         examples(mlp(), cross_entropy, QUERIES, ASKED),
     )
     method, places = Damped(), [(training, Checkpoint())]
-    plain = score_matrix(GradientDot(), [Products(training)], [queries])
+    plain = score_matrix(GradientDot(), [GradientProducts(training)], [queries])
     changed, fitted = damped(method, [CheaplyDamped(training)], places, 0.25)
     np.testing.assert_allclose(score_matrix(changed, fitted, [queries]), 4 * plain)
     assert method.fits == []

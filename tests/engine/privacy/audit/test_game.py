@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from psgrad.engine.privacy.audit import Canaries, Verdict, judge, with_canaries
+from psgrad.engine.privacy.audit import AuditVerdict, Canaries, judge, with_canaries
 from psgrad.engine.privacy.audit.bounds import smallest_epsilon
 from psgrad.engine.privacy.audit.game import evidence
 from psgrad.engine.privacy.audit.one_run import profile_of
@@ -41,7 +41,7 @@ PER_PARAMETER = Clipping.per_parameter(PARAMETERS, 0.5)
 ON_A_GRID = Clipping.flat(PARAMETERS, 0.5, grid=default_grid(0.5, 9680))
 
 
-def verdict(game: Game) -> Verdict:
+def verdict(game: Game) -> AuditVerdict:
     events = game.events()
     return judge(game.play(), events, DELTA, 0.95, smallest_epsilon(profile_of(events), DELTA))
 

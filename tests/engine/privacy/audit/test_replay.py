@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.privacy.audit import DrawsDiffer, Replayed, Tape, record_replay
+from psgrad.engine.privacy.audit import DrawLog, DrawsDiffer, Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.discrete import default_grid
@@ -90,7 +90,7 @@ def replayed(
         NOISE if made.grid is None else replace(NOISE, mechanism="discrete_gaussian")
     )
     first, second = batch_source(loss, params, x, y), batch_source(loss, params, *change(x, y))
-    return record_replay(
+    return compare_neighbours(
         first, second, made, noise, relation, make_generator("aes"), pair="a pair", **options
     )
 
@@ -154,9 +154,9 @@ def test_a_record_of_several_rows_counts_once() -> None:
     sources = [
         batch_source(of_user, params, users[start:], targets[start:], weights[start:]) for start in (0, 1)
     ]
-    assert record_replay(*sources, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
+    assert compare_neighbours(*sources, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
     rows = [batch_source(loss, params, x[start:], y[start:]) for start in (0, 3)]
-    assert not record_replay(*rows, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
+    assert not compare_neighbours(*rows, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
 
 
 @pytest.mark.parametrize("change", [*CHANGES.values()], ids=[*CHANGES])
@@ -192,7 +192,7 @@ def test_a_sum_that_a_record_makes_infinite_is_found() -> None:
 
     params, data = parameters(torch.float64), batch(torch.float64)
     plain: GradientSource = batch_source(loss, params, *data)
-    found = record_replay(
+    found = compare_neighbours(
         plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator("aes")
     )
     assert not found.finite
@@ -230,7 +230,7 @@ def test_draws_that_the_data_decide_are_found(empty_first: bool) -> None:
     sources = [
         batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))
     ]
-    found = record_replay(
+    found = compare_neighbours(
         *sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator("aes")
     )
     assert "the random draws" in found.differing
@@ -256,7 +256,7 @@ def numbers_of(generator: Generator) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["aes", "torch"])
 def test_a_tape_gives_the_numbers_again(kind: Any) -> None:
-    tape = Tape()
+    tape = DrawLog()
     first = numbers_of(tape.recording(make_generator(kind)))
     for _ in range(2):
         replaying = tape.replaying()
@@ -265,7 +265,7 @@ def test_a_tape_gives_the_numbers_again(kind: Any) -> None:
 
 
 def test_what_a_step_does_to_its_numbers_does_not_reach_the_tape() -> None:
-    tape = Tape()
+    tape = DrawLog()
     drawn = tape.recording(make_generator("aes")).normal((5,))
     kept = drawn.clone()
     drawn.zero_()
@@ -273,7 +273,7 @@ def test_what_a_step_does_to_its_numbers_does_not_reach_the_tape() -> None:
 
 
 def test_other_draws_than_the_recorded_ones_are_refused() -> None:
-    tape = Tape()
+    tape = DrawLog()
     tape.recording(make_generator("aes")).uint64(3)
     with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
         tape.replaying().uint64(4)
@@ -284,5 +284,5 @@ def test_other_draws_than_the_recorded_ones_are_refused() -> None:
 
 
 def test_seeded_numbers_are_the_generators_own() -> None:
-    plain, recorded = make_generator("aes", seed=1), Tape().recording(make_generator("aes", seed=1))
+    plain, recorded = make_generator("aes", seed=1), DrawLog().recording(make_generator("aes", seed=1))
     assert np.array_equal(plain.uint64(8), recorded.uint64(8))

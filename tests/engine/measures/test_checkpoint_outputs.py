@@ -21,9 +21,9 @@ from psgrad.engine.gradients import SquareNorms
 from psgrad.engine.gradients.precision_guard import is_flagging, samples_to_recompute
 from psgrad.engine.measures import checkpoint_passes
 from psgrad.engine.measures.builtin import checkpoints
-from psgrad.engine.measures.builtin.checkpoints import EL2NOverCheckpoints, GraNd, Moments
+from psgrad.engine.measures.builtin.checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd
 from psgrad.engine.measures.checkpoint_history import History, disagreement, rank_correlation
-from psgrad.engine.measures.checkpoint_passes import grouped, plan_together
+from psgrad.engine.measures.checkpoint_passes import grouped, predict_together
 from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import (
     WithBuffers,
@@ -198,7 +198,7 @@ def test_el2n_over_checkpoints_is_mean_and_deviation() -> None:
 def test_positions_that_do_not_count_are_left_out() -> None:
     output, target = torch.randn(6, 4, 5, dtype=torch.float64), torch.randint(5, (6, 4))
     target[0, :2], target[1] = -100, -100
-    summary = checkpoints.moment_summary("token")
+    summary = checkpoints.checkpoint_summary("token")
     for z, y in zip(output, target, strict=True):
         said, counted = summary(z, y), y != -100
         p = z.softmax(-1)[counted]
@@ -211,13 +211,13 @@ def test_positions_that_do_not_count_are_left_out() -> None:
 
 
 def test_two_classes_and_values_have_what_they_can_have() -> None:
-    binary, value = checkpoints.moment_summary("binary"), checkpoints.moment_summary("value")
+    binary, value = checkpoints.checkpoint_summary("binary"), checkpoints.checkpoint_summary("value")
     said = binary(torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.0]))
     assert said["confidence"] == pytest.approx(1 - 1 / (1 + np.exp(-0.7)), rel=1e-6)
     assert (said["right"], set(said)) == (0, {"confidence", "right", "prediction"})
     assert set(value(torch.tensor([0.7]), torch.tensor([0.0]))) == {"prediction"}
-    assert checkpoints.moment_summary("class")(torch.randn(3), torch.tensor([0.2, 0.3, 0.5])) == {}
-    assert checkpoints.moment_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
+    assert checkpoints.checkpoint_summary("class")(torch.randn(3), torch.tensor([0.2, 0.3, 0.5])) == {}
+    assert checkpoints.checkpoint_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
 
 
 def test_small_chunks_pass_together_and_large_convolutions_do_not() -> None:
@@ -246,7 +246,7 @@ def test_what_does_not_fit_passes_in_smaller_groups_or_alone() -> None:
 
     assert sizes(1 << 26) == [20]
     assert sizes(1 << 8) == [1] * 20
-    all_of_them = plan_together(setting.examples, setting.examples.objective, 20, 8)
+    all_of_them = predict_together(setting.examples, setting.examples.objective, 20, 8)
     weights = 20 * sum(p.numel() * p.element_size() for p in setting.examples.params.values())
     assert sizes(all_of_them.input_bytes + (all_of_them.peak_bytes + weights) // 2) == [10, 10]
 
@@ -279,7 +279,7 @@ def test_the_way_that_was_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     setting = of_checkpoints(
         [perceptron(seed) for seed in range(3)], F.cross_entropy, (x,), y, kind="class", classes=3
     )
-    measure = Moments()
+    measure = CheckpointOutputs()
     measure.prepare(setting)
     assert [own.name for own in measure.passes()] == ["checkpoints-0-to-1", "checkpoint-2"]
     assert measure.gather(rows_of(setting)).numbers == {
@@ -297,13 +297,14 @@ def test_a_model_is_loaded_when_its_pass_begins(monkeypatch: pytest.MonkeyPatch)
     )
     loaded: list[str] = []
 
-    def noted(moment: Any) -> Callable[[], Any]:
-        return lambda: (loaded.append(moment.name), moment.objective())[1]
+    def noted(checkpoint: Any) -> Callable[[], Any]:
+        return lambda: (loaded.append(checkpoint.name), checkpoint.objective())[1]
 
     setting = replace(
-        setting, moments=[replace(moment, objective=noted(moment)) for moment in setting.moments]
+        setting,
+        checkpoints=[replace(checkpoint, objective=noted(checkpoint)) for checkpoint in setting.checkpoints],
     )
-    measure = Moments()
+    measure = CheckpointOutputs()
     measure.prepare(setting)
     passes = list(measure.passes())
     assert loaded == []
@@ -338,7 +339,7 @@ def test_too_few_checkpoints_are_refused() -> None:
         ):
             measure.prepare(setting)
     with pytest.raises(MeasureError, match=r"analyze\.checkpoints lists none"):
-        GraNd().prepare(replace(setting, moments=()))
+        GraNd().prepare(replace(setting, checkpoints=()))
 
 
 def test_an_ensemble_leaves_its_model_as_it_was() -> None:
@@ -346,6 +347,6 @@ def test_an_ensemble_leaves_its_model_as_it_was() -> None:
     x, y = images(3)
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3)
     before = {name: value.clone() for name, value in models[1].state_dict().items()}
-    together = checkpoint_passes.Ensemble.of(setting.examples.objective, models)
+    together = checkpoint_passes.StackedModels.of(setting.examples.objective, models)
     together(None, None, (x,), y)
     assert all(torch.equal(value, before[name]) for name, value in models[1].state_dict().items())

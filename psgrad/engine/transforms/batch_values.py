@@ -1,0 +1,147 @@
+"""Values with a sample axis that the user's function does not see, and what a batching rule may ask of them.
+
+The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest. A
+value without that axis stays a plain value (or a tracer of a lower level) and is never copied per sample.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import torch
+
+from psgrad.engine.transforms.adoption import AdoptingLevel
+from psgrad.engine.transforms.aliasing import laid_out
+from psgrad.engine.transforms.interpreter import Tracer, rewritten, strides_of
+
+
+class Deferred(Protocol):
+    """A batched value that has not been computed: what a deferral policy returns in place of a tensor."""
+
+    shape: torch.Size  # logical, without the sample axis
+    dtype: torch.dtype
+    device: torch.device
+
+    def materialise(self) -> torch.Tensor:
+        """The value, sample axis in front."""
+
+
+class BatchTracer(Tracer):
+    """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor
+    when it is needed.
+    """
+
+    __slots__ = ()
+
+    level: SampleAxis
+    carries_samples = True
+    lies_otherwise = (
+        False  # whether the value lies in memory otherwise than the strides say (see aliasing.py)
+    )
+
+    def below(self) -> torch.Tensor:
+        if not isinstance(self.value, torch.Tensor):
+            self.value = self.value.materialise()
+        return self.value
+
+    def lay_out(self) -> None:
+        """Lay the value out as the strides say. For one that no view was taken of."""
+        with torch.enable_grad():  # whoever looks at it, it keeps its derivative
+            self.value, self.lies_otherwise = laid_out(self.below(), (sys.maxsize, *self.stride())), False
+
+    def contiguously(self) -> BatchTracer:
+        if self.is_contiguous():
+            return self
+        same = make_wrapper(BatchTracer, self.shape, dtype=self.dtype, device=self.device)
+        same.value, same.level, same.lies_otherwise = self.value, self.level, True
+        return same  # type: ignore[no-any-return]
+
+    def rewritten(self, new: Any) -> Any:
+        return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
+
+
+make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def traced(value: Any, level: SampleAxis) -> BatchTracer:
+    """The tracer of a physical value, or of a deferred one. A function, as calling the class would take twice
+    the time.
+    """
+    if isinstance(value, torch.Tensor):
+        strides = strides_of(value)
+        tracer = make_wrapper(
+            BatchTracer, value.shape[1:], strides[1:], 0, dtype=value.dtype, device=value.device
+        )
+    else:
+        tracer = make_wrapper(BatchTracer, value.shape, dtype=value.dtype, device=value.device)
+    tracer.value, tracer.level = value, level
+    return tracer  # type: ignore[no-any-return]
+
+
+class SampleAxis(AdoptingLevel):
+    """A level whose tracers carry a sample axis. BatchLevel (batching.py) handles operators."""
+
+    def __init__(self, size: int, randomness: str) -> None:
+        super().__init__()
+        self.size = size  # samples
+        self.randomness = randomness
+        self.has_fresh = False  # whether it has made a tracer for a fresh tensor
+        self.batch = Batch(self)
+
+    def lift(self, physical: Any) -> BatchTracer:
+        """The tracer of a physical value [n, *shape]."""
+        return traced(physical, self)
+
+    def owns(self, value: Any) -> bool:
+        """Whether `value` is a tracer of this level with a sample axis."""
+        return type(value) is BatchTracer and value.level is self
+
+
+class Batch:
+    """What a batching rule may ask about its arguments."""
+
+    def __init__(self, level: SampleAxis) -> None:
+        self.level = level
+
+    @property
+    def size(self) -> int:
+        return self.level.size
+
+    def is_mapped(self, value: Any) -> bool:
+        """Whether `value` carries the sample axis."""
+        return type(value) is BatchTracer and value.level is self.level
+
+    def raw(self, value: Any) -> Any:
+        """The physical value of a mapped tensor; anything else as it is."""
+        return value.below() if type(value) is BatchTracer and value.level is self.level else value
+
+    def physical(self, value: Any) -> torch.Tensor:
+        """[n, *shape]: the physical value; one without the axis is expanded, which copies nothing."""
+        if self.is_mapped(value):
+            return value.below()  # type: ignore[no-any-return]
+        return value.unsqueeze(0).expand(self.level.size, *value.shape)  # type: ignore[no-any-return]
+
+    def aligned(self, value: Any, rank: int) -> Any:
+        """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the
+        sample axis.
+        """
+        if not (type(value) is BatchTracer and value.level is self.level):
+            return value
+        physical = value.below()
+        missing = rank + 1 - physical.dim()
+        if missing > 0:
+            return physical.reshape(physical.shape[0], *(1,) * missing, *physical.shape[1:])
+        return physical
+
+    def fold(self, value: torch.Tensor) -> torch.Tensor:
+        """[n * b, ...] from a logical [b, ...]: the sample axis goes into the kernel's own batch axis."""
+        return self.physical(value).flatten(0, 1)
+
+    def unfold(self, physical: Any) -> Any:
+        """The inverse of `fold`, for one result or a tuple of them."""
+        if isinstance(physical, tuple):
+            return tuple(self.unfold(item) for item in physical)
+        size = self.level.size
+        shape = physical.shape
+        return physical.reshape(size, shape[0] // size if size else 1, *shape[1:])

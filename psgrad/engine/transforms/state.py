@@ -1,0 +1,78 @@
+"""What is active in this thread: the levels, who is shown each operator, and how PyTorch was set outside.
+
+`ActiveLevel` and `OperatorWatch` say what the interpreter asks of a level (levels.py), and of the values that
+a tape needs (tape.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from psgrad.engine.transforms.operators import Op
+
+
+class ActiveLevel(Protocol):
+    """A transform that is active, as the interpreter sees it."""
+
+    index: int  # its place in the stack, from 1
+    alive: bool  # whether it is in the stack
+    adopts: bool  # whether it handles operators of the function without tracers of its own
+    # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
+    diverged: tuple[list[Any], str] | None
+
+    def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator with tracers of this level among its arguments."""
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator without tracers of this level or one above. Only if `adopts`."""
+
+    def adopt_from_below(self, value: torch.Tensor) -> torch.Tensor:
+        """A tracer of this level for a value from below. Only if `adopts`."""
+
+    def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this level handles a random operator without tracers of its own."""
+
+
+class OperatorWatch(Protocol):
+    """Sees operators for as long as it exists: a tape whose values must not change."""
+
+    def watch(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Called with each operator, before it runs."""
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[ActiveLevel] = []  # the innermost last
+        self.interpreting = False  # whether an Interpreter is among the modes
+        self.switched = False  # whether the process-wide switches are set for this thread (levels.py)
+        # While a random operator runs: only levels under this index handle the operators that it is made of.
+        self.heard = math.inf
+        # Whether the cotangent that is being computed belongs to a value without a sample axis: only there
+        # may a contraction over the sample axis be deferred (see Deferral in batching.py).
+        self.cotangent_is_shared = False
+        # Whether the backward pass runs, in which the user's function sees nothing.
+        self.going_back = False
+        # The include and exclude sets of PyTorch's dispatcher outside of the outermost transform, where
+        # autograd was recording; and whether a tensor that requires a gradient has been met since.
+        self.outside: tuple[Any, Any] | None = None
+        self.attached = False
+        # Whether values may be conjugates or negatives that PyTorch only marks and has not computed.
+        self.marked = False
+        # Called with each operator of the user's function before it runs (read_only.py, calls.py).
+        self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
+        # Called with each generator that draws (checkpoint.py).
+        self.draws: tuple[Callable[[Any], None], ...] = ()
+        # The values that tapes need later; each is told of operators that write.
+        self.saved: set[weakref.ref[OperatorWatch]] = set()
+
+    # How many forwards of autograd.Functions run, or may run unseen (see autograd_function.py).
+    forwards: int = 0
+
+
+state = _State()

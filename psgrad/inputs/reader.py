@@ -1,0 +1,110 @@
+"""Reads rows for the engine: checks targets against the loss, and keeps what the table of samples needs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad.inputs.losses import Criterion, check_targets
+from psgrad.inputs.rows import Block, Samples
+
+
+class CheckedReader:
+    """Reads blocks of rows whose targets fit the loss.
+
+    Args:
+        samples: the dataset, n rows.
+        criterion: the loss that the targets are checked against.
+        classes: the number of classes; None where the loss knows none.
+        with_digests: compute `contents`.
+        with_lengths: compute `lengths`.
+
+    Attributes:
+        targets: [n], one number per row; None where a row's target is not one number. A dataset that yields
+            targets only with its rows has zeros here for rows that are not read yet.
+        contents: [n], a digest of each row's values; empty text for rows that are not read yet.
+        lengths: [n], how many positions of each row count; zero for rows that are not read yet.
+
+    Targets that are at hand are checked at once. Raises DataError and LossError for targets that do not fit.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        criterion: Criterion,
+        classes: int | None,
+        *,
+        with_digests: bool = False,
+        with_lengths: bool = False,
+    ) -> None:
+        self.samples, self.criterion, self.classes = samples, criterion, classes
+        self.targets = samples.targets
+        self.contents = np.full(len(samples), "", dtype="U32") if with_digests else None
+        self.lengths = np.zeros(len(samples), np.int64) if with_lengths else None
+        self._known = samples.targets is not None
+        self._noted = np.zeros(len(samples), bool)
+        if samples.targets is not None:
+            check_targets(criterion, torch.as_tensor(samples.targets), classes)
+
+    def __call__(self, start: int, stop: int) -> Block:
+        with self.samples.reading:
+            block = self.samples.read(start, stop)
+        if not self._known:
+            check_targets(self.criterion, block.target, self.classes, first_row=start)
+            self._note(slice(start, stop), block.target)
+        if self.contents is not None:
+            self.contents[start:stop] = digests(block)
+        if self.lengths is not None and block.target is not None:
+            self.lengths[start:stop] = (block.target != self.criterion.ignore_index).flatten(1).sum(1).numpy()
+        return block
+
+    def take(self, rows: np.ndarray[Any, Any]) -> Block:
+        """These rows, in this order."""
+        with self.samples.reading:
+            block = self.samples.take(rows)
+        if not self._known and block.target is not None:
+            for place, row in enumerate(rows):  # one by one: a message names the row
+                check_targets(
+                    self.criterion, block.target[place : place + 1], self.classes, first_row=int(row)
+                )
+            self._note(rows, block.target)
+        elif not self._known:
+            check_targets(self.criterion, None, self.classes)
+        return block
+
+    def targets_at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+        """The targets of these rows; None where there are none, or not all of the rows have been read."""
+        if self.targets is None or not (self._known or self._noted[rows].all()):
+            return None
+        found: np.ndarray[Any, Any] = self.targets[rows]
+        return found
+
+    def _note(self, rows: slice | np.ndarray[Any, Any], target: torch.Tensor | None) -> None:
+        if target is None or target.dim() != 1:
+            return
+        if self.targets is None:
+            self.targets = np.zeros(len(self.samples), target.numpy().dtype)
+        self.targets[rows], self._noted[rows] = target.numpy(), True
+
+
+def digests(block: Block) -> list[str]:
+    """For each row 32 hexadecimal digits of its inputs and its target: types, shapes and values."""
+    tensors = [x.numpy() for x in (*block.inputs, *([] if block.target is None else [block.target]))]
+    found = []
+    for row in range(len(tensors[0])):
+        digest = hashlib.blake2b(digest_size=16)
+        for values in tensors:
+            digest.update(f"{values.dtype.str}{values.shape[1:]}".encode())
+            digest.update(np.ascontiguousarray(values[row]).data)
+        found.append(digest.hexdigest())
+    return found
+
+
+def digest_of(identifier: object) -> str:
+    """32 hexadecimal digits of a sample's id."""
+    return hashlib.blake2b(
+        f"id {identifier!r}".encode("utf-8", "backslashreplace"), digest_size=16
+    ).hexdigest()

@@ -1,0 +1,192 @@
+"""Whether a private run may go on: only with the data, the model and the code that it began with, and in its
+own folder; and from where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from psgrad.engine.privacy.clipping import AdaptiveBound
+from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
+from psgrad.errors import CheckpointError, ConfigError
+from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
+from psgrad.storage.ledger_lines import require_same
+from psgrad.storage.ledger_place import differences, place_of, require_in_place
+from psgrad.workflows.identity import flat, hashes_of
+from psgrad.workflows.private_setup import PrivateSetup
+from psgrad.workflows.private_statement import software
+
+_PLACE = "place.json"
+
+
+def require_own_folder(folder: PrivateRunFolder, before: LedgerContent, moved: bool) -> bool:
+    """Whether the folder was moved since the run was last in it, as its owner says by `moved`.
+
+    Raises LedgerError where it was and nobody says so, ConfigError for a run of which psgrad did not keep
+    where it is.
+    """
+    if "run" not in before.header:
+        raise ConfigError(
+            f"the run in {folder.path} was begun by an older psgrad, which kept neither the model's mode and"
+            " arguments, nor hashes of its weights, of all rows and of imported code, nor where the"
+            " folder is",
+            expected=(
+                "a run that can be known again: nobody can tell whether these are the same, or whether the"
+                " folder is a copy"
+            ),
+            next_step="begin a run of its own with another --output; the ledger says what this one spent",
+        )
+    then = folder.read_private_json(_PLACE)
+    if then is None and not before.steps:
+        return False  # a process was killed before it could write that down, and nothing is spent yet
+    if not moved:
+        require_in_place(folder.path, folder.ledger, then)
+    return then is None or bool(differences(then, place_of(folder.ledger)))
+
+
+def keep_place(folder: PrivateRunFolder) -> str | None:
+    """Write down where the ledger is, for the next process; a sentence for people where the last one was on
+    another machine.
+    """
+    then, now = folder.read_private_json(_PLACE), place_of(folder.ledger)
+    if then is None or any(then.get(key) != value for key, value in now.items()):
+        folder.write_private_json(_PLACE, now)
+    if then is None or then.get("machine") == now["machine"]:
+        return None
+    return (
+        f"the run was on the machine {then.get('machine')} and is on {now['machine']} now: right for a folder"
+        " that both share; where the disk was copied, what both copies spend adds up, and neither ledger"
+        " says so"
+    )
+
+
+def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
+    """What a run is known again by, its number first. It stays private: the data's hash tells whether a guess
+    of all rows is right.
+    """
+    augmentation, data = setup.privacy.augmentation, setup.run.config.data
+    restored = tensors_of(setup.run.model)
+    return {
+        "run": run,
+        "attributes": {
+            name: digest for name, digest in setup.run.identity.tensors.items() if name not in restored
+        },
+        "data": setup.run.samples.content(),
+        "columns": data.model_dump(mode="json", include={"inputs", "target", "id"}),
+        **hashes_of(setup.run, [] if augmentation is None else [augmentation.function]),
+    }
+
+
+def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The hashes that the run began with. Raises ConfigError where the data are others, or the private folder
+    is another run's.
+    """
+    then: dict[str, Any] = folder.private_manifest().get("hashes") or {}
+    if then.get("run") != now["run"]:
+        raise ConfigError(
+            f"the private folder in {folder.path} belongs to another run than the ledger",
+            expected=f"the one of the run {now['run']}",
+            cause="a part of the folder was put back from a copy",
+            next_step="put the whole folder of one run there",
+        )
+    if (then.get("data"), then.get("columns")) != (now["data"], now["columns"]):
+        raise ConfigError(
+            f"the dataset is not the one that the run in {folder.path} began with",
+            expected=(
+                "the same data: what was spent was spent on them, and on other data other steps are a run of"
+                " their own"
+            ),
+            cause=(
+                "the file was changed, or what the dataset's code reads, or a name in data: path, inputs,"
+                " target or id"
+            ),
+            next_step="put the data back, or begin a run of its own with another --output",
+        )
+    return then
+
+
+def require_same_code(folder: PrivateRunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ConfigError where code, the model's modules, or tensors of it that no checkpoint has are
+    others.
+    """
+    was, found = (
+        {f"the tensor {name}": digest for name, digest in each["attributes"].items()}
+        | {key: value for key, value in flat(each).items() if _is_compared(key)}
+        for each in (then, now)
+    )
+    require_same(
+        was, {key: found.get(key) for key in {**was, **found}}, f"the run in {folder.path}", show=False
+    )
+
+
+def _is_compared(line: str) -> bool:
+    """Not what the checkpoint brings, parameters and buffers, nor versions, which each line of the ledger
+    has.
+    """
+    return line != "model (its weights)" and not line.startswith("version of ")
+
+
+def weights_note(header: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """A sentence where the factory gives other weights than the run began with."""
+    if header.get("weights_sha256") == now["weights"]:
+        return None
+    return (
+        "the model comes with other weights than the run began with: all of them are replaced by those of the"
+        " checkpoint, and what its factory reads besides is not known"
+    )
+
+
+def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
+    """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
+    if folder.checkpoint.exists():
+        try:
+            data = folder.checkpoint.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder.checkpoint} can't be read: {error.strerror or error}",
+                expected="the checkpoint that the run wrote",
+                next_step="put the checkpoint back that belongs to this run",
+            ) from error
+        return Snapshot.from_bytes(data, str(folder.checkpoint))
+    if not before.steps:
+        return None
+    raise CheckpointError(
+        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
+        expected="the checkpoint that the run wrote before its first step, or a later one",
+        next_step=(
+            "put the file back, or begin a run of its own with another --output; the ledger says what this"
+            " one spent"
+        ),
+    )
+
+
+def opened_ledger(
+    folder: PrivateRunFolder,
+    before: LedgerContent | None,
+    header: dict[str, Any],
+    snapshot: Snapshot | None,
+    own: dict[str, Any],
+) -> Ledger:
+    """The ledger, new or to go on with. own: what this process's line says besides."""
+    if before is None:
+        return Ledger.create(folder.ledger, {**header, **own, "versions": software()})
+    note = {
+        **own,
+        "checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"],
+        "versions": software(),
+    }
+    mark = (
+        None
+        if snapshot is None
+        else {key: snapshot.metadata[key] for key in ("ledger_position", "ledger_sha256")}
+    )
+    return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
+
+
+def adapted(setup: PrivateSetup, snapshot: Snapshot) -> AdaptiveBound | None:
+    """The adaptive bound where the checkpoint left it."""
+    return (
+        None if setup.adaptive is None else replace(setup.adaptive, bound=float(snapshot.metadata["bound"]))
+    )

@@ -1,0 +1,212 @@
+"""How a run goes: when and by which command it was made, how long its phases take, what manifest.json says of
+it, and when Ctrl-C may end it.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.self_check import SelfCheck
+from psgrad.inputs.code import module_of
+from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
+from psgrad.storage.folders import RunFolder
+from psgrad.workflows.identity import hashes_of
+from psgrad.workflows.setup import Setup
+
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+
+
+def now() -> str:
+    """The time as ISO 8601, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> str | None:
+    """The arguments of this process as a shell takes them; None where it is another program than psgrad,
+    whose arguments may be secret.
+    """
+    program = Path(sys.argv[0]) if sys.argv else Path()
+    own = program.stem == "psgrad" or (program.name == "__main__.py" and program.parent.name == "psgrad")
+    return shlex.join(["psgrad", *sys.argv[1:]]) if own else None
+
+
+def revision_of(folder: Path) -> str | None:
+    """The commit that is checked out where a folder lies; None outside of a git repository.
+
+    Git's files are read and git is not run, which would run programs that a repository's settings name. So
+    changes that are not committed are not seen.
+    """
+    try:
+        for above in (folder.resolve(), *folder.resolve().parents):
+            if (above / ".git").exists():
+                return _checked_out(above / ".git")
+    except (OSError, UnicodeDecodeError):
+        pass
+    return None
+
+
+def _checked_out(git: Path) -> str | None:
+    if git.is_file():  # of a worktree or a submodule: "gitdir: <path>"
+        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+    shared = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return _commit(head)
+    name = head.removeprefix("ref:").strip()
+    for where in (git, shared):
+        if (where / name).is_file():
+            return _commit((where / name).read_text())
+    packed = (shared / "packed-refs").read_text().splitlines() if (shared / "packed-refs").exists() else []
+    return next((_commit(line.split()[0]) for line in packed if line.endswith(f" {name}")), None)
+
+
+def _commit(text: str) -> str | None:
+    found = _COMMIT.fullmatch(text.strip())
+    return found and found[0]
+
+
+class Clock:
+    """Seconds spent in each phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = round(time.perf_counter() - start, 3)
+
+
+def describe_run(
+    command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
+) -> RunManifest:
+    """What manifest.json says of a run before it starts. `specs` name code that it runs besides its model's,
+    loss's and data's.
+    """
+    config, loaded, device = run.config, run.loaded, str(run.device)
+    parameters = list(loaded.model.parameters())
+    made = module_of(config.data.factory) if config.data.factory else None
+    if run.device.type != "cpu":
+        device = f"{device} ({torch.cuda.get_device_name(run.device)})"
+    return RunManifest(
+        command=command,
+        created=now(),
+        command_line=command_line(),
+        revision=revision_of(config.base),
+        config=config.model_dump(mode="json"),
+        config_folder=str(config.base),
+        versions={
+            "psgrad": version("psgrad"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        model=ModelFacts(
+            factory=config.model.factory,
+            parameters=sum(p.numel() for p in parameters),
+            trainable=sum(p.numel() for p in parameters if p.requires_grad),
+            checkpoint=config.model.checkpoint,
+            sha256=loaded.sha256,
+            notes=loaded.notes,
+            modules_imported=[
+                *loaded.modules_imported,
+                *run.criterion.modules_imported,
+                *([] if made is None else [made]),
+            ],
+        ),
+        data=DataFacts(config.data.path or config.data.factory, run.samples.fingerprint),
+        hashes=hashes_of(run, specs),
+        engine=EngineFacts(device, config.engine.dtype, torch.get_num_threads()),
+        self_check=(
+            SelfCheckFacts(reason="the model draws at random in train mode")
+            if check is None
+            else SelfCheckFacts(
+                len(check.rows),
+                rows=check.rows,
+                worst_relative_error=check.worst,
+                worst_error_of_autocast=check.worst_rounding if check.rounding else None,
+            )
+        ),
+    )
+
+
+class Record:
+    """The manifest of a run that is going on; `add` has more of it said when the run ends."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self.manifest = manifest
+
+    def add(self, **parts: Any) -> dict[str, Any]:
+        """Say these parts of the manifest, too; returns what the file will hold."""
+        self.manifest = replace(self.manifest, **parts)
+        return self.manifest.content()
+
+
+@contextmanager
+def recorded(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator[Record]:
+    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted.
+
+    `created` is when the run began, whichever process continues it, and `finished` when it came to its end.
+    """
+    record = Record(replace(manifest, created=folder.manifest().get("created") or manifest.created))
+    folder.write_manifest(replace(record.manifest, state="running").content())
+    try:
+        yield record
+    except BaseException as error:
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        counts = Counts(finished_samples=folder.rows)
+        record.add(state=state, error=str(error), counts=counts, timings=clock.seconds)
+        with suppress(Exception):  # the disk may be full, and the user must read what went wrong first
+            folder.write_manifest(record.manifest.content())
+        raise
+    ended = replace(record.manifest, state="finished", finished=now(), timings=clock.seconds)
+    folder.write_manifest(ended.content())
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the block is done, and are then handled as they would have been. Of each
+    the second waits no longer.
+
+    Outside of the main thread, which alone hears signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    before: dict[int, Any] = {}
+
+    def wait(signum: int, frame: FrameType | None) -> None:
+        waiting.append((signum, frame))
+        signal.signal(signum, before[signum])
+
+    for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
+        before[signum] = signal.getsignal(signum)
+        if callable(before[signum]):
+            signal.signal(signum, wait)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            if callable(handler):
+                signal.signal(signum, handler)
+    for arrived, frame in waiting:
+        before[arrived](arrived, frame)
