@@ -16,7 +16,7 @@ from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
 from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
-from psgrad.reports.costs import audit_content
+from psgrad.reports.audit import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
