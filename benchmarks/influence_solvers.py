@@ -121,7 +121,7 @@ def _row(
     seconds, fitted = processor_seconds(run, rounds)
     row = {"solver": solver, "operations": operations, "seconds": seconds, "rate": operations / seconds}
     if solver == "dual":
-        row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.setting.rows()), rounds)[0]
+        row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.problem.rows()), rounds)[0]
     if solver == "conjugate_gradient":
         behind = (
             costs._PRECONDITIONER if case.queries < costs._MANY else 0

@@ -128,7 +128,7 @@ def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
     for name in names:
         measure = own_classes(MEASURES)[name]()
         try:
-            measure.prepare(problem.setting())
+            measure.prepare(problem.setting(measure.summary))
             own = bool(measure.passes()) or name in AFTERWARDS
         except MeasureError:
             found["checkpoints"].append(name)

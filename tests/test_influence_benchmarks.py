@@ -39,7 +39,7 @@ def bench(script: Any, tmp_path: Path) -> Any:
 def test_models_are_trained_once_and_kept(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = script("influence_truth")
     first = bench.outcomes(1, 2, 2)
-    monkeypatch.setattr(truth, "Ensemble", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(truth, "EnsembleTrainer", lambda *_: pytest.fail("trained again"))
     again = truth.Bench(bench.cache, bench.recipe).outcomes(1, 2, 2)
     np.testing.assert_array_equal(again.losses, first.losses)
     assert first.losses.shape == (2, 2, 360)

@@ -26,7 +26,7 @@ import torch
 SHIFT = 0
 
 
-class LoadedRows(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset):
     def __init__(self):
         self.arrays = np.load("data.npz")
 
@@ -167,7 +167,7 @@ import numpy as np
 import torch
 
 
-class LoadedRows(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset):
     busy = False
 
     def __init__(self):
@@ -177,11 +177,11 @@ class LoadedRows(torch.utils.data.Dataset):
         return len(self.arrays["y"])
 
     def __getitem__(self, row):
-        if LoadedRows.busy:
+        if Rows.busy:
             Path("twice").touch()
-        LoadedRows.busy = True
+        Rows.busy = True
         time.sleep(0.001)
-        LoadedRows.busy = False
+        Rows.busy = False
         return self.arrays["x"][row], self.arrays["y"][row]
 """
 
