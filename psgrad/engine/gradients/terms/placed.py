@@ -102,7 +102,8 @@ def _has_finite_factors(placed: Placed) -> bool:
     Beside NaN or infinity in another factor a zero would be NaN, and infinities that cancel in the value
     would not. Asked of the result of a product: a factor may overflow beside one that is zero.
     """
-    return _is_finite(*(narrow(factor) for factor in placed.term.factors))
+    shared_once = (factor if factor.stride(0) else factor[:1] for factor in placed.term.factors)
+    return _is_finite(*(narrow(factor) for factor in shared_once))
 
 
 def _is_finite(*values: torch.Tensor) -> bool:
