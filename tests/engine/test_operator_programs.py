@@ -30,7 +30,7 @@ PROGRAMS, BLOCKS = 200, 8
 SECONDS = 60
 # How many of a run's programs may fail, as long as not all that were found are mended: so many, or this share
 # of them.
-FEW, SHARE = 3, 0.0005
+FEW, SHARE = 1, 0.0001
 
 
 def failure(seed: int) -> str:
@@ -51,7 +51,7 @@ def test_random_operator_programs_fixed_seeds(block: int) -> None:
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
     """One minute of programs that nobody has seen; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
-    The aim is that none fails. About one of eight thousand still does, most of them with infinities, NaN or
+    The aim is that none fails. About one of twenty thousand still does, most of them with infinities, NaN or
     numbers of 1e30; each is printed. What turns this test red is more than that: a fault that is new.
     """
     day = int(
