@@ -31,7 +31,7 @@ from psgrad.config import load_config
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.builtin.checkpoints import Asking
-from psgrad.engine.measures.checkpoint_history import moment_summary
+from psgrad.engine.measures.checkpoint_history import checkpoint_summary
 from psgrad.engine.measures.checkpoint_passes import StackedModels, grouped
 from psgrad.inputs.rows import Block
 from psgrad.workflows.analyze import analyze
@@ -104,12 +104,12 @@ def models() -> dict[str, Callable[[], nn.Module]]:
 
 
 def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
-    """Seconds of a pass of all checkpoints, both ways, and which one the forecast takes."""
+    """Seconds of a pass of all checkpoints, both ways, and which one the plan chooses."""
     with np.load(CONFIGS / "digits" / "digits.npz") as data:
         x, y = torch.from_numpy(data["image"]), torch.from_numpy(data["label"])
     n = min(len(x), chunk_size * CHUNKS)
     objectives = [
-        Objective(make().eval(), F.cross_entropy, moment_summary("class")) for _ in range(CHECKPOINTS)
+        Objective(make().eval(), F.cross_entropy, checkpoint_summary("class")) for _ in range(CHECKPOINTS)
     ]
     ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
 

@@ -40,7 +40,7 @@ class Forced(Product):
 
     forced = "gram"
 
-    def way(self) -> str:
+    def order(self) -> str:
         return self.forced
 
 
@@ -99,7 +99,7 @@ def main() -> None:
             left, right = (torch.randn(SAMPLES, 1, positions, size, device=device) for size in (a, b))
             taken = seconds_of_both(left, right, arguments.rounds)
             measured[positions] = min(taken, key=lambda way: taken[way])
-            priced[positions] = Product(left, right).way()
+            priced[positions] = Product(left, right).order()
             regret = taken[priced[positions]] / min(taken.values())
             regrets.append(regret)
             line.append(f"{positions}:{regret:.2f}")

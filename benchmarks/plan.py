@@ -30,9 +30,9 @@ from torch import Tensor
 
 from psgrad.config import load_config
 from psgrad.engine.execution.calibration import measure
-from psgrad.engine.execution.chunk_plan import predict
+from psgrad.engine.execution.chunk_plan import plan_chunk
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.run_plan import forecast
+from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine, per_sample_gradients, per_sample_square_norms
 from psgrad.inputs.loss import resolve_loss
@@ -98,7 +98,7 @@ def peaks(subject: Subject, chunk: int, how: Callable[..., Any], device: torch.d
     """(predicted, measured) bytes of a pass over a chunk."""
     inputs, target = (x.to(device) for x in subject.draw(chunk))
     way, params = bound(subject, how), subject.objective.params
-    predicted = predict(way, params, (inputs,), target).peak_bytes
+    predicted = plan_chunk(way, params, (inputs,), target).peak_bytes
     way(params, (inputs,), target)  # what is made once is no part of it
     return predicted, allocated(lambda: way(params, (inputs,), target), device)
 
@@ -113,7 +113,7 @@ def seconds(subject: Subject, chunk: int, rounds: int, device: torch.device) -> 
         chunk_size=chunk,
         capture="off",
     )
-    predicted = forecast(stream, chunk).chunk_seconds if chunk >= 8 else forecast(stream, 8).chunk_seconds
+    predicted = plan_run(stream, chunk).chunk_seconds if chunk >= 8 else plan_run(stream, 8).chunk_seconds
     way, found = bound(subject, per_sample_square_norms), []
     some = (inputs[:chunk].to(device),), target[:chunk].to(device)
     for _ in range(rounds + 1):
@@ -153,7 +153,7 @@ def main() -> None:
             inputs, target = subject.draw(1)
             way = bound(subject, per_sample_gradients)
             if (
-                predict(
+                plan_chunk(
                     way, subject.objective.params, (inputs.to(device),), target.to(device), chunk
                 ).peak_bytes
                 > MOST_BYTES

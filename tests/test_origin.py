@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.reports.page import facts_of, made_words
-from psgrad.results.manifest import RunManifest
+from psgrad.reports.origin import facts_of, made_words
+from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.workflows.running import command_line, revision_of
 from tests.private_workplace import PrivateWorkplace
 from tests.reports.frames import MANIFEST
@@ -134,8 +134,8 @@ def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_runs_of_older_versions_have_pages_without_these_lines() -> None:
-    assert made_words({}) == ""
-    names = [name for name, _ in facts_of(MANIFEST, Path("out"))]
+    assert made_words(read_manifest({})) == ""
+    names = [name for name, _ in facts_of(read_manifest(MANIFEST), Path("out"))]
     assert "Command" not in names
     assert "Revision" not in names
     made = RunManifest().content()

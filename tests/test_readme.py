@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from psgrad.config import Config, load_config
-from psgrad.reports.outlier_sections import OFFER, OPTION, rankings_of
+from psgrad.reports.outliers import OFFER, OPTION, rankings_of
+from psgrad.results.manifest import OutlierFacts, read
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -153,7 +154,7 @@ def test_the_table_is_the_one_shown(page: str, top: int, digits_run: tuple[Path,
 
 def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> None:
     outliers = json.loads((digits_run[0] / "manifest.json").read_bytes())["outliers"]
-    found = rankings_of(outliers)
+    found = rankings_of(read(OutlierFacts, outliers))
     assert found is not None
     assert f"\n{found.sentence}\n{OFFER}: {OPTION} ranks and judges by it\n" in TUTORIAL
     agreement = outliers["loss_agreement"]

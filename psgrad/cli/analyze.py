@@ -94,7 +94,7 @@ def analyze(
             )
         _say(result, quiet, verbose)
         if as_json:
-            from psgrad.reports.terminal import run_record
+            from psgrad.reports.analyze_terminal import run_record
 
             typer.echo(json.dumps(run_record(result, resolved.analyze.top), indent=2, allow_nan=False))
         else:
@@ -114,7 +114,7 @@ def _require_one_of(both: bool, first: str, second: str) -> None:
 
 
 def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
-    from psgrad.reports.terminal import summary
+    from psgrad.reports.analyze_terminal import summary
 
     counts: dict[str, Any] = result.manifest.get("counts") or {}
     looked_at, there = counts.get("samples"), counts.get("in_dataset")
@@ -136,7 +136,8 @@ def _brief(value: object) -> str:
 
 
 def _show(result: AnalyzeResult, top: int, check: bool) -> None:
-    from psgrad.reports.terminal import print_table, top_table
+    from psgrad.reports.analyze_terminal import top_table
+    from psgrad.reports.terminal import print_table
 
     print_table(top_table(result, top), sys.stdout)
     if check and result.check is not None:

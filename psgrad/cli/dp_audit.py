@@ -77,7 +77,7 @@ def dp_audit(
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)
-        from psgrad.reports.costs import PRIVATE_WARNING, write_audit
+        from psgrad.reports.audit import PRIVATE_WARNING, write_audit
         from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
         with progress_display(shown) as progress:

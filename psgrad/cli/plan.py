@@ -29,7 +29,7 @@ def plan(
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)
-        from psgrad.reports.costs import write_plan
+        from psgrad.reports.plan import write_plan
         from psgrad.workflows.plan import plan as run_plan
 
         result = run_plan(resolved, say=lambda message: typer.echo(message, err=True))

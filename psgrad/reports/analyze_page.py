@@ -1,138 +1,46 @@
-"""The page of an analyze run: it needs nothing else, opens offline, and is at most 2 MB for any number of
-samples.
+"""The page of an analyze run: which sections it has, in order. It opens offline, and is at most 2 MB for any
+number of samples.
 
 Its one script sorts, filters and links; all that it says can be read without it.
-
-What the page says of the gate: its verdict, rule by rule, and the findings behind it.
-
-All files of a report, handed to whoever stores them.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.attribution import ATTRIBUTION_NOTE, attribution_cards
+from psgrad.reports.analyze_plots import MAX_PICTURES, draw_plots
+from psgrad.reports.attribution import ATTRIBUTION_NOTE, AttributionCard, attribution_cards
 from psgrad.reports.attribution_plots import attribution_plots
+from psgrad.reports.classes import class_parts
 from psgrad.reports.drawing import Plot
-from psgrad.reports.measures import MAX_MEASURES, MeasureSection, measure_plots, measure_sections
-from psgrad.reports.outlier_sections import (
-    OFFER,
-    OPTION,
-    Judgement,
-    Rankings,
-    class_pages,
-    class_statistics,
-    class_table,
-    classes_shown,
-    findings_sentences,
-    judgement,
-    nonfinite_samples,
+from psgrad.reports.gate import gate_parts, verdict_parts
+from psgrad.reports.loss_against_norm import linked_image
+from psgrad.reports.measure_plots import measure_plots
+from psgrad.reports.measures import MAX_MEASURES, measure_sections
+from psgrad.reports.origin import made_words, this_run, title_of
+from psgrad.reports.outliers import (
+    found_parts,
+    is_referenced,
+    judged_parts,
+    nonfinite_ids,
     rankings_of,
+    rankings_parts,
     score_words,
 )
-from psgrad.reports.page import (
-    FACT_LIMIT,
-    DataTable,
-    Heading,
-    TableRow,
-    at,
-    cell,
-    excerpt,
-    facts_of,
-    loss_unit,
-    made_words,
-    notes_of,
-    picture_uri,
-    plot_uri,
-    templates,
-    title_of,
-)
-from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE, draw_plots
-from psgrad.reports.sample_table import linked_svg, listed_samples, sample_table, values_table
+from psgrad.reports.pictures import PICTURE_NOTE, excerpt, picture_uri
+from psgrad.reports.sample_table import listed_samples, sample_table, values_table
+from psgrad.reports.sections import Bullets, Card, Cards, Fold, Page, Part, Section, Subtitle, Text, image
+from psgrad.reports.sections import render as render_page
+from psgrad.reports.tables import Column, Table, table
 from psgrad.reports.words import MISSING, brief, identifier, label, number, percent
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
-from psgrad.results.findings import RULES, CheckResult
+from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
 from psgrad.wording import common_prefix, parameter_names, prefix_note
-
-MAX_FINDINGS = 100
-
-
-def gate_table(check: CheckResult | None) -> DataTable | None:
-    """A row a rule of the gate; None where none was asked."""
-    if check is None or not check.outcomes:
-        return None
-    headings = [
-        Heading("rule", "rule"),
-        Heading("outcome", "outcome"),
-        Heading("found", "found", True),
-        Heading("limit", "limit", True),
-        Heading("message", "what it says"),
-    ]
-    rows = [
-        TableRow(
-            [
-                brief(each.rule, 60),
-                each.outcome,
-                cell(each.found),
-                cell(each.limit),
-                brief(each.message, FACT_LIMIT),
-            ],
-            differs=frozenset() if each.outcome == "passed" else frozenset([1]),
-        )
-        for each in check.outcomes
-    ]
-    return DataTable("gate", "What each rule of the gate says", headings, rows)
-
-
-def finding_table(check: CheckResult | None) -> DataTable | None:
-    """The gravest findings; None where there are none."""
-    if check is None or not check.findings:
-        return None
-    headings = [
-        Heading("rule", "rule", meaning="; ".join(f"{rule}: {meaning}" for rule, meaning in RULES.items())),
-        Heading("level", "level", meaning="how grave: error, warning or note"),
-        Heading("id", "id"),
-        Heading("state", "state", meaning="new; known, in the baseline; or ignored, with the reason"),
-        Heading("message", "what was found"),
-    ]
-    rows = [
-        TableRow(
-            [
-                each.rule,
-                each.level,
-                identifier(each.id),
-                f"ignored: {brief(each.ignored_because, 80)}" if each.ignored_because else each.state,
-                brief(each.message, FACT_LIMIT),
-            ],
-            sample=each.index,
-        )
-        for each in check.findings[:MAX_FINDINGS]
-    ]
-    counts = Counter(each.rule for each in check.findings)
-    note = ", ".join(f"{counts[rule]:,} {rule}" for rule in RULES if counts[rule])
-    more = len(check.findings) - MAX_FINDINGS
-    note = f"In all: {note}." + (f" {more:,} more are in findings.jsonl." if more > 0 else "")
-    return DataTable("findings", "Findings, the gravest first", headings, rows, note)
-
-
-def gate_sentence(check: CheckResult | None) -> str:
-    """The verdict in a sentence; empty where there is no gate."""
-    if check is None or not check.outcomes:
-        return ""
-    return {0: "The gate passed.", 1: "The gate failed.", 4: "The gate could not be evaluated."}.get(
-        check.exit_code, ""
-    )
-
 
 # Every part of the page is bounded, so that the page is.
 PICTURE_SIDE = 96
@@ -141,245 +49,250 @@ FIGURES_ROOM = 900_000  # characters of all figures of measures together
 NAME_LIMIT = 100
 
 
-@dataclass(frozen=True)
-class Card:
-    """The input of a top sample: a picture as data URI, or text."""
-
-    sample: int
-    rank: str
-    id: str
-    label: str
-    prediction: str
-    loss: str
-    norm: str
-    disagrees: bool
-    picture: str | None
-    text: str | None
-
-    @property
-    def alt(self) -> str:
-        """What the picture is, for who can't see it."""
-        known = f", label {self.label}, model {self.prediction}" if self.label != MISSING else ""
-        return f"Input of sample {self.id}{known}, norm {self.norm}"
-
-
-def render(
-    result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None
-) -> str:
-    """The report as HTML. All text from the config, the data and the model is escaped. Figures are changed:
-    their files come first.
-    """
-    samples, manifest = result.samples, result.manifest
-    finite = bool((samples["status"] == "ok").any())
-    listed = listed_samples(samples)
-    statistics = class_statistics(samples) if finite and classes_shown(result) else None
-    limit = at(manifest, "limit")
-    how = judgement(result)
-    rankings = rankings_of(at(manifest, "outliers"))
-    scatter = next((plot for plot in plots if plot.name == "loss_against_norm"), None)
-    cards, values, attribution = _cards(result), values_table(result), attribution_cards(result)
-    sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
-    script, policy = _script()
-    return templates.get_template("report.html").render(
-        title=title_of(manifest, "Which training examples pull hardest?"),
-        headline=_headline(result, how, rankings),
-        rankings=rankings,
-        offer=OFFER,
-        option=OPTION,
-        ranked_by=score_words(how.score),
-        partial=None if limit is None else _partial_words(result),
-        how=how,
-        findings=findings_sentences(samples, how),
-        gate=gate_table(result.check),
-        verdict=gate_sentence(result.check),
-        gate_warnings=[brief(each, 300) for each in result.check.warnings[:20]] if result.check else [],
-        found=finding_table(result.check),
-        table=sample_table(result) if len(listed) else None,
-        cards=cards,
-        values=values,
-        picture_note=PICTURE_NOTE,
-        classes=has_classes(samples),
-        scatter=scatter and (scatter, Markup(linked_svg(scatter, listed, result.class_names))),
-        figures={
-            plot.name: (plot, plot_uri(plot))
-            for plot in plots
-            if plot.name not in ("top_sheet", "loss_against_norm")
-        },
-        class_table=None if statistics is None else class_table(result, statistics),
-        class_pages=[] if statistics is None else class_pages(result, statistics),
-        class_count=0 if statistics is None else len(statistics),
-        layers=_layers(result.parameters, loss_unit(manifest)),
-        measures=sections,
-        attribution=attribution,
-        attribution_note=ATTRIBUTION_NOTE,
-        nonfinite=nonfinite_samples(samples),
-        facts=facts_of(manifest, result.folder),
-        made=made_words(manifest),
-        loss_unit=loss_unit(manifest),
-        notes=notes_of(manifest),
-        contents=_contents(
-            {
-                "inputs": bool(cards) or values is not None,
-                "attribution": bool(attribution),
-                "by-class": statistics is not None,
-                "by-layer": len(result.parameters) > 0,
-            },
-            sections,
-        ),
-        script=Markup(script),
-        script_policy=Markup(policy),
-    )
-
-
-@cache
-def _script() -> tuple[str, str]:
-    """The page's script, and by which a browser knows it: the policy lets no other one run."""
-    environment = templates
-    assert environment.loader is not None
-    source, _, _ = environment.loader.get_source(environment, "page.js")
-    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode("ascii")
-    return source, f"; script-src 'sha256-{digest}'"
-
-
-def _cards(result: AnalyzeResult) -> list[Card]:
-    wanted = result.top_inputs[:MAX_PICTURES]
-    rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
-    known = {row["id"]: row for row in rows.assign(_differs=disagrees(rows)).to_dict("records")}
-    shown = [
-        sample
-        for sample in wanted
-        if sample.id in known and (sample.image is not None or sample.text is not None)
-    ]
-    return [_card(sample, known[sample.id], result.class_names) for sample in shown]
-
-
-def _card(sample: TopSample, row: dict[Any, Any], class_names: list[str] | None) -> Card:
-    return Card(
-        sample=int(row["index"]),
-        rank=str(row["rank"]),
-        id=identifier(row["id"]),
-        label=label(row.get("target"), class_names),
-        prediction=label(row.get("prediction"), class_names),
-        loss=number(row["loss"]),
-        norm=number(row["grad_norm"]),
-        disagrees=bool(row["_differs"]),
-        picture=picture_uri(sample, PICTURE_SIDE),
-        text=excerpt(sample.text),
-    )
-
-
-def _headline(result: AnalyzeResult, how: Judgement, rankings: Rankings | None) -> list[tuple[str, str]]:
-    """The figures at the top of the page: value, and what it is."""
-    samples, manifest = result.samples, result.manifest
-    ok = (samples["status"] == "ok").to_numpy()
-    what = "unlike the reference" if how.referenced else "in the review list"
-    headline = [
-        (f"{len(samples):,}", "samples"),
-        (f"{int((samples['is_outlier_issue'].to_numpy(bool) & ok).sum()):,}", what),
-        (f"{nonfinite_samples(samples)[0]:,}", "not finite"),
-        *(rankings.headline if rankings else []),
-    ]
-    if at(manifest, "model", "trainable"):
-        headline.append((f"{at(manifest, 'model', 'trainable'):,}", "trainable parameters"))
-    if at(manifest, "self_check", "samples"):
-        headline.append(
-            (
-                number(at(manifest, "self_check", "worst_relative_error")),
-                "worst relative error of the self-check",
-            )
-        )
-    return headline
-
-
-def _partial_words(result: AnalyzeResult) -> str:
-    there = at(result.manifest, "counts", "in_dataset")
-    return (
-        f"{len(result.samples):,} of {there:,} samples"
-        if isinstance(there, int)
-        else f"{len(result.samples):,} samples"
-    )
-
-
-def _layers(parameters: pd.DataFrame, unit_of_loss: str) -> DataTable | None:
-    """A row a parameter, in the order of the model where all are shown."""
-    unit = f"{unit_of_loss} per unit of parameter"
-    if not len(parameters):
-        return None
-    shown = parameters
-    if len(parameters) > MAX_PARAMETER_ROWS:
-        shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
-    prefix = common_prefix(list(map(str, parameters["parameter"])))
-    names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
-    headings = [
-        Heading("parameter", "parameter"),
-        Heading("shape", "shape"),
-        Heading(
-            "mean_norm",
-            "mean norm",
-            True,
-            f"mean over samples of the norm of this parameter's gradient ({unit})",
-        ),
-        Heading("std_norm", "standard deviation", True, f"over samples ({unit})"),
-        Heading("median", "median", True, unit),
-        Heading("max_norm", "largest", True, unit),
-        Heading("share", "share", True, "mean squared norm, divided by that of all parameters together (%)"),
-        Heading("computed_as", "computed as", meaning="the terms whose sum the gradient is"),
-    ]
-    rows = [
-        TableRow(
-            [
-                name,
-                brief(str(row["shape"]), NAME_LIMIT),
-                *(number(row[column]) for column in ("mean_norm", "std_norm", "median", "max_norm")),
-                MISSING if pd.isna(row["share"]) else percent(row["share"]),
-                brief(str(row["computed_as"]), NAME_LIMIT),
-            ]
-        )
-        for row, name in zip(shown.to_dict("records"), names, strict=True)
-    ]
-    note = (
-        f"{len(shown)} of {len(parameters):,} parameters are shown, those with the largest share."
-        if len(shown) < len(parameters)
-        else ""
-    )
-    note = ". ".join(part for part in (prefix_note(prefix), note) if part)
-    return DataTable("layers", "Gradient norms of each parameter", headings, rows, note)
-
-
-def _contents(there: dict[str, bool], sections: Sequence[MeasureSection]) -> list[tuple[str, str]]:
-    """Where to find what: (anchor, words). there: which of the sections that not every run has are on the
-    page.
-    """
-    parts = [
-        ("stands-out", "What stands out"),
-        ("look-first", "Samples to look at first"),
-        ("inputs", "Inputs"),
-        ("attribution", "What the model looks at"),
-        ("norms", "Norms"),
-        ("by-class", "Classes"),
-        ("by-layer", "Layers"),
-    ]
-    found = [(anchor, words) for anchor, words in parts if there.get(anchor, True)]
-    return [
-        *found,
-        *((section.anchor, section.title) for section in sections),
-        ("meaning", "What the numbers mean"),
-    ]
-
-
 def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> None:
     """Draw the plots and the page; `write(name, data)` is called for each of plots/<name>.png and
     report.html.
     """
     plots = draw_plots(result)
-    of_measures = {
-        measure.name: measure_plots(result, measure)
-        for measure in list(result.measures.values())[:MAX_MEASURES]
-    }
-    for plot in (
-        *plots,
-        *(plot for drawn in of_measures.values() for plot in drawn),
-        *attribution_plots(result),
-    ):
+    measures = list(result.measures.values())[:MAX_MEASURES]
+    of_measures = {measure.name: measure_plots(result, measure) for measure in measures}
+    drawn = (plot for each in of_measures.values() for plot in each)
+    for plot in (*plots, *drawn, *attribution_plots(result)):
         write(f"plots/{plot.name}.png", plot.png())
     write("report.html", render(result, plots, of_measures).encode("utf-8", "replace"))
+
+
+def render(
+    result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None
+) -> str:
+    """The report as HTML. Figures are changed: their files come first."""
+    manifest, by_name = read_manifest(result.manifest), {plot.name: plot for plot in plots}
+    sections = [
+        stands_out(result),
+        look_first(result, by_name.get("loss_against_norm")),
+        *inputs(result),
+        *attribution(attribution_cards(result)),
+        Section("How large the gradients are", [image(by_name["norm_histogram"])], "norms", "Norms"),
+        *by_class(result, by_name.get("norms_per_class")),
+        *by_layer(result, by_name.get("norms_per_layer")),
+        *measure_sections(result, of_measures or {}, FIGURES_ROOM),
+        meaning(manifest.loss_unit),
+        this_run(manifest, result.folder),
+    ]
+    score = score_words(str(manifest.judged.score))
+    ranked = "how large it is" if score == "gradient norm" else f"another score, the {score}"
+    what = "Every training example has a gradient of its own. This report ranks the examples by"
+    return render_page(
+        Page(
+            title=title_of(manifest, "Which training examples pull hardest?"),
+            what=f"{what} {ranked}.",
+            private="Norms and losses of single samples reveal who is in the training set.",
+            headline=headline(result),
+            sections=sections,
+            made=made_words(manifest),
+            partial=_partial_words(result),
+            interactive=True,
+        )
+    )
+
+
+def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
+    """The figures at the top of the page: value, and what it is."""
+    samples, manifest = result.samples, read_manifest(result.manifest)
+    listed = samples["is_outlier_issue"].to_numpy(bool) & (samples["status"] == "ok").to_numpy()
+    rankings, error = rankings_of(manifest.judged), manifest.self_check.worst_relative_error
+    found = [
+        (f"{len(samples):,}", "samples"),
+        (f"{int(listed.sum()):,}", "unlike the reference" if is_referenced(result) else "in the review list"),
+        (f"{len(nonfinite_ids(samples)):,}", "not finite"),
+        *(rankings.headline if rankings else []),
+    ]
+    if manifest.model.trainable:
+        found.append((f"{manifest.model.trainable:,}", "trainable parameters"))
+    if manifest.self_check.samples:
+        found.append((number(error), "worst relative error of the self-check"))
+    return found
+
+
+def _partial_words(result: AnalyzeResult) -> str:
+    """How many samples were looked at; empty for all."""
+    manifest, looked_at = read_manifest(result.manifest), f"{len(result.samples):,}"
+    if manifest.limit is None:
+        return ""
+    there = manifest.counts.in_dataset
+    return f"{looked_at} of {there:,} samples" if isinstance(there, int) else f"{looked_at} samples"
+
+
+def stands_out(result: AnalyzeResult) -> Section:
+    """What was found, how samples were judged, and what the gate says."""
+    parts = [
+        *rankings_parts(read_manifest(result.manifest).judged),
+        *verdict_parts(result.check),
+        *found_parts(result),
+        *judged_parts(result),
+        *gate_parts(result.check),
+    ]
+    return Section("What stands out", parts, "stands-out", "What stands out")
+
+
+def look_first(result: AnalyzeResult, scatter: Plot | None) -> Section:
+    """Loss against norm, and the table of samples."""
+    listed = listed_samples(result.samples)
+    parts: list[Part] = [] if scatter is None else [linked_image(scatter, listed, result.class_names)]
+    if len(listed):
+        samples, one = sample_table(result), len(listed) == 1
+        score = score_words(str(read_manifest(result.manifest).judged.score))
+        which = f"of the first ranks by {score}"
+        if score == "gradient norm":
+            which = f"that {'pulls' if one else 'pull'} hardest"
+        all_samples = "All samples are in samples.parquet and samples.csv beside this page."
+        note = all_samples + _orange_note(result)
+        parts += [
+            Subtitle(f"The {len(listed)} {'sample' if one else 'samples'} {which}"),
+            replace(samples, note=note),
+        ]
+    return Section("Samples to look at first", parts, "look-first", "Samples to look at first")
+
+
+def _orange_note(result: AnalyzeResult) -> str:
+    orange = " Where the model’s prediction differs from the label, it is set in orange."
+    return orange if has_classes(result.samples) else ""
+
+
+def inputs(result: AnalyzeResult) -> Iterator[Section]:
+    """The inputs of the first ranks: pictures, texts, or rows of a table."""
+    cards, values = Cards(input_cards(result)), values_table(result)
+    if cards.cards:
+        note = f" {PICTURE_NOTE}" if cards.pictures else ""
+        words = Text(f"In the order of the ranks.{_orange_note(result)}{note}", "quiet")
+        yield Section("The top samples", [words, cards], "inputs", "Inputs")
+    if values is not None:
+        words = Text("In the order of the ranks: what the model was given.", "quiet")
+        where = ("", "") if cards.cards else ("inputs", "Inputs")
+        yield Section(values.caption, [words, values], *where)
+
+
+def input_cards(result: AnalyzeResult) -> list[Card]:
+    """The inputs of the first ranks that are pictures or texts."""
+    rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
+    known = {row["id"]: row for row in rows.assign(_differs=disagrees(rows)).to_dict("records")}
+    return [
+        _input_card(sample, known[sample.id], result.class_names)
+        for sample in result.top_inputs[:MAX_PICTURES]
+        if sample.id in known and (sample.image is not None or sample.text is not None)
+    ]
+
+
+def _input_card(sample: TopSample, row: dict[Any, Any], class_names: list[str] | None) -> Card:
+    name, norm, loss = identifier(row["id"]), number(row["grad_norm"]), number(row["loss"])
+    truth, guess = (label(row.get(column), class_names) for column in ("target", "prediction"))
+    words, known = Markup("<b>{}.</b> <bdi>{}</bdi><br>\n").format(row["rank"], name), ""
+    if truth != MISSING:
+        known = f", label {truth}, model {guess}"
+        differs = Markup(' class="differs"') if row["_differs"] else ""
+        words += Markup("label <b>{}</b>, model <b{}>{}</b><br>\n").format(truth, differs, guess)
+    words += Markup('<span class="quiet">norm {}<br>loss {}</span>').format(norm, loss)
+    alt = f"Input of sample {name}{known}, norm {norm}"
+    return Card(words, picture_uri(sample, PICTURE_SIDE), alt, excerpt(sample.text), int(row["index"]))
+
+
+def attribution(cards: Sequence[AttributionCard]) -> Iterator[Section]:
+    """Each shown input under the colours of what it is attributed."""
+    parts: list[Part] = [Text(ATTRIBUTION_NOTE, "quiet")]
+    for card in cards:
+        parts.append(Subtitle(Markup("{}. <bdi>{}</bdi>").format(card.rank, card.id)))
+        if card.picture:
+            words = Markup('{}<br><span class="quiet">{}</span>')
+            overlays = [
+                Card(words.format(each.title, each.scale), each.uri, each.alt) for each in card.overlays
+            ]
+            parts.append(Cards([Card("the input", card.picture, f"Input of sample {card.id}"), *overlays]))
+        for passage in card.passages:
+            note = f"; {passage.note}" if passage.note else ""
+            parts.append(Text(f"{passage.title}; {passage.scale}{note}", "quiet"))
+            parts.append(Card(text=passage.html))
+    if cards:
+        yield Section("What the model looks at", parts, "attribution", "What the model looks at")
+
+
+def by_class(result: AnalyzeResult, plot: Plot | None) -> Iterator[Section]:
+    """The norms of each class, as a figure and as tables."""
+    if has_classes(result.samples) and (result.samples["status"] == "ok").any():
+        figures = [] if plot is None else [image(plot)]
+        yield Section("Class by class", [*figures, *class_parts(result)], "by-class", "Classes")
+
+
+def by_layer(result: AnalyzeResult, plot: Plot | None) -> Iterator[Section]:
+    """The norms of each parameter's gradient, as a figure and as a table."""
+    if len(result.parameters):
+        layers = layer_table(result.parameters, read_manifest(result.manifest).loss_unit)
+        parts: list[Part] = [] if plot is None else [image(plot)]
+        parts.append(Fold("The same as a table, a row a parameter", [layers]))
+        yield Section("Layer by layer", parts, "by-layer", "Layers")
+
+
+def layer_table(parameters: pd.DataFrame, unit_of_loss: str) -> Table:
+    """A row a parameter, in the order of the model."""
+    shown = parameters
+    if len(parameters) > MAX_PARAMETER_ROWS:
+        shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
+    prefix = common_prefix(list(map(str, parameters["parameter"])))
+    names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
+    unit = f"{unit_of_loss} per unit of parameter"
+
+    def text(key: str, words: str, meaning: str = "") -> Column:
+        return Column(words, lambda row: brief(str(row[key]), NAME_LIMIT), key=key, meaning=meaning)
+
+    def norm(key: str, words: str, meaning: str) -> Column:
+        return Column(words, lambda row: number(row[key]), True, key, meaning)
+
+    def share(row: dict[str, Any]) -> str:
+        return MISSING if pd.isna(row["share"]) else percent(row["share"])
+
+    mean = f"mean over samples of the norm of this parameter's gradient ({unit})"
+    share_meaning = "mean squared norm, divided by that of all parameters together (%)"
+    columns = [
+        Column("parameter", lambda row: row["_name"], key="parameter"),
+        text("shape", "shape"),
+        norm("mean_norm", "mean norm", mean),
+        norm("std_norm", "standard deviation", f"over samples ({unit})"),
+        norm("median", "median", unit),
+        norm("max_norm", "largest", unit),
+        Column("share", share, True, "share", share_meaning),
+        text("computed_as", "computed as", "the terms whose sum the gradient is"),
+    ]
+    left_out = (
+        f"{len(shown)} of {len(parameters):,} parameters are shown, those with the largest share."
+        if len(shown) < len(parameters)
+        else ""
+    )
+    note = ". ".join(part for part in (prefix_note(prefix), left_out) if part)
+    rows = shown.assign(_name=names).to_dict("records")
+    return table("layers", "Gradient norms of each parameter", columns, rows, note=note, explained=True)
+
+
+def meaning(loss_unit: str) -> Section:
+    """What the numbers of the page mean."""
+    unit = "units of the loss" if loss_unit == UNKNOWN_UNIT else loss_unit
+    parts: list[Part] = [Text(_MEANING.format(unit)), Bullets(_MEANINGS)]
+    return Section("What the numbers mean, and what they do not", parts, "meaning", "What the numbers mean")
+
+
+_MEANING = Markup(
+    '<b>Gradient norm</b> of sample n: <span class="formula">‖∇<sub>θ</sub> ℓ(f(x<sub>n</sub>; θ),'
+    " y<sub>n</sub>)‖<sub>2</sub></span>, over all trainable parameters θ, at the checkpoint as it is; in {}"
+    " per unit of parameter. <b>Loss</b>: that sample’s own ℓ, with nothing averaged over the batch."
+    " <b>Share</b> of a parameter: the mean over samples of its squared norm, divided by that of all"
+    " parameters together. <b>Percentile</b>: the percentage of samples that are not more suspect."
+)
+_MEANINGS = (
+    "A large norm says: one step on this sample alone would change the parameters most. Wrong labels do that;"
+    " so do rare, hard, and plainly good examples.",
+    "A small norm does not say that a sample is clean. A network that has memorised a wrong label has a small"
+    " gradient there.",
+    "Loss often finds wrong labels as well as the norm does, or better. Compare the two before you trust"
+    " either.",
+    "Norms depend on the parametrisation and on training time: compare them within one run, not between"
+    " models.",
+    "A norm is no influence: it has no sign, and does not tell which predictions a sample changed.",
+)

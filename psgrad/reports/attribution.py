@@ -1,9 +1,6 @@
-"""What samples owe to the parts of their inputs, for a page: overlays on pictures, and highlighted tokens.
+"""What samples owe to the parts of their inputs: overlays on pictures, and highlighted pieces of text.
 
-Signed numbers as colours: orange raises, blue lowers. The two stay apart for every kind of colour vision, and
-in grey they are dark.
-
-Ids as people read them: each position's piece of the text, in the colour of what it is attributed.
+Orange raises, blue lowers. The two stay apart for every kind of colour vision, and in grey they are dark.
 """
 
 from __future__ import annotations
@@ -15,12 +12,14 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from PIL import Image
 
 from psgrad.reports.drawing import REVIEW
-from psgrad.reports.page import UNKNOWN_UNIT, data_uri, loss_unit, picture_uri, to_png, to_rgb
+from psgrad.reports.pictures import data_uri, picture_uri, to_png, to_rgb
 from psgrad.reports.words import count, identifier, number, printable
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
+from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
 
 Array = np.ndarray[Any, Any]
 
@@ -88,14 +87,10 @@ MAX_POSITIONS = 160
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring pieces of one shade. level: -6 to 6, 0 for nothing. style: CSS, empty for nothing."""
+    """Neighbouring pieces of one shade. level: -6 to 6, 0 for nothing."""
 
     text: str
     level: int
-
-    @property
-    def style(self) -> str:
-        return style_of(self.level)
 
 
 @dataclass(frozen=True)
@@ -109,6 +104,15 @@ class Passage:
     spans: list[Span]
     scale: str
     note: str
+
+    @property
+    def html(self) -> Markup:
+        """The pieces, each on the background of its shade."""
+        shaded, plain = Markup('<span style="{}">{}</span>'), Markup("<span>{}</span>")
+        return Markup().join(
+            shaded.format(style_of(span.level), span.text) if span.level else plain.format(span.text)
+            for span in self.spans
+        )
 
 
 def pieces_of(ids: Array, text: str | None) -> tuple[list[str], list[int]]:
@@ -335,7 +339,7 @@ def unit_of(measure: MeasureResult) -> str:
 
 def unit_words(result: AnalyzeResult, measure: MeasureResult) -> str:
     """The unit of a map's numbers."""
-    unit, known = unit_of(measure), loss_unit(result.manifest)
+    unit, known = unit_of(measure), read_manifest(result.manifest).loss_unit
     if unit == "loss" and known != UNKNOWN_UNIT:
         unit = known
     return unit + ("" if measure.name in ADDITIVE else " per unit of input")

@@ -34,8 +34,9 @@ from psgrad.reports.drawing import (
     place_picture,
     place_words,
     sheet,
+    write,
 )
-from psgrad.reports.page import to_rgb
+from psgrad.reports.pictures import to_rgb
 from psgrad.reports.words import identifier, number, shorten_middle
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 
@@ -131,15 +132,9 @@ def _legend(axes: Axes, top: float, unit: str) -> None:
         (WIDTH_IN / 2, "center", "nothing"),
         (WIDTH_IN - 0.03, "right", "raises"),
     ):
-        axes.text(where, top + 0.22, words, ha=side, size=7.5, color=INK)
-    axes.text(
-        WIDTH_IN / 2,
-        top + 0.36,
-        f"full colour: the number below a picture, in {unit}",
-        ha="center",
-        size=7.5,
-        color=QUIET,
-    )
+        write(axes, (where, top + 0.22), words, 7.5, ha=side, va="baseline")
+    below = f"full colour: the number below a picture, in {unit}"
+    write(axes, (WIDTH_IN / 2, top + 0.36), below, 7.5, ha="center", va="baseline", color=QUIET)
 
 
 # -- text ----------------------------------------------------------------------------------------------------
@@ -157,24 +152,14 @@ def _text(passages: list[tuple[TopSample, Passage]]) -> Figure:
     for (shown, passage), lines in zip(passages, wrapped, strict=True):
         note = f"; {passage.note}" if passage.note else ""
         words = f"{shorten_middle(identifier(shown.id), 50)}   {passage.scale}{note}"
-        axes.text(0, top, words, fontsize=8, color=QUIET, va="center", parse_math=False)
+        write(axes, (0, top), words, color=QUIET)
         for below, line in enumerate(lines, start=1):
             for column, (letter, level) in enumerate(line):
                 if level:
                     axes.add_patch(
                         Rectangle((column, top + below - 0.5), 1, 1, color=shade(level), linewidth=0)
                     )
-                where = column + 0.5, top + below
-                axes.text(
-                    *where,
-                    letter,
-                    fontsize=7.5,
-                    family="monospace",
-                    color=INK,
-                    ha="center",
-                    va="center",
-                    parse_math=False,
-                )
+                write(axes, (column + 0.5, top + below), letter, 7.5, family="monospace", ha="center")
         top += len(lines) + 2
     return figure
 

@@ -1,29 +1,26 @@
-"""Two runs side by side, in the formats that people, shells and pages read.
-
-Two runs as one figure and as one page that needs nothing else.
-"""
+"""Two runs side by side: in the formats that people, shells and pages read, as a figure, and as a page."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
-from rich.table import Table
-from rich.text import Text
 
 from psgrad.reports.ci.as_csv import cell
 from psgrad.reports.ci.markdown import code, plain
 from psgrad.reports.ci.words import clean
-from psgrad.reports.drawing import DARK, QUIET, REST, Plot, figure_with_axes, say_empty
-from psgrad.reports.outlier_sections import score_words
-from psgrad.reports.page import plot_uri, templates
-from psgrad.reports.terminal import print_table
+from psgrad.reports.drawing import DARK, DASHES, QUIET, REST, Plot, figure_with_axes, say_empty
+from psgrad.reports.outliers import score_words
+from psgrad.reports.sections import Facts, Page, Section, Text, image, render
+from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import MISSING, count, identifier, number, percentile
 from psgrad.results.findings import Comparison
@@ -32,8 +29,6 @@ from psgrad.wording import correlation
 FORMATS = ("terminal", "json", "csv", "markdown")
 
 TITLES = {"rose": "Rose most", "fell": "Fell most", "came": "Came", "went": "Went"}
-HEADINGS = ("sample", "score in A", "score in B", "percentile in A", "percentile in B", "moved", "list")
-GROUP_HEADINGS = ("group", "samples", "rank correlation", "median in A", "median in B", "entered", "left")
 
 
 def render_comparison(result: Comparison, style: str) -> str:
@@ -57,77 +52,75 @@ def sentences(result: Comparison) -> list[str]:
     ]
 
 
-def sections(result: Comparison) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """(title, rows of cells under HEADINGS) for each change that there is. Cells are on one line and bounded,
-    ids are not escaped.
+def tables(result: Comparison) -> list[Table]:
+    """A table for each change that there is, and one of the groups. Cells are on one line and bounded, ids
+    are not escaped.
     """
     found = []
     for change, title in TITLES.items():
         rows = result.changes[result.changes["change"] == change].to_dict("records")
         if rows:
-            found.append(
-                (f"{title} ({len(rows):,} of {result.counts[change]:,})", [_cells(row) for row in rows])
-            )
+            caption = f"{title} ({len(rows):,} of {result.counts[change]:,})"
+            found.append(table(change, caption, _CHANGES, rows, tall=False))
+    if len(result.groups):
+        rows = result.groups.to_dict("records")
+        found.append(table("groups", "Groups, the least alike first", _GROUPS, rows, tall=False))
     return found
 
 
-def group_cells(result: Comparison) -> list[tuple[str, ...]]:
-    """Rows of cells under GROUP_HEADINGS."""
-
-    def cells(row: dict[Hashable, Any]) -> tuple[str, ...]:
-        numbers = correlation(row["spearman"]), number(row["median_a"]), number(row["median_b"])
-        return (
-            clean(identifier(row["group"])),
-            f"{row['samples']:,}",
-            *numbers,
-            f"{row['entered']:,}",
-            f"{row['left']:,}",
-        )
-
-    return [cells(row) for row in result.groups.to_dict("records")]
+def _number(words: str, key: str) -> Column:
+    return Column(words, lambda row: number(row[key]), True)
 
 
-def _cells(row: dict[Hashable, Any]) -> tuple[str, ...]:
-    moved = MISSING if pd.isna(row["moved"]) else f"{row['moved']:+.2f}"
-    scores = (number(row[key]) for key in ("score_a", "score_b"))
-    places = (
-        MISSING if pd.isna(row[key]) else percentile(row[key]) for key in ("percentile_a", "percentile_b")
-    )
-    return (clean(identifier(row["id"])), *scores, *places, moved, row["list"])
+def _percentile(words: str, key: str) -> Column:
+    return Column(words, lambda row: MISSING if pd.isna(row[key]) else percentile(row[key]), True)
+
+
+def _count(words: str, key: str) -> Column:
+    return Column(words, lambda row: f"{row[key]:,}", True)
+
+
+_CHANGES = (
+    Column("sample", lambda row: clean(identifier(row["id"])), key="id"),
+    _number("score in A", "score_a"),
+    _number("score in B", "score_b"),
+    _percentile("percentile in A", "percentile_a"),
+    _percentile("percentile in B", "percentile_b"),
+    Column("moved", lambda row: MISSING if pd.isna(row["moved"]) else f"{row['moved']:+.2f}", True),
+    Column("list", lambda row: row["list"], True),
+)
+_GROUPS = (
+    Column("group", lambda row: clean(identifier(row["group"])), key="id"),
+    _count("samples", "samples"),
+    Column("rank correlation", lambda row: correlation(row["spearman"]), True),
+    _number("median in A", "median_a"),
+    _number("median in B", "median_b"),
+    _count("entered", "entered"),
+    _count("left", "left"),
+)
 
 
 def _terminal(result: Comparison) -> str:
     lines = io.StringIO()
     lines.writelines(f"{clean(line)}\n" for line in (f"A: {result.a}", f"B: {result.b}", *sentences(result)))
     lines.writelines(f"warning: {clean(warning)}\n" for warning in result.warnings)
-    for title, rows in sections(result):
-        lines.write(f"\n{title}\n")
-        print_table(_table(HEADINGS, rows), lines)
-    if len(result.groups):
-        lines.write("\nGroups, the least alike first\n")
-        print_table(_table(GROUP_HEADINGS, group_cells(result)), lines)
+    for each in tables(result):
+        lines.write(f"\n{each.caption}\n")
+        print_table(each, lines)
     return lines.getvalue()
 
 
-def _table(headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
 def _json(result: Comparison) -> str:
+    keys = ("a", "b", "score", "tail", "counts", "spearman", "warnings")
     content = {
         "version": 1,
-        **{
-            key: getattr(result, key) for key in ("a", "b", "score", "tail", "counts", "spearman", "warnings")
-        },
+        **{key: getattr(result, key) for key in keys},
         "changes": [_plain_values(row) for row in result.changes.to_dict("records")],
         "groups": [_plain_values(row) for row in result.groups.to_dict("records")],
     }
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+    stream = io.StringIO()
+    write_json(content, stream)
+    return stream.getvalue()
 
 
 def _plain_values(row: dict[Hashable, Any]) -> dict[str, Any]:
@@ -158,20 +151,13 @@ def _markdown(result: Comparison) -> str:
         f"### psgrad diff {code(clean(result.a))} {code(clean(result.b))}",
         "",
         *(f"- {plain(line)}" for line in sentences(result)),
+        *(f"- warning: {plain(clean(warning))}" for warning in result.warnings),
     ]
-    lines += [f"- warning: {plain(clean(warning))}" for warning in result.warnings]
-    groups = (
-        [("Groups, the least alike first", GROUP_HEADINGS, group_cells(result))] if len(result.groups) else []
-    )
-    for title, headings, rows in [*((title, HEADINGS, rows) for title, rows in sections(result)), *groups]:
-        lines += [
-            "",
-            f"#### {plain(title)}",
-            "",
-            f"| {' | '.join(headings)} |",
-            f"| {' | '.join(['---'] * len(headings))} |",
-        ]
-        lines += [f"| {' | '.join([code(row[0]), *map(plain, row[1:])])} |" for row in rows]
+    for each in tables(result):
+        headings = [column.words for column in each.columns]
+        rows = [[code(row.cells[0]), *map(plain, row.cells[1:])] for row in each.rows]
+        lines += ["", f"#### {plain(each.caption)}", ""]
+        lines += [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -195,7 +181,7 @@ def draw_comparison(result: Comparison) -> Plot:
         say_empty(axes, "no sample has a finite score in both")
     else:
         low, high = min(a.min(), b.min()), max(a.max(), b.max())
-        axes.plot([low, high], [low, high], color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        axes.plot([low, high], [low, high], color=QUIET, linewidth=0.9, linestyle=DASHES, zorder=1)
         if len(a) <= MAX_POINTS:
             axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2)
         else:
@@ -219,29 +205,22 @@ def draw_comparison(result: Comparison) -> Plot:
 
 
 def render_page(result: Comparison) -> str:
-    """The comparison as HTML. All text of the data is escaped."""
-    plot = draw_comparison(result)
-    return templates.get_template("comparison.html").render(
-        title="Two runs compared",
-        a=clean(result.a),
-        b=clean(result.b),
-        headline=[
-            (correlation(result.spearman), "rank correlation (Spearman)"),
-            *((f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()),
-        ],
-        facts=[
-            ("Run A", clean(result.a)),
-            ("Run B", clean(result.b)),
-            ("Score", score_words(clean(result.score))),
-        ],
-        made="",
-        notes=[],
-        sentences=sentences(result),
-        warnings=[clean(warning) for warning in result.warnings],
-        plot=plot,
-        image=plot_uri(plot),
-        headings=HEADINGS,
-        sections=sections(result),
-        group_headings=GROUP_HEADINGS,
-        groups=group_cells(result),
+    """The comparison as HTML."""
+    plot, (a, b) = draw_comparison(result), (clean(result.a), clean(result.b))
+    warnings = [Text(Markup("<b>Warning:</b> {}").format(clean(each))) for each in result.warnings]
+    figures = [(f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()]
+    facts = Facts([("Run A", a), ("Run B", b), ("Score", score_words(clean(result.score)))])
+    return render(
+        Page(
+            title="Two runs compared",
+            what=Markup("<bdi>{}</bdi> (A) and <bdi>{}</bdi> (B)").format(a, b),
+            private="Scores tell about single samples.",
+            headline=[(correlation(result.spearman), "rank correlation (Spearman)"), *figures],
+            sections=[
+                Section("In short", [*map(Text, sentences(result)), *warnings]),
+                Section(plot.title, [replace(image(plot), title="")]),
+                *(Section(each.caption, [each]) for each in tables(result)),
+                Section("This run", [facts]),
+            ],
+        )
     )

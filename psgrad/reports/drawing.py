@@ -1,9 +1,7 @@
-"""What all figures share: their form as a file, colours, axes.
+"""What all figures share: their form as a file, colours, axes, legends, and sheets of pictures with words.
 
-Matplotlib's objects are used directly: no pyplot, no global state, no window system.
-
-Sheets of pictures with words: places in inches on one pair of axes, as axes for each picture take ten times
-as long to draw.
+Matplotlib's objects are used directly: no pyplot, no global state, no window system. A sheet has one pair of
+axes with places in inches, as axes for each picture take ten times as long to draw.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -42,6 +41,7 @@ SHADES = (
 )
 
 WIDTH_IN = 8.0
+DASHES = (0, (4, 3))
 TITLE_IN, TITLE_LETTERS = 0.2, 96  # a line of a title: its height, and what fits into it
 
 
@@ -179,13 +179,23 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
 
 
 def figure_with_axes(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
-    axes = figure.subplots()
-    style(axes)
+    """A figure of a height in inches, with one pair of axes."""
+    figure, (axes,) = figure_with_panels(height, 1)
     return figure, axes
 
 
-def style(axes: Axes) -> None:
+def figure_with_panels(
+    height: float, across: int, down: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """The same with several pairs of axes, row by row; options: of matplotlib's `subplots`."""
+    figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
+    panels: list[Axes] = figure.subplots(down, across, squeeze=False, **options).ravel().tolist()
+    for axes in panels:
+        _style(axes)
+    return figure, panels
+
+
+def _style(axes: Axes) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(QUIET)
@@ -197,6 +207,23 @@ def style(axes: Axes) -> None:
     axes.set_axisbelow(True)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=QUIET, size=9)
+
+
+def scatter(axes: Axes, rows: pd.DataFrame, across: str, look: tuple[str, str], words: str | None) -> None:
+    """A point a row, its loss against a column, `across`; look: (colour, marker 'o' or 'x'); words: for the
+    legend.
+    """
+    if len(rows):
+        axes.scatter(
+            rows[across],
+            rows["loss"],
+            s=16,
+            color=look[0],
+            marker=look[1],
+            linewidths=1.1 if look[1] == "x" else 0,
+            alpha=0.7,
+            label=words,
+        )
 
 
 def rows_height(rows: int) -> float:
@@ -220,6 +247,11 @@ def log_bins(values: Array, count: int) -> Array:
     if high <= low * 1.001:
         low, high = low / 2, high * 2
     return np.geomspace(low, high * (1 + 1e-9), min(count, 10 + len(values) // 4) + 1)
+
+
+def write(axes: Axes, place: tuple[float, float], words: str, size: float = 8, **style: Any) -> None:
+    """Words at a place, whatever dollar signs they have."""
+    axes.text(*place, words, size=size, parse_math=False, **{"va": "center", "color": INK, **style})
 
 
 _LETTER = 0.6  # of the font's size: what a letter takes on average, and a little more
@@ -260,15 +292,8 @@ def place_words(axes: Axes, lines: list[str], left: float, top: float, width: fl
     for line in lines:
         top += line_height(size)
         words = shorten_middle(line, letters_in(width, size, bold=style.get("weight") == "bold"))
-        axes.text(
-            left + width / 2,
-            top - 0.25 * size / 72,
-            words,
-            ha="center",
-            size=size,
-            parse_math=False,
-            **{"color": INK, **style},
-        )
+        place = (left + width / 2, top - 0.25 * size / 72)
+        write(axes, place, words, size, ha="center", va="baseline", **style)
     return top
 
 

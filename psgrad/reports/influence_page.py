@@ -1,23 +1,24 @@
-"""The page of an influence run: it needs nothing else, and is at most 2 MB for any number of examples and
-queries.
-
-All files of an influence report, handed to whoever stores them.
+"""The page of an influence run: which sections it has, in order. It is at most 2 MB for any number of
+examples and queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
+from markupsafe import Markup
 
 from psgrad.reports.drawing import Plot
-from psgrad.reports.influence_plots import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE, draw_influence_plots
+from psgrad.reports.influence_facts import fit_facts
+from psgrad.reports.influence_plots import draw_influence_plots
+from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
 from psgrad.reports.influence_terminal import (
     Example,
     beyond_note,
-    checked_rows,
+    check_table,
     examples,
     is_uncalibrated,
     method_words,
@@ -27,138 +28,308 @@ from psgrad.reports.influence_terminal import (
     signed,
     unit_words,
 )
-from psgrad.reports.page import (
-    FACT_LIMIT,
-    at,
-    excerpt,
-    facts_of,
-    made_words,
-    notes_of,
-    picture_uri,
-    plot_uri,
-    shown_text,
-    templates,
-    title_of,
+from psgrad.reports.origin import FACT_LIMIT, made_words, this_run, title_of
+from psgrad.reports.pictures import PICTURE_NOTE, excerpt, picture_uri, shown_text
+from psgrad.reports.sections import (
+    Beside,
+    Bullets,
+    Card,
+    Cards,
+    Fold,
+    Page,
+    Part,
+    Section,
+    Subtitle,
+    Text,
+    image,
+    render,
 )
-from psgrad.reports.plots import PICTURE_NOTE
-from psgrad.reports.words import brief, identifier, label, number
+from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.words import MISSING, brief, identifier, label, number
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
+from psgrad.results.manifest import read_manifest
 
 # Every part of the page is bounded, so that the page is: 90 pictures of noise are about 1.5 MB.
 PICTURE_SIDE = 64
 MAX_ROWS = 20
-MAX_FACTS = 30
 MAX_WARNINGS = 20
 
 
-@dataclass(frozen=True)
-class Card:
-    """A query or a training example: its words, and a picture as data URI or a text where there is one."""
-
-    words: Example
-    picture: str | None
-    text: str | None
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A query, or all of them, with its strongest proponents and opponents."""
-
-    title: str
-    query: Card | None
-    proponents: list[Card]
-    opponents: list[Card]
-
-    @property
-    def cards(self) -> list[Card]:
-        return [*([self.query] if self.query else []), *self.proponents, *self.opponents]
-
-    @property
-    def pictures(self) -> bool:
-        return any(card.picture for card in self.cards)
-
-    @property
-    def texts(self) -> bool:
-        return any(card.text for card in self.cards)
-
-    @property
-    def spreads(self) -> bool:
-        return any(card.words.spread for card in self.cards)
-
-    @property
-    def labels(self) -> bool:
-        return any(card.words.label != "–" for card in self.cards)
+def write_influence_report(result: InfluenceResult, write: Callable[[str, bytes], None]) -> None:
+    """Draw the plots and the page; `write(name, data)` is called for each of plots/<name>.png and
+    report.html.
+    """
+    plots = draw_influence_plots(result)
+    for plot in plots:
+        write(f"plots/{plot.name}.png", plot.png())
+    write("report.html", render_influence(result, plots).encode("utf-8", "replace"))
 
 
 def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
-    """The report as HTML. All text from the config, the data and the model is escaped."""
-    training, queries = result.training, result.queries
-    sheets = [_sheet(result, query) for query in reported_queries(result, MAX_SHEETS)]
-    return templates.get_template("influence.html").render(
-        title=title_of(result.manifest, "Which training examples made the model do this?"),
-        headline=_headline(result),
-        method=method_words(result.method),
-        unit=unit_words(result),
-        sign=SIGN,
-        predicts_removal=result.predicts_removal,
-        measurement=brief(result.measurement, 60),
-        warnings=[brief(str(warning), FACT_LIMIT) for warning in result.warnings[:MAX_WARNINGS]],
-        warning_count=len(result.warnings),
-        sheets=sheets,
-        single=sum(sheet.query is not None for sheet in sheets),
-        scored=int((queries["status"] == "ok").sum()),
-        notes_on_sheets=_notes(result, sheets),
-        check=result.check,
-        checked=checked_rows(result),
-        damping=_damping(result),
-        amounts=[facts["calibrated_because"] for facts in result.facts[:1] if "calibrated_because" in facts],
-        uncalibrated=is_uncalibrated(result),
-        figures=[(plot, plot_uri(plot)) for plot in plots if not plot.name.endswith("_sheet")],
-        own=_self_influences(result),
-        classes=has_classes(training),
-        excluded=[
-            (what, *_excluded(frame)) for what, frame in (("training example", training), ("query", queries))
-        ],
-        made=made_words(result.manifest),
-        facts=[*_fit(result), *facts_of(result.manifest, result.folder)],
-        notes=notes_of(result.manifest),
+    """The report as HTML."""
+    manifest = read_manifest(result.manifest)
+    return render(
+        Page(
+            title=title_of(manifest, "Which training examples made the model do this?"),
+            what=(
+                "Of every query this page shows the training examples that help it most, and those that hurt"
+                " it most."
+            ),
+            private=(
+                "Scores of single training examples reveal who is in the training set, and their inputs are"
+                " shown."
+            ),
+            headline=headline(result),
+            sections=[
+                asked(result),
+                *sheets(result),
+                *(figure(result, plot) for plot in plots if not plot.name.endswith("_sheet")),
+                meaning(result),
+                this_run(manifest, result.folder, fit_facts(result)),
+            ],
+            made=made_words(manifest),
+        )
     )
 
 
-def _sheet(result: InfluenceResult, query_index: int) -> Sheet:
-    query = None if query_index == ALL_INDEX else _card(query_example(result, query_index))
-    proponents, opponents = (
-        [_card(each) for each in side] for side in examples(result, query_index, PER_SIDE)
-    )
-    return Sheet(query_title(result, query_index), query, proponents, opponents)
-
-
-def _card(example: Example) -> Card:
-    if example.input is None:
-        return Card(example, None, None)
-    return Card(example, picture_uri(example.input, PICTURE_SIDE), excerpt(shown_text(example.input)))
-
-
-def _notes(result: InfluenceResult, sheets: Sequence[Sheet]) -> str:
-    pictures = any(sheet.pictures for sheet in sheets)
-    return " ".join(filter(None, (DIFFERS_NOTE, beyond_note(result), PICTURE_NOTE if pictures else "")))
-
-
-def _headline(result: InfluenceResult) -> list[tuple[str, str]]:
+def headline(result: InfluenceResult) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
     gone = sum(int((frame["status"] != "ok").sum()) for frame in (result.training, result.queries))
-    headline = [
+    found = [
         (f"{len(result.training):,}", "training examples"),
         (f"{len(result.queries):,}", "queries" if len(result.queries) != 1 else "query"),
         (f"{gone:,}", "excluded, not finite"),
     ]
     if len(result.facts) > 1:
-        headline.append((f"{len(result.facts):,}", "checkpoints"))
+        found.append((f"{len(result.facts):,}", "checkpoints"))
     if has_classes(result.queries) and (wrong := int(disagrees(result.queries).sum())):
-        headline.append(
-            (f"{wrong:,}", "queries the model gets wrong" if wrong != 1 else "query the model gets wrong")
+        queries = "queries" if wrong != 1 else "query"
+        found.append((f"{wrong:,}", f"{queries} the model gets wrong"))
+    return found
+
+
+def asked(result: InfluenceResult) -> Section:
+    """What was asked: measurement, method, sign, unit, and all that limits the answer."""
+    unit = unit_words(result)
+    how = Markup(
+        "How the model’s <b>{}</b> on each query depends on each training example, by the method <b>{}</b>."
+    )
+    sign = Markup("<b>Sign.</b> {}.<br><b>Unit of a score.</b> {}.")
+    parts: list[Part] = [
+        Text(how.format(brief(result.measurement, 60), method_words(result.method))),
+        Text(sign.format(SIGN.capitalize(), unit[:1].upper() + unit[1:])),
+    ]
+    if not result.predicts_removal:
+        no_removal = (
+            "This method predicts no retraining: its scores rank examples, and a score of 0.01 is no 0.01 of"
+            " any loss after removal."
         )
-    return headline
+        parts.append(Text(no_removal, "quiet"))
+    if result.check is not None and result.check.removals:
+        checked = replace(check_table(result), tall=False, note=result.check.words)
+        parts += [Subtitle(checked.caption), checked]
+    parts += [Text(brief(str(warning), FACT_LIMIT), "differs") for warning in result.warnings[:MAX_WARNINGS]]
+    if (more := len(result.warnings) - MAX_WARNINGS) > 0:
+        parts.append(Text(f"{more} more warnings are in manifest.json.", "quiet"))
+    parts += _excluded(result.training, ("training example", "training examples", "self_influence"))
+    parts += _excluded(result.queries, ("query", "queries", "queries"))
+    return Section("What was asked", parts)
+
+
+def _excluded(frame: pd.DataFrame, names: tuple[str, str, str]) -> Iterator[Part]:
+    """Rows without scores, counted and named; names: of one, of several, and of their file."""
+    gone = frame.loc[frame["status"] != "ok", "id"]
+    one, several, file = names
+    if len(gone):
+        words = f"{len(gone):,} {one if len(gone) == 1 else several} excluded: loss or gradient not finite."
+        others = f", … (the others are in {file}.parquet, status “nonfinite”)" if len(gone) > MAX_ROWS else ""
+        yield Text(words, "differs")
+        yield Text(", ".join(map(identifier, gone.head(MAX_ROWS))) + others, "quiet")
+
+
+def sheets(result: InfluenceResult) -> Iterator[Section | Text]:
+    """Of all queries together and of each of the first few: what helps and hurts most."""
+    shown = reported_queries(result, MAX_SHEETS)
+    made = {query: sheet_parts(result, query) for query in shown}
+    pictures = any(map(_has_pictures, made.values()))
+    notes = " ".join(filter(None, (DIFFERS_NOTE, beyond_note(result), PICTURE_NOTE if pictures else "")))
+    for place, (query, parts) in enumerate(made.items()):
+        ranked = "Ranked by the mean of the scores over all queries. " if query == ALL_INDEX else ""
+        first: list[Part] = [] if place else [Text(ranked + notes, "quiet")]
+        yield Section(query_title(result, query), [*first, *parts])
+    single, scored = len(shown) - (ALL_INDEX in shown), int((result.queries["status"] == "ok").sum())
+    if scored > single:
+        wrong_first = "the worst of those that the model gets wrong, then the worst of the others"
+        order = wrong_first if has_classes(result.training) else "the worst"
+        words = f"{single} of {scored:,} queries are shown: {order}."
+        yield Text(f"{words} All are in scores.parquet and scores.csv beside this page.", "quiet")
+
+
+def _has_pictures(parts: Sequence[Part]) -> bool:
+    return any(isinstance(each, Beside) or (isinstance(each, Cards) and each.pictures) for each in parts)
+
+
+def sheet_parts(result: InfluenceResult, query_index: int) -> list[Part]:
+    """A query beside its strongest proponents and opponents."""
+    both = examples(result, query_index, PER_SIDE)
+    parts = [
+        *side(both[0], "helps", "No training example has a positive score."),
+        *side(both[1], "hurts", "No training example has a negative score."),
+    ]
+    if query_index == ALL_INDEX:
+        return parts
+    query = example_card(query_example(result, query_index))
+    if query.picture:
+        return [Beside([Subtitle("The query", "quiet"), query], parts)]
+    return parts if query.text is None else [Subtitle("The query", "quiet"), query, *parts]
+
+
+def side(shown: Sequence[Example], sign: str, otherwise: str) -> Iterator[Part]:
+    """The examples of one sign, as cards where their inputs can be looked at, else as a table."""
+    yield Subtitle(f"{sign.capitalize()} most", sign)
+    cards = [example_card(each, sign) for each in shown]
+    if not shown:
+        yield Text(otherwise, "quiet")
+    elif any(card.picture or card.text is not None for card in cards):
+        yield Cards(cards)
+    else:
+        yield example_table(shown, sign)
+
+
+def example_card(example: Example, sign: str = "") -> Card:
+    """A query (without a sign) or a training example: its input and its words."""
+    words = Markup()
+    if sign:
+        words += Markup('<b class="{}">{}</b>').format(sign, example.score)
+        words += Markup(' <span class="quiet">{}</span>').format(example.spread) if example.spread else ""
+        words += Markup("<br>\n")
+    words += Markup("<bdi>{}</bdi>").format(example.id)
+    if example.label != MISSING:
+        guess = example.prediction != MISSING
+        known = Markup('<span class="unit">label {}{}</span>').format(example.label, "," if guess else "")
+        if guess:
+            known += Markup(' <span class="unit">model {}</span>').format(example.prediction)
+        words += Markup("\n<br>") + (Markup("<b>{}</b>").format(known) if example.differs else known)
+    if example.input is None:
+        return Card(words)
+    picture, text = picture_uri(example.input, PICTURE_SIDE), excerpt(shown_text(example.input))
+    return Card(words, picture, f"Input of {example.id}", text)
+
+
+def _bold(words: str, bold: bool) -> str:
+    return Markup("<b>{}</b>").format(words) if bold else words
+
+
+def _coloured(score: str, sign: str) -> str:
+    return Markup('<span class="{}">{}</span>').format(sign, score)
+
+
+def example_table(shown: Sequence[Example], sign: str) -> Table:
+    """A row an example of one sign."""
+    columns = [
+        Column("rank", lambda each: str(each.rank), True),
+        Column("score", lambda each: _coloured(each.score, sign), True),
+    ]
+    if any(each.spread for each in shown):
+        columns.append(Column("over checkpoints", lambda each: each.spread))
+    columns.append(Column("id", lambda each: each.id, key="id"))
+    if any(each.label != MISSING for each in shown):
+        columns += [
+            Column("label", lambda each: each.label),
+            Column("prediction", lambda each: _bold(each.prediction, each.differs)),
+        ]
+    return table("", f"{sign.capitalize()} most", columns, shown, tall=False)
+
+
+def figure(result: InfluenceResult, plot: Plot) -> Section:
+    """A figure, and below that of self-influence the largest as a table."""
+    drawn = replace(image(plot), title="", alt=f"{plot.title}: {plot.caption}")
+    parts: list[Part] = [drawn]
+    if plot.name == "self_influence" and "self_influence" in result.training:
+        own = self_influences(result)
+        if own.rows:
+            parts.append(Fold(own.caption, [own]))
+    return Section(plot.title, parts)
+
+
+def self_influences(result: InfluenceResult) -> Table:
+    """The training examples with the largest influence on themselves."""
+    largest = result.training[result.training["status"] == "ok"].nlargest(MAX_ROWS, "self_influence")
+    names = result.class_names
+
+    def mean(row: Mapping[Any, Any]) -> str:
+        score = signed(row.get("overall", float("nan")))
+        return _coloured(score, "hurts" if score.startswith("-") else "helps")
+
+    columns = [Column("id", lambda row: identifier(row["id"]), key="id")]
+    if has_classes(result.training):
+        columns += [
+            Column("label", lambda row: label(row.get("target"), names)),
+            Column("prediction", lambda row: _bold(label(row.get("prediction"), names), row["differs"])),
+        ]
+    columns += [
+        Column("loss", lambda row: number(row["loss"]), True),
+        Column("self-influence", lambda row: number(row["self_influence"]), True),
+        Column("score, mean over queries", mean, True),
+    ]
+    rows = largest.assign(differs=disagrees(largest)).to_dict("records")
+    return table("", f"The {len(rows)} largest as a table", columns, rows, tall=False)
+
+
+def meaning(result: InfluenceResult) -> Section:
+    """What scores mean; of a method that predicts no removal, that they only rank."""
+    items: list[str] = []
+    if result.predicts_removal:
+        uncalibrated = is_uncalibrated(result)
+        items.append(
+            f"A score of +0.01 {'predicts' if uncalibrated else 'says'}: had the model been trained to the"
+            f" end without this example, then its {brief(result.measurement, 60)} on the query would be worse"
+            " by 0.01, to first order about this checkpoint, and with the curvature and damping named below."
+        )
+        for facts in result.facts[:1]:
+            if "calibrated_because" in facts:
+                rely = "Such amounts are uncalibrated, so rely on their order:"
+                amounts = rely if uncalibrated else "These are amounts:"
+                items.append(f"{amounts} {facts['calibrated_because']}.")
+        items += _PREDICTED
+    else:
+        items += _RANKED
+    if damping := _damping(result):
+        items.append(_DAMPING.format(damping))
+    return Section("What the scores mean, and what they do not", [Bullets([*items, *_LIMITS])])
+
+
+_PREDICTED = (
+    "For a convex model that is what retraining shows, with a little less than the full effect for examples"
+    " that the model leans on. A network with hidden layers ends elsewhere after each training run, and"
+    " leaving one example out changes a single query less than another seed does: no method predicts that"
+    " from one model. Trust groups and ranks rather than single scores there, and average over models.",
+    "Scores of several examples add up to first order only: removing similar examples together often has a"
+    " larger effect than their sum.",
+)
+_RANKED = (
+    "Scores of this method rank training examples. Their size follows its own unit, and is not comparable"
+    " with that of other methods.",
+    "For a single network with hidden layers no method predicts what leaving one example out will do: trust"
+    " groups and ranks rather than single scores, and average over models.",
+)
+_DAMPING = Markup(
+    "Each eigenvalue of the curvature was raised by a damping of {}. A larger one makes scores smaller and"
+    " changes their ranks little. Keep it unless <code>psgrad influence --evaluate lds</code> with"
+    " <code>evaluate.tuning</code> finds a better one; for amounts of a convex model give the"
+    " <code>weight_decay</code> of training and no damping."
+)
+_LIMITS = (
+    "An opponent is no bad example by itself: a rightly labelled example of a class nearby hurts a query,"
+    " too.",
+    "Large self-influence marks wrong labels and rare examples. Loss, and the confidence of models that have"
+    " not seen the example, often find wrong labels as well or better. No influence score finds anomalies"
+    " that the model fits well.",
+    Markup(
+        "Whether the ranking is any good for this model and data can be measured: <code>psgrad influence"
+        " --evaluate lds</code> retrains on subsets and compares, with plain controls beside it."
+    ),
+)
 
 
 def _damping(result: InfluenceResult) -> str:
@@ -170,102 +341,3 @@ def _damping(result: InfluenceResult) -> str:
     if not isinstance(damping, float) or not isinstance(mean, float) or not damping or not mean:
         return ""
     return f"{number(damping)} ({number(damping / mean)} × the mean eigenvalue)"
-
-
-def _self_influences(result: InfluenceResult) -> list[dict[str, Any]]:
-    """The training examples with the largest influence on themselves."""
-    if "self_influence" not in result.training:
-        return []
-    largest = result.training[result.training["status"] == "ok"].nlargest(MAX_ROWS, "self_influence")
-    return [
-        _own(row, result.class_names) for row in largest.assign(differs=disagrees(largest)).to_dict("records")
-    ]
-
-
-def _own(row: Mapping[Hashable, Any], class_names: list[str] | None) -> dict[str, Any]:
-    return {
-        "id": identifier(row["id"]),
-        "label": label(row.get("target"), class_names),
-        "prediction": label(row.get("prediction"), class_names),
-        "differs": row["differs"],
-        "loss": number(row["loss"]),
-        "self_influence": number(row["self_influence"]),
-        "overall": signed(row.get("overall", float("nan"))),
-    }
-
-
-def _excluded(frame: pd.DataFrame) -> tuple[int, list[str]]:
-    gone = frame.loc[frame["status"] != "ok", "id"]
-    return len(gone), [identifier(each) for each in gone.head(MAX_ROWS)]
-
-
-def _fit(result: InfluenceResult) -> list[tuple[str, str]]:
-    """What the method says of its fit, and the checkpoints."""
-    checkpoints = at(result.manifest, "influence", "checkpoints") or []
-    rates = [checkpoint.get("learning_rate") for checkpoint in checkpoints]
-    found = [
-        ("Method", method_words(result.method)),
-        ("Measurement", result.measurement),
-        (
-            "Normalised by",
-            {"none": None}.get(normalize := at(result.manifest, "influence", "normalize"), normalize),
-        ),
-        (
-            "Checkpoints",
-            (
-                ", ".join(str(checkpoint.get("path")) for checkpoint in checkpoints)
-                if len(checkpoints) > 1
-                else None
-            ),
-        ),
-        (
-            "Learning rates",
-            ", ".join(map(_plain, rates)) if any(rate is not None for rate in rates) else None,
-        ),
-    ]
-    each = [flattened(facts) for facts in result.facts]
-    for name in dict.fromkeys(name for facts in each for name in facts):
-        values = [_plain(facts.get(name)) for facts in each]
-        found.append((_NAMES.get(name, name), values[0] if len(set(values)) == 1 else ", ".join(values)))
-    return [(brief(name, 60), brief(str(value), FACT_LIMIT)) for name, value in found if value][:MAX_FACTS]
-
-
-_NAMES = {
-    "Solver because": "Why this solver",
-    "Calibrated because": "Why, or why not",
-    "Leverage": "Leverage correction",
-}
-
-
-def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested facts as one dict whose names are sentences' beginnings: {"spectrum": {"largest": 3}} is
-    {"Spectrum largest": 3}.
-    """
-    found: dict[str, Any] = {}
-    for key, value in facts.items():
-        name = f"{before} {key}".strip() if before else str(key).replace("_", " ").capitalize()
-        if isinstance(value, Mapping):
-            found |= flattened(value, name)
-        elif value is not None:
-            found[name] = value
-    return found
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value[:MAX_ROWS]))
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def write_influence_report(result: InfluenceResult, write: Callable[[str, bytes], None]) -> None:
-    """Draw the plots and the page; `write(name, data)` is called for each of plots/<name>.png and
-    report.html.
-    """
-    plots = draw_influence_plots(result)
-    for plot in plots:
-        write(f"plots/{plot.name}.png", plot.png())
-    write("report.html", render_influence(result, plots).encode("utf-8", "replace"))

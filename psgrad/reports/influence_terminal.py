@@ -1,24 +1,18 @@
-"""The end of an influence run on a terminal.
-
-How scores, queries and training examples are written for people, on the terminal, in figures and in HTML
-alike.
+"""How scores, queries and training examples are written, on the terminal, in figures and on the page, and the
+end of an influence run on a terminal.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any, TextIO
 
 import pandas as pd
-from rich.table import Table
-from rich.text import Text
 
-from psgrad.reports.costs import amount
-from psgrad.reports.page import loss_unit
-from psgrad.reports.terminal import print_table
-from psgrad.reports.words import MISSING, brief, count, identifier, label, number, percent
+from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.terminal import print_table, write_json
+from psgrad.reports.words import MISSING, amount, brief, count, identifier, label, number, percent
 from psgrad.results import (
     ALL_INDEX,
     ALL_QUERIES,
@@ -30,6 +24,7 @@ from psgrad.results import (
     pairs_of,
     shown_queries,
 )
+from psgrad.results.manifest import read_manifest
 
 UNIT_LIMIT = 260
 
@@ -86,7 +81,7 @@ def own_words(result: InfluenceResult) -> str:
     """The unit of an example's influence on itself, which is on its own loss whatever is asked of queries."""
     if not result.predicts_removal:
         return unit_words(result).replace("the query's", "its own")
-    nats = ", in nats" if loss_unit(result.manifest) == "nats" else ""
+    nats = ", in nats" if read_manifest(result.manifest).loss_unit == "nats" else ""
     return (
         f"predicted rise of its own loss{nats}{' (uncalibrated)' if is_uncalibrated(result) else ''}, if it"
         " were removed"
@@ -109,20 +104,22 @@ def beyond_note(result: InfluenceResult) -> str:
     return BEYOND_NOTE if "beyond_loss" in scores and bool(scores["beyond_loss"].any()) else ""
 
 
-def checked_rows(result: InfluenceResult) -> list[tuple[str, str, str, str]]:
-    """Of each removal that was checked: the training example, on what, the change that is predicted, and the
+def check_table(result: InfluenceResult) -> Table:
+    """The removals that were checked: the training example, on what, the change that is predicted, and the
     one that was found.
     """
-    removals = [] if result.check is None else result.check.removals
-    return [
-        (
-            identifier(each.train_id),
-            "itself" if each.query_index is None else identifier(each.query_id),
-            signed(each.predicted),
-            signed(each.found),
-        )
-        for each in removals
+    columns = [
+        Column("without", lambda each: identifier(each.train_id), key="id"),
+        Column(
+            "change of",
+            lambda each: "itself" if each.query_index is None else identifier(each.query_id),
+            key="id",
+        ),
+        Column("predicted", lambda each: signed(each.predicted), True),
+        Column("found", lambda each: signed(each.found), True),
     ]
+    removals = [] if result.check is None else result.check.removals
+    return table("", "The largest changes, predicted and found", columns, removals)
 
 
 def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:
@@ -203,8 +200,7 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     together and for each of the first few, and the folder; or 'json', one object with all that is ranked.
     """
     if style == "json":
-        json.dump(influence_content(result), stream, indent=2, allow_nan=False, default=str)
-        stream.write("\n")
+        write_json(influence_content(result), stream)
         return
     stream.write(header(result) + "\n")
     if note := beyond_note(result):
@@ -220,7 +216,7 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
 
 
 def influence_content(result: InfluenceResult) -> dict[str, Any]:
-    """What is ranked, with its sign and unit, as JSON can hold it; numbers that are not finite are null."""
+    """What is ranked, with its sign and unit."""
     scores = result.scores.astype(object).where(result.scores.notna(), None)
     return {
         "method": result.method,
@@ -230,38 +226,33 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "measurement": result.measurement,
         "check": None if result.check is None else {**asdict(result.check), "words": result.check.words},
         "warnings": result.warnings,
-        "folder": str(result.folder),
+        "folder": result.folder,
         "scores": scores.to_dict("records"),
     }
-
-
-def check_table(result: InfluenceResult) -> Table:
-    """The removals that were checked, a row each."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("without", "change of"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("predicted", "found"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in checked_rows(result):
-        table.add_row(*map(Text, row))
-    return table
 
 
 def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:
     """Proponents and opponents side by side, a row a rank."""
     both = [*proponents, *opponents]
-    spread = any(each.spread for each in both)
-    classes = any(each.label != MISSING for each in both)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("rank", justify="right", no_wrap=True)
-    for heading in ("helps", "hurts"):
-        table.add_column(heading, justify="right", no_wrap=True)
-        for other in [*(["±"] if spread else []), "id", *(["label", "model"] if classes else [])]:
-            table.add_column(other, overflow="fold")  # in a narrow terminal ids are broken, and never numbers
-    for rank, pair in enumerate(zip_longest(proponents, opponents), start=1):
-        # Text objects: an id such as "[red]" is no markup here.
-        table.add_row(str(rank), *(Text(cell) for each in pair for cell in _cells(each, spread, classes)))
-    return table
+    spread, classes = any(each.spread for each in both), any(each.label != MISSING for each in both)
+    columns = [Column("rank", lambda pair: str(pair[0]), True)]
+    for place, heading in ((1, "helps"), (2, "hurts")):
+        columns.append(Column(heading, _of(place, "score"), True))
+        columns += [Column("±", _of(place, "spread"))] if spread else []
+        columns.append(Column("id", _of(place, "id")))
+        columns += [Column("label", _of(place, "label")), Column("model", _of(place, "prediction"))] * classes
+    pairs = enumerate(zip_longest(proponents, opponents), start=1)
+    return table("", "Helps and hurts most", columns, [(rank, *pair) for rank, pair in pairs])
+
+
+def _of(place: int, name: str) -> Writer:
+    """A field of the example at a place; empty where there is none."""
+
+    def write(pair: tuple[Any, ...]) -> str:
+        words: str = getattr(pair[place], name, "")
+        return words.removeprefix("± ") if name == "spread" else words
+
+    return write
 
 
 def summary(result: InfluenceResult) -> str:
@@ -288,10 +279,3 @@ def index_summary(result: IndexResult) -> str:
 
 def _queries(n: int) -> str:
     return f"{n:,} {'query' if n == 1 else 'queries'}"
-
-
-def _cells(example: Example | None, spread: bool, classes: bool) -> list[str]:
-    if example is None:
-        return [""] * (2 + spread + 2 * classes)
-    words = [example.label, example.prediction] if classes else []
-    return [example.score, *([example.spread.removeprefix("± ")] if spread else []), example.id, *words]

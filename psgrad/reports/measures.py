@@ -1,365 +1,101 @@
-"""The figures of measures: how their columns are distributed, spectra, matrices, and samples followed through
-training.
-
-The section of each measure: what it is, its numbers, its figures and its tables.
-
-Nested facts as pairs of words.
-"""
+"""The section of each measure: what it is, its numbers, its figures and its tables."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from psgrad.reports.drawing import (
-    DARK,
-    INK,
-    QUIET,
-    REST,
-    REVIEW,
-    WIDTH_IN,
-    Array,
-    Plot,
-    figure_with_axes,
-    legend_above,
-    log_bins,
-    style,
-)
-from psgrad.reports.page import FACT_LIMIT, DataTable, Heading, cell, listed, plot_uri, table_of, words_of
-from psgrad.reports.ticks import TickWords, count_axis, log_axis
-from psgrad.reports.words import brief, count, identifier, label, number, percent, shorten, shorten_middle
+from psgrad.reports.drawing import Plot
+from psgrad.reports.origin import FACT_LIMIT
+from psgrad.reports.sections import Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
+from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.words import brief, cell, key_of, label, listed, number, words_of
 from psgrad.results import AnalyzeResult, MeasureResult
 from psgrad.wording import listed_names
 
-MAX_PANELS = 6
-MAX_SIDE = 240  # cells of a drawn matrix, in each direction
-MAX_LINES = 10
-MAX_FIGURES = 4  # of one measure
-MAX_TICKS = 8
-MAX_NAMES = 24
-MEANING_LIMIT = 320
-NAME_LIMIT = 24  # letters of a class's name beside a matrix
-
-_SPECTRUM = re.compile(r"eigenvalue|spectrum|singular")
+MAX_MEASURES = 40
+MAX_TABLES = 4
+MAX_ROWS = 100
+MAX_COLUMNS = 16
+MAX_NUMBERS = 40
+ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
+CLASS_COLUMNS = ("class", "other_class")  # of measures' tables: classes by their numbers
 
 
-def measure_plots(result: AnalyzeResult, measure: MeasureResult) -> list[Plot]:
-    """All figures of one measure, at most MAX_FIGURES."""
-    plots = []
-    columns = [
-        column
-        for column in measure.meanings
-        if column in result.samples and result.samples[column].dtype.kind in "fiub"
+def measure_sections(
+    result: AnalyzeResult, plots: Mapping[str, Sequence[Plot]], room: int
+) -> Iterator[Section]:
+    """A section for each of the first MAX_MEASURES measures; figures are left out once all together take more
+    than `room` characters.
+    """
+    for place, measure in enumerate(list(result.measures.values())[:MAX_MEASURES]):
+        figures: list[Part] = []
+        left_out = []
+        for plot in plots.get(measure.name, ()):
+            figure = image(plot)
+            if len(figure.source) <= room:
+                figures.append(figure)
+                room -= len(figure.source)
+            else:
+                left_out.append(f"plots/{plot.name}.png")
+        if left_out:
+            words = f"Not on this page, to keep it small, but beside it: {', '.join(left_out)}."
+            figures.append(Text(words, "quiet"))
+        tables = [Fold(each.caption, [each]) for each in measure_tables(place, measure, result.class_names)]
+        title = brief(measure.title or measure.name, 100)
+        parts = [*about_parts(measure), *figures, *tables]
+        yield Section(title, parts, f"measure-{place}", title)
+
+
+def about_parts(measure: MeasureResult) -> Iterator[Part]:
+    """What a measure is, its numbers of the whole dataset, and what its columns say."""
+    about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
+    yield Facts([(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value])
+    if numbers := flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS]:
+        yield Subtitle("Of the whole dataset")
+        yield Facts(numbers)
+    if measure.meanings:
+        yield Meanings(
+            [
+                Column(words_of(column), meaning=brief(meaning, FACT_LIMIT))
+                for column, meaning in measure.meanings.items()
+            ]
+        )
+
+
+def measure_tables(place: int, measure: MeasureResult, class_names: Sequence[str] | None) -> list[Table]:
+    """The first tables of a measure."""
+    return [
+        frame_table((f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}"), frame, class_names)
+        for number, (name, frame) in enumerate(list(measure.tables.items())[:MAX_TABLES])
+        if len(frame)
     ]
-    if columns:
-        plots.append(histograms(measure, result.samples, columns[:MAX_PANELS]))
-    if "checkpoints" in measure.numbers and {"loss", "grad_norm"} <= set(measure.arrays):
-        plots.append(trajectories(measure, result.samples))
-    for name, table in measure.tables.items():
-        if {"eigenvalue"} <= set(table) and len(table) > 2:
-            plots.append(spectrum(measure, name, table["eigenvalue"].to_numpy(np.float64)))
-        if {"class", "other_class", "mean_cosine"} <= set(table) and len(table) > 1:
-            plots.append(class_matrix(measure, table, result.class_names))
-    for name, array in measure.arrays.items():
-        if array.ndim == 1 and len(array) > 2 and _SPECTRUM.search(name):
-            plots.append(spectrum(measure, name, array))
-        elif array.ndim == 2 and array.shape[0] == array.shape[1] > 1:
-            plots.append(matrix(measure, name, array, "sample, by its place in the matrix"))
-    agreement = measure.numbers.get("rank_correlation")
-    if (
-        isinstance(agreement, list)
-        and len(agreement) > 1
-        and all(isinstance(row, list) and len(row) == len(agreement) for row in agreement)
-    ):
-        places = [str(place) for place in range(1, len(agreement) + 1)]
-        correlations = np.array(agreement, dtype=np.float64)
-        plots.append(
-            matrix(measure, "rank_correlation", correlations, "checkpoint, in the order of training", places)
-        )
-    return plots[:MAX_FIGURES]
 
 
-def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]) -> Plot:
-    """How each column is distributed over the samples, with those that are listed in orange."""
-    across = min(2, len(columns))
-    down = -(-len(columns) // across)
-    figure = Figure(figsize=(WIDTH_IN, 2.3 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).ravel()
-    listed = samples["is_outlier_issue"].to_numpy(bool)
-    said = []
-    for axes, column in zip(panels, columns, strict=False):
-        style(axes)
-        values = samples[column].to_numpy(np.float64)
-        finite = np.isfinite(values)
-        said.append(
-            _histogram(axes, values[finite], listed[finite], words_of(column))
-            + _missing(int((~finite).sum()))
-        )
-    for axes in panels[len(columns) :]:
-        axes.axis("off")
-    # A measure's unit is that of its first column: each column's own is in its meaning.
-    caption = " ".join(
-        f"{shorten(words_of(column), 60)}: {_sentence(measure.meanings[column])}" for column in columns
-    )
-    return Plot(
-        f"measure_{_file_name(measure.name)}",
-        f"{measure.title}: distribution",
-        f"Samples per bin; orange: those on the review list or named as outliers. {caption}",
-        figure,
-        alt=f"Histograms. {' '.join(said)}",
-    )
-
-
-def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
-    """Values from the largest to the smallest, on a log axis where they are positive."""
-    ordered = np.sort(values[np.isfinite(values)].astype(np.float64))[::-1]
-    figure, axes = figure_with_axes(2.9)
-    positive = ordered[ordered > 0]
-    shown = positive if len(positive) else ordered
-    axes.plot(
-        np.arange(1, len(shown) + 1),
-        shown,
-        color=REST,
-        marker="o" if len(shown) < 60 else "",
-        markersize=3.5,
-        linewidth=1.4,
-    )
-    axes.set(xlabel="place, the largest first", ylabel=words_of(name))
-    if len(shown) > 30:
-        log_axis(axes, "x", whole=True)
-    else:
-        count_axis(axes, "x")
-    if len(positive):
-        log_axis(axes, "y")
-    total = float(ordered.sum())
-    alt = (
-        f"{words_of(name)}: {count(len(ordered), 'value')}, the largest"
-        f" {number(ordered[0] if len(ordered) else None)}"
-    )
-    if total > 0:
-        alt += f", which is {percent(ordered[0] / total)} of their sum"
-        alt += f"; the first ten are {percent(ordered[:10].sum() / total)} of it" if len(ordered) > 10 else ""
-    return Plot(
-        f"measure_{_file_name(measure.name)}_{_file_name(name)}",
-        f"{measure.title}: {words_of(name)}",
-        f"{alt}.",
-        figure,
-        alt=f"{alt}.",
-    )
-
-
-def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[str] | None) -> Plot:
-    """How alike two classes are, from a table with a row a pair of classes."""
-    both = pd.concat([table, table.rename(columns={"class": "other_class", "other_class": "class"})])
-    square = both.drop_duplicates(["class", "other_class"]).pivot(
-        index="class", columns="other_class", values="mean_cosine"
-    )
-    names = [shorten_middle(label(each, class_names), NAME_LIMIT) for each in square.index]
-    return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), "class", names)
-
-
-def matrix(
-    measure: MeasureResult, name: str, values: Array, each: str, names: Sequence[str] | None = None
-) -> Plot:
-    """A square matrix in shades, averaged down to at most MAX_SIDE cells a side. each: what its rows and
-    columns are. names: of them.
+def frame_table(
+    name_and_caption: tuple[str, str], frame: pd.DataFrame, class_names: Sequence[str] | None
+) -> Table:
+    """Any frame as a table: its first rows and columns, and how many there are. Classes have their names,
+    where these are known.
     """
-    side = len(values)
-    shown = _averaged(values.astype(np.float64), MAX_SIDE)
-    figure, axes = figure_with_axes(4.6)
-    drawn = axes.imshow(
-        shown,
-        cmap="cividis",
-        interpolation="nearest",
-        extent=(-0.5, side - 0.5, side - 0.5, -0.5),
-        rasterized=True,
-    )
-    axes.grid(visible=False)
-    if names is not None and side <= MAX_NAMES:
-        slanted = max(map(len, names)) > 3
-        axes.set_xticks(
-            range(side),
-            names,
-            rotation=45 if slanted else 0,
-            ha="right" if slanted else "center",
-            parse_math=False,
-        )
-        axes.set_yticks(range(side), names, parse_math=False)
-    else:
-        count_axis(axes, "x")
-        count_axis(axes, "y")
-    axes.set(xlabel=each, ylabel=each)
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, format=TickWords())
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.ax.tick_params(colors=QUIET, labelcolor=INK, labelsize=8)
-    if side <= MAX_TICKS:
-        for row in range(side):
-            for column in range(side):
-                dark = shown[row, column] < np.nanmean([np.nanmin(shown), np.nanmax(shown)])
-                colour = "#ffffff" if dark else "#101418"
-                axes.text(
-                    column,
-                    row,
-                    _two_digits(float(shown[row, column])),
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=colour,
-                )
-    off = values[~np.eye(side, dtype=bool)].astype(np.float64)
-    alt = (
-        f"{words_of(name)}, {side:,} by {side:,}: diagonal {_range(np.diag(values))}, the rest {_range(off)}."
-    )
-    caption = alt + (" Neighbouring rows and columns are averaged." if side > MAX_SIDE else "")
-    return Plot(
-        f"measure_{_file_name(measure.name)}_{_file_name(name)}",
-        f"{measure.title}: {words_of(name)}",
-        caption,
-        figure,
-        alt=alt,
-    )
+    shown = frame.iloc[:MAX_ROWS, :MAX_COLUMNS]
+    columns = []
+    for place, name in enumerate(shown.columns):
+        named = class_names is not None and name in CLASS_COLUMNS
+        write = _at(place, (lambda value: label(value, class_names)) if named else cell)
+        numeric = pd.api.types.is_numeric_dtype(shown.dtypes.iloc[place]) and not named
+        columns.append(Column(words_of(name), write, numeric, key_of(name)))
+    rows = zip(*(shown.iloc[:, place].tolist() for place in range(shown.shape[1])), strict=True)
+    sizes = ((len(frame), MAX_ROWS, "rows"), (frame.shape[1], MAX_COLUMNS, "columns"))
+    left_out = " and ".join(f"{there:,} {what}" for there, most, what in sizes if there > most)
+    note = f"The first {min(len(frame), MAX_ROWS):,} rows of {left_out} are shown." if left_out else ""
+    return table(*name_and_caption, columns, rows, note=note)
 
 
-def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
-    """Loss and gradient norm of the first listed samples at each checkpoint, over the band that holds the
-    middle 90 % of all samples.
-    """
-    checkpoints = [str(each) for each in measure.numbers["checkpoints"]]
-    steps = np.arange(len(checkpoints))
-    worst = samples[samples["rank"].notna().to_numpy()].nsmallest(MAX_LINES, "rank")
-    figure = Figure(figsize=(WIDTH_IN, 3.4), layout="constrained")
-    said = []
-    for axes, (name, words) in zip(
-        figure.subplots(1, 2), (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True
-    ):
-        first = name == "loss"  # a part of the legend above each, as all of it is wider than one
-        style(axes)
-        values = np.where(np.isfinite(measure.arrays[name]), measure.arrays[name], np.nan).astype(np.float64)
-        there = np.isfinite(values).any(axis=0)
-        low, middle, high = (
-            np.nanquantile(values[:, there], [0.05, 0.5, 0.95], axis=0) if there.any() else np.empty((3, 0))
-        )
-        axes.fill_between(
-            steps[there],
-            low,
-            high,
-            color=REST,
-            alpha=0.25,
-            linewidth=0,
-            label="middle 90 % of all" if first else "",
-        )
-        axes.plot(steps[there], middle, color=DARK, linewidth=2, label="median of all" if first else "")
-        lines = values[worst["index"].to_numpy(np.int64)]
-        for place, line in enumerate(lines):
-            axes.plot(
-                steps,
-                line,
-                color=REVIEW,
-                linewidth=1,
-                alpha=0.8,
-                marker="o",
-                markersize=2.5,
-                label="" if place or first else "first ranks",
-            )
-        if (low > 0).all() and (values[np.isfinite(values)] > 0).all():
-            log_axis(axes, "y")
-        legend_above(axes, columns=2)
-        ticks = steps[:: -(-len(steps) // MAX_TICKS)]
-        axes.set_xticks(ticks, [str(each + 1) for each in ticks])
-        axes.set(xlabel="checkpoint, in the order of training", ylabel=words)
-        if len(middle):
-            said.append(f"the median {words} goes from {number(middle[0])} to {number(middle[-1])}")
-    names = ", ".join(
-        f"{place}: {shorten(identifier(name), 60)}"
-        for place, name in enumerate(checkpoints[:MAX_TICKS], start=1)
-    )
-    alt = f"Samples at {count(len(checkpoints), 'checkpoint')}: {' and '.join(said)}."
-    caption = (
-        f"{alt} Orange: the first {len(worst)} ranks. Checkpoints:"
-        f" {names}{', …' if len(checkpoints) > MAX_TICKS else ''}."
-    )
-    return Plot(
-        f"measure_{_file_name(measure.name)}_checkpoints",
-        f"{measure.title}: through training",
-        caption,
-        figure,
-        alt=alt,
-    )
-
-
-def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
-    """Draw one, and say what it shows."""
-    axes.set(xlabel=shorten(words, 60), ylabel="samples")
-    if not len(values):
-        axes.text(
-            0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", va="center", color=QUIET
-        )
-        return f"{words}: no finite value"
-    low, high = float(values.min()), float(values.max())
-    if low > 0 and high / low > 100 and np.median(values) < high / 4:
-        bins = log_bins(values, 40)
-        log_axis(axes, "x")
-        axes.xaxis.label.set_text(f"{shorten(words, 60)} (log scale)")
-    else:
-        bins = np.linspace(
-            low, high if high > low else low + max(abs(low), 1) * 1e-3, min(40, 10 + len(values) // 4) + 1
-        )
-    counts, marked = np.histogram(values, bins)[0], np.histogram(values[listed], bins)[0]
-    # One outline each, as a bar a bin is ten times the bytes.
-    axes.stairs(counts, bins, fill=True, color=REST)
-    axes.stairs(counts, bins, baseline=counts - marked, fill=True, color=REVIEW)
-    axes.set_ylim(bottom=0)
-    count_axis(axes)
-    if axes.get_xscale() == "linear" and (values == values.round()).all():
-        count_axis(axes, "x")
-    return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
-
-
-def _two_digits(value: float) -> str:
-    """Two significant digits, and more where two would make it a 1 that it is not."""
-    rounded = float(f"{value:.2g}")
-    return number(value) if abs(rounded) == 1 != abs(value) else number(rounded)
-
-
-def _sentence(meaning: str) -> str:
-    """A column's meaning in a caption."""
-    cut = shorten(meaning, MEANING_LIMIT)
-    return cut if cut.endswith("…") else f"{cut}."
-
-
-def _missing(missing: int) -> str:
-    return f" ({missing:,} without a value)." if missing else "."
-
-
-def _averaged(values: Array, most: int) -> Array:
-    """The matrix, blocks of it averaged so that no side is longer than `most`."""
-    step = -(-len(values) // most)
-    if step == 1:
-        return values
-    edges = np.arange(0, len(values), step)
-    sums = np.add.reduceat(np.add.reduceat(values, edges, axis=0), edges, axis=1)
-    sizes = np.diff([*edges, len(values)])
-    return np.asarray(sums / np.outer(sizes, sizes))
-
-
-def _range(values: Array) -> str:
-    finite = values[np.isfinite(values)]
-    return (
-        f"{number(float(finite.min()))} to {number(float(finite.max()))}"
-        if len(finite)
-        else "without a finite value"
-    )
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:60]
+def _at(place: int, write: Writer) -> Writer:
+    return lambda row: write(row[place])
 
 
 def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
@@ -420,79 +156,3 @@ def _plain(value: Any) -> str:
             most=6,
         )
     return cell(value)
-
-
-MAX_MEASURES = 40
-MAX_TABLES = 4
-MAX_ROWS = 100
-MAX_COLUMNS = 16
-MAX_NUMBERS = 40
-ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
-
-
-@dataclass(frozen=True)
-class MeasureSection:
-    """A measure in the words of the page. figures: (figure, its picture as data URI)."""
-
-    anchor: str
-    title: str
-    about: Sequence[tuple[str, str]]
-    numbers: Sequence[tuple[str, str]]
-    meanings: Sequence[Heading]
-    figures: Sequence[tuple[Plot, str]]
-    left_out: Sequence[str]
-    tables: Sequence[DataTable]
-
-
-def measure_sections(
-    result: AnalyzeResult, plots: Mapping[str, Sequence[Plot]], room: int
-) -> list[MeasureSection]:
-    """A section for each of the first MAX_MEASURES measures; figures are left out once all together take more
-    than `room` characters.
-    """
-    sections = []
-    for place, measure in enumerate(list(result.measures.values())[:MAX_MEASURES]):
-        figures, left_out = [], []
-        for plot in plots.get(measure.name, ()):
-            picture = plot_uri(plot)
-            if len(picture) <= room:
-                figures.append((plot, picture))
-                room -= len(picture)
-            else:
-                left_out.append(f"plots/{plot.name}.png")
-        sections.append(_section(place, measure, figures, left_out, result.class_names))
-    return sections
-
-
-def _section(
-    place: int,
-    measure: MeasureResult,
-    figures: Sequence[tuple[Plot, str]],
-    left_out: Sequence[str],
-    class_names: Sequence[str] | None,
-) -> MeasureSection:
-    about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
-    tables = [
-        table_of(
-            f"measure-{place}-{number}",
-            f"{measure.title}: {words_of(name)}",
-            frame,
-            (MAX_ROWS, MAX_COLUMNS),
-            class_names,
-        )
-        for number, (name, frame) in enumerate(list(measure.tables.items())[:MAX_TABLES])
-        if len(frame)
-    ]
-    return MeasureSection(
-        f"measure-{place}",
-        brief(measure.title or measure.name, 100),
-        [(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
-        flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
-        [
-            Heading(column, words_of(column), True, brief(meaning, FACT_LIMIT))
-            for column, meaning in measure.meanings.items()
-        ],
-        figures,
-        left_out,
-        tables,
-    )

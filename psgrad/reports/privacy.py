@@ -4,17 +4,13 @@ is NOT PRIVATE.
 
 from __future__ import annotations
 
-import json
 import math
 from decimal import ROUND_CEILING, Context
-from pathlib import Path
 from typing import Any, TextIO
 
-from rich.table import Table
-from rich.text import Text
-
-from psgrad.reports.terminal import print_table
-from psgrad.reports.words import MISSING, count, number, printable
+from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.terminal import facts_lines, print_table, write_json
+from psgrad.reports.words import MISSING, count, number
 from psgrad.results import DPPlanResult, DPStepResult
 
 RELATIONS = {
@@ -101,34 +97,20 @@ def write_step(result: DPStepResult, style: str, stream: TextIO) -> None:
 def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
     """The latest steps' batch sizes, losses and norms, under the warning that they are not private."""
     stream.write(f"{PRIVATE_WARNING}\n")
-    shown = result.steps.tail(SHOWN_STEPS)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in shown.columns:
-        table.add_column(str(heading).replace("_", " "), justify="right", no_wrap=True)
-    for row in shown.to_dict("records"):
-        table.add_row(
-            *(Text(f"{value:,}" if isinstance(value, int) else number(value)) for value in row.values())
-        )
-    print_table(table, stream)
+    columns = [Column(name.replace("_", " "), _cell(name), True) for name in result.steps.columns]
+    print_table(table("", "Steps", columns, result.steps.tail(SHOWN_STEPS).to_dict("records")), stream)
+
+
+def _cell(name: str) -> Writer:
+    return lambda row: f"{row[name]:,}" if isinstance(row[name], int) else number(row[name])
 
 
 def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> None:
     """style: 'terminal', the setting and a row a multiplier, or 'json', one object."""
     if style == "json":
-        plans = [
-            {
-                "noise_multiplier": row.noise_multiplier,
-                "noise_std": row.noise_std,
-                "epsilon_rdp": row.epsilon_rdp,
-                "epsilon_pld": row.epsilon_pld,
-                "configured": row.configured,
-            }
-            for row in result.rows
-        ]
-        write_json(
-            {**result.setting, "plans": plans, "plot": None if result.plot is None else str(result.plot)},
-            stream,
-        )
+        keys = ("noise_multiplier", "noise_std", "epsilon_rdp", "epsilon_pld", "configured")
+        plans = [{key: getattr(row, key) for key in keys} for row in result.rows]
+        write_json({**result.setting, "plans": plans, "plot": result.plot}, stream)
         return
     stream.write(facts_lines(plan_facts(result)) + "\n")
     print_table(plan_table(result), stream)
@@ -188,26 +170,15 @@ def plan_table(result: DPPlanResult) -> Table:
     """A row a noise multiplier: the standard deviation on the sum and what all planned steps cost by each
     accountant.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("noise multiplier", "noise std on the sum", "epsilon (RDP)", "epsilon (PLD)", "steps"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in result.rows:
-        table.add_row(
-            number(row.noise_multiplier),
-            number(row.noise_std),
-            epsilon(row.epsilon_rdp),
-            epsilon(row.epsilon_pld),
-            f"{result.setting['planned_steps']:,}",
-            "* configured" if row.configured else "",
-        )
-    return table
-
-
-def facts_lines(facts: list[tuple[str, str]]) -> str:
-    """A line a question, the answers one below another."""
-    width = max(len(question) for question, _ in facts)
-    return "".join(f"{question:<{width}}  {printable(answer)}\n" for question, answer in facts)
+    columns = [
+        Column("noise multiplier", lambda row: number(row.noise_multiplier), True),
+        Column("noise std on the sum", lambda row: number(row.noise_std), True),
+        Column("epsilon (RDP)", lambda row: epsilon(row.epsilon_rdp), True),
+        Column("epsilon (PLD)", lambda row: epsilon(row.epsilon_pld), True),
+        Column("steps", lambda row: f"{result.setting['planned_steps']:,}", True),
+        Column("", lambda row: "* configured" if row.configured else ""),
+    ]
+    return table("", "Noise multipliers", columns, result.rows)
 
 
 def spent_words(step: dict[str, Any]) -> str:
@@ -260,12 +231,6 @@ def epsilon(value: float | None) -> str:
 def compact(value: float) -> str:
     """As Python writes it with up to six digits, the exponent without its zero: 0.0712, 1e-5."""
     return f"{value:g}".replace("e-0", "e-").replace("e+0", "e+")
-
-
-def write_json(content: Any, stream: TextIO) -> None:
-    """One object; what is not finite is null, as in the files of a run."""
-    json.dump(_finite(content), stream, indent=2, allow_nan=False, default=_plain)
-    stream.write("\n")
 
 
 def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
@@ -344,17 +309,3 @@ def _trainable_words(step: dict[str, Any]) -> str:
     if trained == total:
         return f", all {trained:,} parameters"
     return f", {trained:,} of {total:,} parameters; the others stay as they were"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return value.item()

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import (
     DARK,
+    DASHES,
     INK,
     QUIET,
     REST,
@@ -193,7 +194,7 @@ def norms_before_clipping(result: DPStepResult) -> Plot:
         if result.bound is not None:
             above = float((drawn > result.bound).mean())
             words = f"bound {number(result.bound)}; {percent(above, 0)} above"
-            axes.axvline(result.bound, color=REVIEW, linewidth=1.6, linestyle=(0, (4, 3)), label=words)
+            axes.axvline(result.bound, color=REVIEW, linewidth=1.6, linestyle=DASHES, label=words)
             legend_above(axes)
     missing = len(norms) - len(drawn)
     caption = f"The norms of {count(len(drawn), 'record')} of the latest steps. " + (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,6 +14,7 @@ MISSING = "–"
 LABEL_LIMIT = 40
 ID_LIMIT = 80
 VALUE_LIMIT = 120
+_BYTES = ("B", "kB", "MB", "GB", "TB")
 
 
 def number(value: Any) -> str:
@@ -86,6 +87,59 @@ def group_words(group: Any, by: Any, class_names: Sequence[str] | None) -> str:
     """
     known = by in ("class", "target", "prediction") and isinstance(group, str) and group.isdecimal()
     return label(int(group) if known else group, class_names if known else None)
+
+
+def cell(value: Any) -> str:
+    """Any value, as of a measure's table, in words."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float) or value is None or _is_missing(value):
+        return number(value)
+    if isinstance(value, list | tuple) or hasattr(value, "tolist"):
+        return listed(value, cell)
+    return brief(str(value), VALUE_LIMIT) or MISSING
+
+
+def listed(values: Any, words: Callable[[Any], str], most: int = 12) -> str:
+    """The first of several values, and how many more there are."""
+    items = list(values)
+    shown = ", ".join(words(each) for each in items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
+
+
+def words_of(name: Any) -> str:
+    """A column's or key's name as words."""
+    return brief(str(name).replace("_", " "), 60)
+
+
+def key_of(name: Any) -> str:
+    """A column's name as the filter of a table takes it: without spaces."""
+    return "_".join(brief(str(name), 60).split())
+
+
+def amount(size: float) -> str:
+    """Bytes with a unit: 512 B, 18.2 MB."""
+    for unit in _BYTES:
+        if size < 1000 or unit == _BYTES[-1]:
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that suits them: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def identifier(value: Any) -> str:

@@ -54,10 +54,15 @@ def analyze(
 ) -> AnalyzeResult:
     """Measure the samples of a dataset by their gradients: the whole of `psgrad analyze`.
 
-    `resume` goes on with the run in the output folder, where there is one. `limit` is how many rows are
-    looked at, from the first one on: a number of them, or a fraction between 0 and 1. Raises PsgradError for
-    everything that can be wrong with the config, the model, the data or the disk. What is finished by then
-    stays in the run folder.
+    Args:
+        overwrite: replace an earlier run in the output folder.
+        resume: continue the run in the output folder, where there is one.
+        limit: how many rows are measured, from the first one on: a number of them, or a fraction between 0
+            and 1; None for all.
+        report: write report.html and plots/.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What
+    is finished by then stays in the run folder.
     """
     if not resume:
         RunFolder.require_free(config.output, overwrite)

@@ -20,7 +20,7 @@ from psgrad.workflows.setup import Setup
 
 
 def checkpoints_of(run: Setup) -> list[CheckpointModel]:
-    """The moments of a run, named as in the config; one at a time is in memory.
+    """The checkpoints of a run, named as in the config; one at a time is in memory.
 
     Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
     that can't be read or does not fit the model.

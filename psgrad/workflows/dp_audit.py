@@ -13,10 +13,10 @@ import numpy as np
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
-from psgrad.engine.privacy.audit import METHODS, Canaries, Mechanism, judge, play
+from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
-from psgrad.reports.costs import audit_content
+from psgrad.reports.audit import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
@@ -83,7 +83,7 @@ def dp_audit(
     with recorded(folder, describe_run("dp-audit", setup.run, None), clock):
         alone = {} if canaries_only else contributions(setup)
         with clock("canaries"):
-            mechanism, numbers = mechanism_of(setup, base), itertools.count()
+            mechanism, numbers = audited_run(setup, base), itertools.count()
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
                 mechanism,
@@ -199,11 +199,11 @@ def canaries_for(setup: PrivateSetup) -> int:
     return min(_MANY, max(_ENOUGH, min(sizes)), room)
 
 
-def mechanism_of(setup: PrivateSetup, base: float) -> Mechanism:
+def audited_run(setup: PrivateSetup, base: float) -> AuditedRun:
     """The steps of the run that a config describes. The seed of a run that is none is left aside."""
     privacy = setup.privacy
 
-    return Mechanism(
+    return AuditedRun(
         setup.clipping,
         setup.noise(base),
         setup.sampling,

@@ -82,10 +82,10 @@ def dp_step(
 
     Args:
         steps: how many of the planned ones to take now.
-        resume: go on with the run in the config's output folder. Where all planned steps are paid for and the
+        resume: continue the run in the config's output folder. Where all planned steps are paid for and the
             process that paid ended before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
-        moved: with `resume`, that the folder was moved, and that nothing else goes on with a copy of it: the
+        moved: with `resume`, that the folder was moved, and that nothing else continues a copy of it: the
             ledger says so from then on.
         insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
 

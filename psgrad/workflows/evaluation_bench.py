@@ -76,7 +76,7 @@ class Bench:
     @property
     def training(self) -> Examples:
         """The training examples as the first checkpoint's model sees them."""
-        return self.setup.moments[0].training
+        return self.setup.views[0].training
 
     @property
     def normalize(self) -> Normalize | None:
@@ -86,12 +86,12 @@ class Bench:
 
     def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""
-        return [(moment.training, moment.checkpoint) for moment in self.setup.moments]
+        return [(view.training, view.checkpoint) for view in self.setup.views]
 
     def queries(self, rows: Array) -> list[Examples]:
         """These rows of the query data, as the model of each checkpoint sees them."""
         read = chosen_rows(self.setup.query_reader, rows)
-        return [replace(moment.queries, read=read, count=len(rows)) for moment in self.setup.moments]
+        return [replace(view.queries, read=read, count=len(rows)) for view in self.setup.views]
 
     def outcomes(self, jobs: Sequence[Job], queries: Array) -> Array:
         """[jobs, m]: what each retrained model measures on these rows of the query data, larger being
@@ -147,7 +147,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
     """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup)
-    rows = LoadedRows.of(setup.moments[0].training)
+    rows = LoadedRows.of(setup.views[0].training)
     notes, methods = list[str](), compared(config, setup.method)
     if same_for_all_seeds(fresh):
         notes.append(

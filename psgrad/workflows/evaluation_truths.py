@@ -5,7 +5,8 @@ Dampings that are chosen by the linear datamodeling score, on subsets and querie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -293,14 +294,21 @@ def fitted_methods(bench: Bench) -> Fits:
     """
     found: Fits = {}
     for name, method in bench.methods.items():
-        try:
-            with told_as_own(spec_of(name)):
-                found[name] = method, fitted_to(method, bench.places())
-        except InfluenceError as error:
-            if name == bench.main:
-                raise
-            bench.notes.append(f"left out: {name}, as {error.arrived}")
+        with _or_left_out(bench, name):
+            found[name] = method, fitted_to(method, bench.places())
     return found
+
+
+@contextmanager
+def _or_left_out(bench: Bench, name: str) -> Iterator[None]:
+    """A compared method that fails inside is named in the notes; the config's own raises InfluenceError."""
+    try:
+        with told_as_own(spec_of(name)):
+            yield
+    except InfluenceError as error:
+        if name == bench.main:
+            raise
+        bench.notes.append(f"left out: {name}, as {error.arrived}")
 
 
 def all_scores(
@@ -310,15 +318,9 @@ def all_scores(
     queries = bench.queries(asked)
     scores = {}
     for name, (method, fitted) in fits.items():
-        try:
-            with told_as_own(spec_of(name)):
-                scores[name] = score_matrix(
-                    method, fitted, queries, bench.normalize if name == bench.main else None
-                )
-        except InfluenceError as error:
-            if name == bench.main:
-                raise
-            bench.notes.append(f"left out: {name}, as {error.arrived}")
+        normalize = bench.normalize if name == bench.main else None
+        with _or_left_out(bench, name):
+            scores[name] = score_matrix(method, fitted, queries, normalize)
     beside, notes = controls(bench.training, queries[0], bench.wanted.seed)
     beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
     bench.notes += [note for note in notes if note not in bench.notes]

@@ -1,7 +1,7 @@
 """What a run runs, as hashes: its model, its data and its code. Every command knows a run, an index or a
 reference again by these.
 
-Whether a run may go on where an earlier one ended: only with the same model, data and numbers.
+Whether a run may continue where an earlier one ended: only with the same model, data and numbers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
-from psgrad.reports.costs import duration
+from psgrad.reports.words import duration
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
     QUERY_COLUMNS,
@@ -72,7 +72,7 @@ def influence(
     if store is not None:
         setup = replace(setup, method=from_index(setup.method, store))
     with clock("self-check"):
-        check = run.self_check(setup.moments[0].training.stream)
+        check = run.self_check(setup.views[0].training.stream)
     folder = RunFolder.create(config.output, overwrite)
     specs = [config.influence.method.name, config.influence.measurement.name]
     asked = described(setup)
@@ -82,7 +82,7 @@ def influence(
             known = None if store is None else screened_rows(store)
             setup, looks = without_nonfinite(setup, known, warnings)
         with clock("fit"), told_as_own(config.influence.method.name):
-            fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
+            fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
         with clock("normalize"), told_as_own(config.influence.method.name):
             divisors = divisors_of(setup, fitted)
         with clock("scores"), told_as_own(config.influence.method.name):
@@ -145,14 +145,14 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         predicts_removal=setup.method.predicts_removal and wanted.normalize == "none",
         measurement=setup.measurement.name,
         normalize=wanted.normalize,
-        parameters=list(setup.moments[0].training.params),
+        parameters=list(setup.views[0].training.params),
         checkpoints=[
             {
-                "path": moment.path,
-                "sha256": moment.sha256,
-                "learning_rate": moment.checkpoint.learning_rate,
+                "path": view.path,
+                "sha256": view.sha256,
+                "learning_rate": view.checkpoint.learning_rate,
             }
-            for moment in setup.moments
+            for view in setup.views
         ],
         queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
     )
@@ -185,9 +185,9 @@ def without_nonfinite(
     known: what an index knows of the training examples; it has no score for such rows, and they are not read
     again. Raises InfluenceError where nothing is left.
     """
-    training = [screened(moment.training) for moment in setup.moments] if known is None else known
+    training = [screened(view.training) for view in setup.views] if known is None else known
     with told_of_queries():
-        queries = [screened(moment.queries) for moment in setup.moments]
+        queries = [screened(view.queries) for view in setup.views]
     looks = Looks(training, queries)
     samples = setup.run.samples
     for what, kept, ids in (
@@ -210,20 +210,20 @@ def without_nonfinite(
         return setup, looks
     rows = np.flatnonzero(looks.kept) if known is None else setup.training_rows
     asked = setup.query_rows[looks.asked]
-    moments = [
+    views = [
         replace(
-            moment,
+            view,
             training=replace(
-                moment.training,
+                view.training,
                 read=chosen_rows(setup.run.reader, rows),
                 count=len(rows),
                 numbers=torch.from_numpy(rows),
             ),
-            queries=replace(moment.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
+            queries=replace(view.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
         )
-        for moment in setup.moments
+        for view in setup.views
     ]
-    return replace(setup, moments=moments, query_rows=asked, training_rows=rows), looks
+    return replace(setup, views=views, query_rows=asked, training_rows=rows), looks
 
 
 def named(ids: np.ndarray) -> str:

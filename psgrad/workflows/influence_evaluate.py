@@ -37,7 +37,8 @@ from psgrad.engine.influence.method import Checkpoint
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.rows import Block
-from psgrad.reports.evaluation import evaluation_plots, finite
+from psgrad.reports.evaluation_plots import evaluation_plots
+from psgrad.reports.terminal import json_values
 from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
@@ -178,7 +179,7 @@ def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
     found = {}
     train = bench.wanted.train
     checkpoint = Checkpoint(
-        0, train.learning_rate if train.function is None else 1.0, bench.setup.moments[0].checkpoint.say
+        0, train.learning_rate if train.function is None else 1.0, bench.setup.views[0].checkpoint.say
     )
     for name, method in bench.methods.items():
         try:
@@ -231,7 +232,7 @@ def evaluate_influence(
     with clock("load"):
         setup = set_up_influence(config, say)
     with clock("self-check"):
-        check = setup.run.self_check(setup.moments[0].training.stream)
+        check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):
         setup, _ = without_nonfinite(setup, known=None, say=say)
     folder = RunFolder.create(path, overwrite)
@@ -268,4 +269,4 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
     folder.write_table("evaluation_details.parquet", result.details)
     if len(result.points):
         folder.write_table("evaluation_points.parquet", result.points)
-    folder.write_json(EVALUATION_FILE, finite(evaluation_content(result)))
+    folder.write_json(EVALUATION_FILE, json_values(evaluation_content(result)))

@@ -63,8 +63,8 @@ def rank(
     for first in range(0, m, size):
         places = range(first, min(first + size, m))
         asked = [
-            replace(moment.queries, read=_some(moment.queries.read, first), count=len(places))
-            for moment in setup.moments
+            replace(view.queries, read=_some(view.queries.read, first), count=len(places))
+            for view in setup.views
         ]
         block = _Block(wanted.top, [place - first for place in kept if place in places])
         for joined in joined_scores(
@@ -81,9 +81,9 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is
     made.
     """
-    training, budget = setup.moments[0].training, setup.run.config.engine.memory
+    training, budget = setup.views[0].training, setup.run.config.engine.memory
     room = free_memory(training.device) * _SHARE if budget == "auto" else budget
-    return max(1, int(room / (2 * 8 * training.flat.size * len(setup.moments))))
+    return max(1, int(room / (2 * 8 * training.flat.size * len(setup.views))))
 
 
 def _some(read: Read, first: int) -> Read:
@@ -274,7 +274,7 @@ def check_removals(
         ]
         return float(torch.stack(changes).mean())
 
-    removals, queries = [], [moment.queries for moment in setup.moments]
+    removals, queries = [], [view.queries for view in setup.views]
     for pair, place in zip(pairs.itertuples(), places, strict=True):
         query = int(pair.query_index)  # type: ignore[arg-type]
         change = mean_change(queries, int(np.flatnonzero(setup.query_rows == query)[0]), place)
@@ -291,7 +291,7 @@ def check_removals(
     for place in largest:
         row, change = (
             int(setup.training_rows[place]),
-            mean_change([moment.training for moment in setup.moments], place, place),
+            mean_change([view.training for view in setup.views], place, place),
         )
         name = str(setup.run.samples.ids[row])
         removals.append(

@@ -64,7 +64,7 @@ def told_as_own(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CheckpointView:
     """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the
     checkpoint's file, where it has one.
     """
@@ -87,7 +87,7 @@ class InfluenceSetup:
     run: Setup
     method: Method
     measurement: Measurement
-    moments: list[Moment]
+    views: list[CheckpointView]
     query_reader: CheckedReader
     query_rows: np.ndarray
     training_rows: np.ndarray
@@ -118,12 +118,12 @@ def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSet
     run = first_run(config)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     reader, rows = _queries(config, run, measurement)
-    moments: list[Moment] = []
+    views: list[CheckpointView] = []
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
-        _require_another(moments, there)
-        moments.append(_moment(there, number, measurement, reader, rows, say))
-    return InfluenceSetup(run, method, measurement, moments, reader, rows, np.arange(len(run.samples)))
+        _require_another(views, there)
+        views.append(_view(there, number, measurement, reader, rows, say))
+    return InfluenceSetup(run, method, measurement, views, reader, rows, np.arange(len(run.samples)))
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
@@ -175,11 +175,9 @@ def _at(config: Config, number: int) -> Config:
     )
 
 
-def _require_another(moments: list[Moment], run: Setup) -> None:
+def _require_another(views: list[CheckpointView], run: Setup) -> None:
     weights = run.model.state_dict()
-    same = next(
-        (moment for moment in moments if _equal(moment.training.objective.model.state_dict(), weights)), None
-    )
+    same = next((view for view in views if _equal(view.training.objective.model.state_dict(), weights)), None)
     if same is not None:
         raise same_weights(same.path, run.config.model.checkpoint, "influence.checkpoints")
 
@@ -188,14 +186,14 @@ def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def _moment(
+def _view(
     run: Setup,
     number: int,
     measurement: Measurement,
     reader: CheckedReader,
     rows: np.ndarray,
     say: Callable[[str], None],
-) -> Moment:
+) -> CheckpointView:
     options = run.stream_options(say)
     training = Examples(run.objective, run.reader, len(run.samples), options)
     summary = (
@@ -207,7 +205,7 @@ def _moment(
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
-    return Moment(
+    return CheckpointView(
         Checkpoint(number, learning_rate, say, len(rows)),
         training,
         queries,

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch
+from psgrad.engine.execution.loading import Batch, RowBatch
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
-from psgrad.engine.privacy.records import RecordBatch, Records, record_loss
+from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
 from psgrad.results import NeighbourPair
@@ -203,7 +203,7 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
         kind, row = np.divmod(wanted, rows)
         block = setup.run.reader.take(row)
         factors = np.array([1.0, *monsters])[kind]
-        return RecordBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
+        return RowBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
 
     own = records.rows_of(0)
     order = np.concatenate(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from psgrad.config import Config
 from psgrad.engine.execution.calibration import measure
-from psgrad.engine.execution.run_plan import Forecast, forecast
+from psgrad.engine.execution.run_plan import RunPlan, plan_run
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Machine
 from psgrad.results import ParameterPlan, PlanResult
@@ -24,11 +24,11 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
         say(f"measuring {machine.device_name(run.device)}, once")
         if machine.keep(measure(run.device), run.device) is None:
             say("what was measured could not be kept, and will be measured again next time")
-    return plan_of(forecast(run.stream(say), len(run.samples)), machine.machine(run.device))
+    return plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
 
 
-def plan_of(found: Forecast, on: Machine) -> PlanResult:
-    """The forecast as a plain record."""
+def plan_of(found: RunPlan, on: Machine) -> PlanResult:
+    """The plan of a run as a plain record."""
     parameters = [
         ParameterPlan(
             p.name,

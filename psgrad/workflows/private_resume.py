@@ -1,5 +1,5 @@
-"""Whether a private run may go on: only with the data, the model and the code that it began with, and in its
-own folder; and from where.
+"""Whether a private run may continue, and from where: only with the data, the model and the code that it
+began with, and in its own folder.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.batches import GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
@@ -204,7 +204,7 @@ def refuse(setup: PrivateSetup) -> None:
     looked_at = run.reader.take(
         np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64)
     )  # from all over the data
-    inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
+    inputs, target = to_device(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
     if run.samples.code or privacy.augmentation is not None:  # what is read from a file is always the same
         reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)

@@ -1,5 +1,5 @@
-"""How a run goes: when and by which command it was made, how long its phases take, what manifest.json says of
-it, and when Ctrl-C may end it.
+"""What is recorded of a run: when and by which command it was made, how long its phases take, and its state
+in manifest.json. And when Ctrl-C may end it.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
     some rows, the self-check, and the memory that a run would take.
     """
-    from psgrad.engine.execution.run_plan import forecast
+    from psgrad.engine.execution.run_plan import plan_run
     from psgrad.engine.gradients import machine
     from psgrad.workflows.influence_setup import method_from
     from psgrad.workflows.measures import measures_of
@@ -469,7 +469,7 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
             else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
         )
         found.facts["self-check"] = worst or "left out, as the model draws at random"
-        plan = plan_of(forecast(run.stream(say), len(run.samples)), machine.machine(run.device))
+        plan = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
         )

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from psgrad.engine.gradients import machine
-from psgrad.reports.costs import amount, duration
+from psgrad.reports.words import amount, duration
 from tests.workplace import Outcome, Workplace
 
 ROWS = 5000

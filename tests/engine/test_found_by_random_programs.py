@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.transforms import grad, jvp, vmap
+from psgrad.engine.transforms import capture, grad, jacrev, jvp, vjp, vmap
 from psgrad.errors import TransformError
 
 
@@ -123,3 +124,117 @@ def test_second_derivative_of_group_norm_then_transpose() -> None:
         return torch.autograd.grad(torch.autograd.grad(f(v, one), v, create_graph=True)[0].sin().sum(), v)[0]
 
     torch.testing.assert_close(found, torch.stack([loop(one) for one in x]))
+
+
+def twice_by_loop(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The gradients of the sum of a function's gradients, one sample after the other."""
+    found = []
+    for one in x:
+        leaf = one.clone().requires_grad_()
+        (first,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+        found += torch.autograd.grad(first.sin().sum(), leaf)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("masked", ["", "lowest number", "large number"])
+def test_attention_gradient_of_large_equal_scores(dtype: torch.dtype, masked: str) -> None:
+    """Scores that are equal and large have equal weights that add up to one, also beside ordinary samples."""
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(3, 2, 2, 4).sin()
+    x[1] = x[1, :1, :1] if masked else 1e6 * x[1, :1, :1]
+    low = torch.finfo(dtype).min if masked == "lowest number" else -1e9
+    mask = torch.tensor([0.0, low if masked else 0.0, 0.0]).reshape(3, 1, 1, 1).expand(3, 1, 2, 2)
+
+    def f(x: Tensor, mask: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(x[None], x[None], x[None] * 0.5, mask[None].to(x.dtype))
+        return (out * torch.linspace(0.5, 1.5, 4, dtype=x.dtype)).sum()
+
+    found = vmap(grad(f))(x.to(dtype), mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = torch.stack(
+            [by_loop(lambda x, m=m: f(x, m), one[None])[0] for one, m in zip(x, mask.double(), strict=True)]
+        )
+    units = 100 * torch.finfo(dtype).eps
+    for one, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(
+            one.double(), expected, rtol=units, atol=units * float(expected.abs().max())
+        )
+
+
+def test_attention_gradient_of_large_scores_is_replayed() -> None:
+    x = torch.linspace(-1, 1, 48).reshape(3, 2, 2, 4)
+    gradients = vmap(grad(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]).sin().sum()))
+    replayed = capture(gradients, x)
+    for scale in (1, 1e6, 1):
+        assert torch.equal(replayed(x * scale), gradients(x * scale))
+    assert all(replayed.programs.values())
+
+
+@pytest.mark.parametrize("name", ["contracted", "scaled"])
+def test_per_sample_gradients_overflow_beside_zero(name: str) -> None:
+    """A factor that overflows beside one that is zero does not make NaN of the product."""
+    big = torch.tensor([[0.3, 1e30], [1.0, 1e25]])
+    ways = {
+        "contracted": lambda w, x: F.linear(x, w @ big / torch.full((3, 1), torch.inf)),
+        "scaled": lambda w, x: F.linear(x, w * torch.tensor([1e30, 1.0]) / torch.full((3, 1), torch.inf)),
+    }
+    f = lambda w, x: ways[name](w, x).sum()
+    w, x = torch.linspace(-1, 1, 6).reshape(3, 2), torch.linspace(-1e15, 1e15, 8).reshape(1, 4, 2)
+    found = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
+    assert torch.equal(found, by_loop(lambda w: f(w, x[0]), w[None]))
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
+def test_second_derivative_of_norm_of_halves(norm: str) -> None:
+    """Of two numbers: what is left of the derivative is small beside what cancels."""
+    f = {
+        "layer_norm": lambda x: (F.layer_norm(x, (2,)) * torch.tensor([0.5, 1.5], dtype=x.dtype)).sum(),
+        "group_norm": lambda x: (F.group_norm(x[None], 1)[0] * torch.tensor([0.5, 1.5], dtype=x.dtype)).sum(),
+    }[norm]
+    x = torch.tensor([[0.5, 2.0], [-1.5, 0.25], [3.0, -2.0]])
+    exact = twice_by_loop(f, x.double())
+    found = vmap(grad(lambda x: grad(f)(x).sin().sum()))(x.to(torch.bfloat16))
+    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=1e-8)
+
+
+WRITES_AFTER_USE = {
+    "factor": lambda a, t: (t * a, t.mul_(3))[0],
+    "factor, in a view": lambda a, t: (t * a, t[:2].zero_())[0],
+    "factor, with what is differentiated": lambda a, t: (u := t * a, u + t.mul_(a))[1],
+    "unused": lambda a, t: (torch.logaddexp2(t, a), t.mul_(2) + a)[1],
+    "random": lambda a, t: (t * a, t.clamp_(-0.1, 0.1))[0] + t,
+}
+
+
+@pytest.mark.parametrize("outer", ["grad", "vjp", "jacrev"])
+@pytest.mark.parametrize("name", WRITES_AFTER_USE)
+def test_grad_of_vmap_write_after_use(name: str, outer: str) -> None:
+    """The samples are not an argument of the gradient; what is made of them and written to is needed as it
+    was.
+    """
+    x, a = torch.linspace(-1, 2, 6, dtype=torch.float64).reshape(2, 3), torch.tensor(0.3, dtype=torch.float64)
+    one = lambda a, x: WRITES_AFTER_USE[name](a, x * 1).sum()
+    both = lambda a: vmap(one, (None, 0))(a, x).sum()
+    found = {
+        "grad": lambda: grad(both)(a),
+        "vjp": lambda: vjp(both, a)[1](torch.ones((), dtype=torch.float64))[0],
+        "jacrev": lambda: jacrev(both)(a),
+    }[outer]()
+    step = 1e-6
+    torch.testing.assert_close(found, (both(a + step) - both(a - step)) / (2 * step), rtol=1e-7, atol=1e-8)
+
+
+def test_grad_of_vmap_write_to_argument() -> None:
+    """Into the argument itself: written where no gradient needs it, else refused."""
+    a = torch.tensor(0.3)
+    counts, x = torch.zeros(2), torch.ones(2, 3)
+
+    def f(a: Tensor, count: Tensor, x: Tensor) -> Tensor:
+        count.add_(1)
+        return (a * x).sum()
+
+    grad(lambda a: vmap(lambda count, x: f(a, count, x))(counts, x).sum())(a)
+    assert counts.tolist() == [1.0, 1.0]
+    with pytest.raises(TransformError, match="writes in place into a tensor from outside"):
+        grad(lambda a: vmap(lambda x: ((a * x).sum(), x[:2].mul_(2))[0])(x).sum())(a)
+    assert x.tolist() == [[1.0] * 3] * 2

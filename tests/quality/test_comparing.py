@@ -20,8 +20,8 @@ from psgrad.reports.comparison import (
     draw_comparison,
     render_comparison,
     render_page,
-    sections,
     sentences,
+    tables,
 )
 from psgrad.reports.words import number, percentile
 from psgrad.workflows.diff import diff
@@ -177,14 +177,14 @@ def test_numbers_of_a_comparison_are_exact_where_they_are_whole(tmp_path: Path) 
         tmp_path / "c", table(400).assign(grad_norm=lambda frame: np.roll(frame["grad_norm"], 7))
     )
     found = diff(a, moved)
-    cells = [row for _, rows in sections(found) for row in rows]
+    cells = [row.cells for table in tables(found) for row in table.rows]
     assert cells
     assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in cells for cell in row[3:5])
     known = {str(row["id"]): row for row in found.changes.to_dict("records")}
     for row in cells:
         change = known[row[0]]
-        assert row[1:3] == (number(change["score_a"]), number(change["score_b"]))
-        assert row[3:5] == (percentile(change["percentile_a"]), percentile(change["percentile_b"]))
+        assert list(row[1:3]) == [number(change["score_a"]), number(change["score_b"])]
+        assert list(row[3:5]) == [percentile(change["percentile_a"]), percentile(change["percentile_b"])]
         assert row[5] == f"{change['percentile_b'] - change['percentile_a']:+.2f}"
 
 

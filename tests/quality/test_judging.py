@@ -17,6 +17,7 @@ from psgrad.quality.detector_scores import robust_z
 from psgrad.quality.judging import judge
 from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.results import SAMPLE_COLUMNS
+from psgrad.results.manifest import content_of
 from tests.quality.frames import config, samples, trusted
 
 NEW_COLUMNS = (
@@ -44,10 +45,10 @@ def test_without_a_reference_there_is_a_review_list_and_no_verdict() -> None:
     assert frame["is_outlier_issue"].tolist() == [True, False, False, False]
     assert frame["outlier_score"].tolist() == [0.25, 1.0, 0.5, 0.75]
     assert frame[["p_value", "q_value"]].isna().all().all()
-    assert facts["decided_by"] == "review list"
-    assert not facts["evaluable"]
-    assert "no verdict" in facts["why_not"]
-    assert facts["counts"] == {
+    assert facts.decided_by == "review list"
+    assert not facts.evaluable
+    assert "no verdict" in facts.why_not
+    assert content_of(facts.counts) == {
         "samples": 4,
         "ok": 4,
         "nonfinite": 0,
@@ -133,22 +134,22 @@ def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(
     frame["fingerprint"] = [f"{row:016x}" for row in range(29)]
     known = trusted(frame["grad_norm"], kind=kind, fingerprints=frame["fingerprint"].to_numpy())
     facts = judge(frame, config(), known).facts
-    assert facts["evaluable"] is evaluable
-    assert facts["resolution"] == "no sample was tested"
+    assert facts.evaluable is evaluable
+    assert facts.resolution == "no sample was tested"
 
 
 def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> None:
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 8)).facts
-    assert not facts["evaluable"]
+    assert not facts.evaluable
     assert (
-        facts["why_not"]
+        facts.why_not
         == "50 samples can't be flagged, whatever their scores: the reference has 8 samples to hold them"
         " against; it takes 9 or more at a false discovery rate of 0.1"
     )
-    assert facts["smallest_flaggable"] is None
+    assert facts.smallest_flaggable is None
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 99)).facts
-    assert facts["evaluable"]
-    assert facts["resolution"].startswith(
+    assert facts.evaluable
+    assert facts.resolution.startswith(
         "99 trusted samples can tell 5 or more outliers among 50 samples, and never fewer"
     )
 
@@ -165,19 +166,19 @@ def test_groups_are_compared_within_and_small_ones_together() -> None:
     done = judge(samples(norms, target=target), config(group_by="class", min_group=50, review_fraction=0.04))
     frame, facts = done.frame, done.facts
     assert frame["group"].unique().tolist() == ["0", "1", OTHER]
-    assert facts["groups"]["joined"] == ["2", "3"]
+    assert facts.groups.joined == ["2", "3"]
     listed = frame[frame["is_outlier_issue"]]
     assert listed["group"].value_counts().to_dict() == {"0": 2, "1": 2, OTHER: 1} or len(listed) == 5
     assert frame.groupby("group")["percentile"].max().tolist() == [100.0] * 3
-    assert facts["groups"]["each"][OTHER]["samples"] == 5
+    assert facts.groups.each[OTHER].samples == 5
 
 
 def test_a_group_that_the_reference_does_not_have_makes_the_verdict_not_evaluable() -> None:
     known = trusted(np.arange(1.0, 201.0), np.repeat(["0", "1"], 100))
     frame = samples(np.ones(30), target=np.repeat([0, 1, 7], 10))
     facts = judge(frame, config(group_by="class"), known).facts
-    assert not facts["evaluable"]
-    assert facts["why_not"].startswith(f"10 samples of the groups {OTHER} can't be flagged")
+    assert not facts.evaluable
+    assert facts.why_not.startswith(f"10 samples of the groups {OTHER} can't be flagged")
     assert judge(frame[:20], config(group_by="class"), known).facts.evaluable
 
 
@@ -287,12 +288,12 @@ def test_low_separability_is_told_and_flags_nobody() -> None:
     random = np.random.default_rng(4)
     strange = np.append(random.normal(size=700), random.normal(1.7, 0.3, size=300))
     facts = judge(samples(np.exp(strange)), config(), trusted(np.exp(random.normal(size=2000)))).facts
-    assert facts["separability"]["low"]
-    assert facts["separability"]["words"].startswith("low separability")
+    assert facts.separability.low
+    assert facts.separability.words.startswith("low separability")
     sound = judge(
         samples(np.exp(random.normal(size=1000))), config(), trusted(np.exp(random.normal(size=2000)))
     ).facts
-    assert not sound["separability"]["low"]
+    assert sound.separability.low is False
 
 
 @pytest.mark.parametrize(("shift", "warned"), [(-1.0, True), (0.0, False), (1.0, True)])
@@ -301,7 +302,7 @@ def test_a_shift_of_all_samples_is_told(shift: float, warned: bool) -> None:
     facts = judge(
         samples(np.exp(shift + random.normal(size=800))), config(), trusted(np.exp(random.normal(size=800)))
     ).facts
-    assert any("don't look exchangeable" in each for each in facts["caveats"]) is warned
+    assert any("don't look exchangeable" in each for each in facts.caveats) is warned
 
 
 @settings(max_examples=25, deadline=None)
@@ -320,7 +321,7 @@ def test_any_table_is_judged(norms: list[float], known: list[float], grouped: bo
         assert (scores[done.frame["status"] == "nonfinite"] == 0).all()
         assert (done.frame["status"] == "nonfinite").tolist() == (~np.isfinite(np.array(norms))).tolist()
         assert done.frame["is_outlier_issue"].tolist() == done.frame["is_outlier_issue"].astype(bool).tolist()
-        json.dumps(done.facts, allow_nan=True)
+        json.dumps(content_of(done.facts), allow_nan=True)
 
 
 def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> None:
@@ -352,6 +353,6 @@ def test_a_baseline_with_which_nothing_could_be_tested_is_no_pass() -> None:
     reference = replace(trusted(np.arange(1.0, 40.0)), kind="baseline")
     frame = samples([1.0, 2.0, 3.0], margin=np.nan)
     facts = judge(frame, config(score="margin"), reference).facts
-    assert facts["counts"]["skipped"] == 3
-    assert not facts["evaluable"]
-    assert "none has a finite score" in facts["why_not"]
+    assert facts.counts.skipped == 3
+    assert not facts.evaluable
+    assert "none has a finite score" in facts.why_not

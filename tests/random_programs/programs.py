@@ -125,7 +125,7 @@ class Program:
                 functional.embedding = (
                     F.embedding
                 )  # its double backward pass is no tangent here, but a second derivative
-            modules = {"torch": WrittenOutTorch() if written_out else torch, "F": functional}
+            modules = {"torch": WrittenOutTorch() if plain else torch, "F": functional}
             names: dict[str, Any] = {**modules, "again": again} | {
                 a.name: x for a, x in zip(self.arguments, args, strict=True)
             }

@@ -54,6 +54,13 @@ class Nudge:
         sign = 2 * torch.randint(0, 2, x.shape, generator=self.generator).to(x.dtype) - 1
         return 4 * sign * torch.finfo(x.dtype).eps * values.detach().abs().nan_to_num(0, 0, 0).max()
 
+    def inside_softmax(self, name: str, g: Tensor, result: Tensor, dim: int) -> Tensor:
+        """What the kernel of the derivative loses where the sum that it takes off cancels."""
+        weights = result if name == "_softmax_backward_data" else result.exp()
+        products = (g * result if name == "_softmax_backward_data" else g).abs().sum(dim, keepdim=True)
+        unit = torch.randint(-1, 2, g.shape, generator=self.generator).to(g.dtype)
+        return unit * torch.finfo(g.dtype).eps * (weights * products).nan_to_num(0, 0, 0)
+
 
 class _Moved(torch.autograd.Function):
     """x times 1 + unit * eps. A NaN gets an arbitrary sign: operators may give it either, and copysign reads
@@ -107,9 +114,11 @@ class EveryOperatorRounds(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
-        nudge = self.nudge
-        if nudge is None or op._schema.name.removeprefix("aten::") not in _ROUNDED:
+        nudge, name = self.nudge, op._schema.name.removeprefix("aten::")
+        if nudge is None or name not in _ROUNDED:
             return out
+        if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
+            out = out + nudge.inside_softmax(name, *args[:3])
         return (
             nudge(out)
             if isinstance(out, Tensor)

@@ -65,7 +65,8 @@ class WrittenOut(Conventions):
     constants, so that third derivatives through them are wrong.
 
     moved: moves a value by rounding. The kernels of normalisations multiply the values first, and take the
-    mean times the scale off: what the two lose is of the size of the values.
+    mean times the scale off: what the two lose is of the size of the values. The mean is rounded, too: that
+    of equal numbers is another number.
     """
 
     def __init__(self, moved: Callable[[Tensor], Tensor] = lambda x: x) -> None:
@@ -79,7 +80,8 @@ class WrittenOut(Conventions):
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        return _affine(self._normal(_wide(x), list(range(-len(shape), 0)), eps), weight, bias, x.dtype)
+        out = _affine(self._normal(_wide(x), list(range(-len(shape), 0)), eps), weight, bias, x.dtype)
+        return out.contiguous()  # as the kernel's, which as_strided reads
 
     def group_norm(
         self,
@@ -134,7 +136,7 @@ class WrittenOut(Conventions):
         return _affine(out, _by_channel(weight, x), _by_channel(bias, x), x.dtype)
 
     def _normal(self, x: Tensor, axes: list[int], eps: float) -> Tensor:
-        centred = self.moved(x) - x.mean(axes, keepdim=True)
+        centred = self.moved(x) - self.moved(x.mean(axes, keepdim=True))
         return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
 
 
@@ -159,7 +161,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class WrittenOutTorch:
-    """torch, but for one function."""
+    """torch, but for one function: near zero PyTorch's slope of sinc is a difference of equal numbers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -95,7 +95,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_letters_are_read_on_every_shade(level: int, theme: str) -> None:
     """WCAG 2.2, 1.4.3: a contrast of 4.5, with the page's own ink, on its own paper."""
-    css = (Path(psgrad.reports.__file__).parent / "templates" / "base.html").read_text()
+    css = (Path(psgrad.reports.__file__).parent / "templates" / "page.css").read_text()
     dark = css.index("prefers-color-scheme: dark")
     rules = css[dark:] if theme == "dark" else css[:dark]
     ink, *papers = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.reports.costs import PRIVATE_WARNING, audit_content, write_audit
+from psgrad.reports.audit import PRIVATE_WARNING, audit_content, write_audit
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit
 
 RESULT = DPAuditResult(

@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.evaluation import _decimals, evaluation_plots, write_evaluation
+from psgrad.reports.evaluation import decimals, write_evaluation
+from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.results.influence import EvaluationResult, evaluation_content
 
 UNIT = "rise of the query's loss, in nats"
@@ -134,8 +135,8 @@ def test_the_table_has_the_best_first_with_intervals_leads_and_the_ceiling() -> 
     assert "\x1b" not in text  # no escape sequence of a note reaches the terminal
 
 
-def test_decimals_are_no_1_where_the_number_is_none() -> None:
-    assert [_decimals(value, 3) for value in (0.9996, -0.9996, 1.0, 1.0004, 0.0004)] == [
+def testdecimals_are_no_1_where_the_number_is_none() -> None:
+    assert [decimals(value, 3) for value in (0.9996, -0.9996, 1.0, 1.0004, 0.0004)] == [
         "0.999",
         "-0.999",
         "1.000",

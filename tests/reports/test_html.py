@@ -16,7 +16,7 @@ import pytest
 
 from psgrad.quality.judging import rank_samples
 from psgrad.reports.analyze_page import render, write_report
-from psgrad.reports.plots import norm_histogram
+from psgrad.reports.analyze_plots import norm_histogram
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample, top_samples
 from tests.reports import frames, influence_runs, private_runs
 

@@ -15,13 +15,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from psgrad.reports.influence_plots import (
-    PER_SIDE,
     cumulative,
     draw_influence_plots,
-    query_sheet,
     score_distributions,
     self_influence_against_loss,
 )
+from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
 from psgrad.reports.influence_terminal import signed
 from psgrad.results import ALL_INDEX, SIGN, TopSample, carriers, pairs_of, shown_queries
 from tests.reports.influence_runs import UNIT, result

@@ -12,7 +12,9 @@ import pytest
 
 from psgrad.engine.measures.measure import Gathered
 from psgrad.plugins import MEASURES, own_classes
-from psgrad.reports.measures import histograms, measure_sections
+from psgrad.reports.measure_plots import histograms
+from psgrad.reports.measures import measure_sections
+from psgrad.reports.sections import Facts, Subtitle
 from psgrad.results import MeasureResult
 from psgrad.workflows.analyze import result_of
 from tests.reports import frames
@@ -23,7 +25,10 @@ def _facts(**numbers: Any) -> dict[str, str]:
     (section,) = measure_sections(
         replace(frames.result(frames.classification(20)), measures={"grand": measure}), {}, 0
     )
-    return dict(section.numbers)
+    place = section.parts.index(Subtitle("Of the whole dataset"))
+    found = section.parts[place + 1]
+    assert isinstance(found, Facts)
+    return dict(found.pairs)
 
 
 def test_facts_matrix_is_left_to_its_figure() -> None:
@@ -52,7 +57,9 @@ def test_sources_and_meanings_of_known_measures_are_whole() -> None:
             kind.name, kind.title, kind.formula, kind.unit, kind.source, dict(kind.meanings)
         )
         (section,) = measure_sections(replace(frames.result(samples), measures={kind.name: measure}), {}, 0)
-        assert kind.source in dict(section.about).values()
+        about = section.parts[0]
+        assert isinstance(about, Facts)
+        assert kind.source in dict(about.pairs).values()
         columns = list(kind.meanings)
         if columns:
             shown = samples.assign(**dict.fromkeys(columns, np.arange(20.0)))

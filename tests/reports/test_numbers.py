@@ -5,18 +5,20 @@ scores.
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from psgrad.reports.analyze_page import _cards
-from psgrad.reports.influence_page import _own
+from psgrad.reports.analyze_page import input_cards
+from psgrad.reports.analyze_terminal import top_table
+from psgrad.reports.classes import class_pages, class_statistics, class_table
+from psgrad.reports.influence_page import self_influences
 from psgrad.reports.influence_terminal import examples, sides_table, signed
-from psgrad.reports.outlier_sections import class_pages, class_statistics, class_table
-from psgrad.reports.page import DataTable
 from psgrad.reports.sample_table import sample_table
-from psgrad.reports.terminal import print_table, top_table
+from psgrad.reports.tables import Table
+from psgrad.reports.terminal import print_table
 from psgrad.reports.words import identifier, number, percent, percentile
 from psgrad.results import AnalyzeResult, shown_queries
 from tests.reports import frames, influence_runs
@@ -37,9 +39,10 @@ def by_id(samples: pd.DataFrame) -> dict[str, dict[Any, Any]]:
     return {identifier(row["id"]): row for row in samples.to_dict("records")}
 
 
-def columns(table: DataTable) -> list[dict[str, str]]:
+def columns(table: Table) -> list[dict[str, str]]:
     return [
-        dict(zip((heading.key for heading in table.headings), row.cells, strict=True)) for row in table.rows
+        dict(zip((column.key or column.words for column in table.columns), row.cells, strict=True))
+        for row in table.rows
     ]
 
 
@@ -62,21 +65,29 @@ def test_numbers_of_the_table_of_samples_are_those_of_their_columns() -> None:
 def test_numbers_on_cards_and_in_class_pages_are_those_of_their_samples() -> None:
     result = run()
     known = by_id(result.samples)
-    cards = _cards(result)
-    assert [card.rank for card in cards] == [str(place) for place in range(1, len(cards) + 1)]
-    for card in cards:
-        row = known[card.id]
-        assert (card.rank, card.loss, card.norm, card.sample) == (
+    cards = input_cards(result)
+    assert len(cards) > 10
+    for place, card in enumerate(cards, start=1):
+        found = re.fullmatch(
+            r"<b>(.*)\.</b> <bdi>(.*)</bdi><br>\nlabel <b>(.*)</b>, model <b.*>(.*)</b><br>\n"
+            r'<span class="quiet">norm (.*)<br>loss (.*)</span>',
+            card.words,
+        )
+        assert found is not None
+        rank, identity, truth, guess, norm, loss = found.groups()
+        row = known[identity]
+        assert (rank, loss, norm, card.sample) == (
             str(row["rank"]),
             number(row["loss"]),
             number(row["grad_norm"]),
             row["index"],
         )
+        assert (rank, truth, guess) == (str(place), str(row["target"]), str(row["prediction"]))
     statistics = class_statistics(result.samples)
     pages = class_pages(result, statistics)
     assert len(pages) == 10
     for page in pages:
-        for cells in columns(page.worst):
+        for cells in columns(page.parts[0]):
             row = known[cells["id"]]
             assert cells["rank"] == str(row["rank"])
             assert number(row["loss"]) in cells.values()
@@ -116,8 +127,9 @@ def test_numbers_of_influence_are_those_of_their_pairs() -> None:
     print_table(sides_table(*examples(found, query, 5)), stream)
     assert [line.split()[0] for line in stream.getvalue().splitlines()[1:]] == ["1", "2", "3", "4", "5"]
     row = found.training.iloc[int(found.training["self_influence"].idxmax())].to_dict()
-    own = _own(row | {"differs": False}, None)
-    assert (own["loss"], own["self_influence"], own["overall"]) == (
+    own = columns(self_influences(found))[0]
+    assert own["id"] == identifier(row["id"])
+    assert (own["loss"], own["self-influence"], re.sub("<.*?>", "", own["score, mean over queries"])) == (
         number(row["loss"]),
         number(row["self_influence"]),
         signed(row["overall"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psgrad.reports.page import NONFINITE_COLOUR, thumbnail, to_png, to_rgb
+from psgrad.reports.pictures import NONFINITE_COLOUR, thumbnail, to_png, to_rgb
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (2, 8, 8), (3, 8, 8), (4, 8, 8), (7, 8, 8), (3, 1, 1)])

@@ -16,12 +16,18 @@ from matplotlib.patches import StepPatch
 from PIL import Image
 
 from psgrad.quality.judging import rank_samples
+from psgrad.reports.analyze_plots import (
+    draw_plots,
+    norm_histogram,
+    norms_per_class,
+    norms_per_layer,
+    top_sheet,
+)
 from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.measures import trajectories
-from psgrad.reports.plots import draw_plots, norm_histogram, norms_per_class, norms_per_layer, top_sheet
+from psgrad.reports.loss_against_norm import loss_against_norm
+from psgrad.reports.measure_plots import trajectories
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
-from psgrad.reports.sample_table import loss_against_norm
 from psgrad.reports.ticks import power_words
 from psgrad.results import TopSample, has_classes, top_samples
 from tests.browser.results import measured

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from psgrad.reports.analyze_page import gate_table, render
-from psgrad.reports.outlier_sections import rankings_of
-from psgrad.reports.plots import norm_histogram
-from psgrad.reports.terminal import summary
+from psgrad.reports.analyze_page import render
+from psgrad.reports.analyze_plots import norm_histogram
+from psgrad.reports.analyze_terminal import summary
+from psgrad.reports.gate import gate_table
+from psgrad.reports.outliers import rankings_of
 from psgrad.results import AnalyzeResult
 from psgrad.results.findings import CheckResult, GateOutcome
+from psgrad.results.manifest import OutlierFacts, read
 from tests.reports import frames
 
 
@@ -82,9 +84,8 @@ def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() 
 )
 def test_tops_of_one_and_tops_without_any_in_common(top: int, shared: int, expected: str) -> None:
     facts = outliers()
-    found = rankings_of(
-        {**facts, "loss_agreement": {**facts["loss_agreement"], "top": top, "shared": shared}}
-    )
+    agreement = {**facts["loss_agreement"], "top": top, "shared": shared}
+    found = rankings_of(read(OutlierFacts, {**facts, "loss_agreement": agreement}))
     assert found is not None
     assert expected in found.sentence
 
@@ -135,7 +136,7 @@ def test_a_run_that_is_ranked_by_loss_says_so_and_does_not_offer_it() -> None:
 
 
 def test_orders_that_differ_altogether_are_not_said_to_be_alike() -> None:
-    found = rankings_of(outliers(spearman=0.12345))
+    found = rankings_of(read(OutlierFacts, outliers(spearman=0.12345)))
     assert found is not None
     assert "and the rank correlation over all samples is 0.1234" in found.sentence
 
@@ -145,7 +146,7 @@ def test_orders_that_differ_altogether_are_not_said_to_be_alike() -> None:
     [None, {}, {"loss_agreement": {"spearman": None, "top": None, "shared": None}}, {"loss_agreement": {}}],
 )
 def test_what_can_not_be_compared_is_not(facts: dict[str, Any] | None) -> None:
-    assert rankings_of(facts) is None
+    assert rankings_of(read(OutlierFacts, facts)) is None
     assert "disagree" not in render(
         frames.result(frames.classification(20), manifest={"outliers": facts}),
         [norm_histogram(frames.classification(20))],
@@ -156,5 +157,4 @@ def test_counts_of_the_gate_are_whole() -> None:
     table = gate_table(
         CheckResult((GateOutcome("max_outliers", "failed", "too many", 12_345, 10_000),), (), "out", 20_000)
     )
-    assert table is not None
     assert table.rows[0].cells[2:4] == ["12,345", "10,000"]

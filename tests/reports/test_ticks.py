@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import Plot, figure_with_axes
-from psgrad.reports.measures import matrix, spectrum
+from psgrad.reports.measure_plots import matrix, spectrum
 from psgrad.reports.ticks import LogTicks, log_axis
 from psgrad.results import MeasureResult
 

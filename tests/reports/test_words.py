@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.terminal import print_table, summary, top_table
+from psgrad.reports.analyze_terminal import summary, top_table
+from psgrad.reports.terminal import print_table
 from psgrad.reports.words import (
     count,
     identifier,

@@ -185,7 +185,7 @@ def _python_seconds(clock: _Clock, device: torch.device) -> tuple[float, float]:
 
     Norms run many more kernels than gradients by themselves, and no more operators.
     """
-    from psgrad.engine.execution.pass_costs import traced
+    from psgrad.engine.execution.pass_costs import trace_pass
     from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
 
     names = [str(number) for number in range(6)]
@@ -201,9 +201,9 @@ def _python_seconds(clock: _Clock, device: torch.device) -> tuple[float, float]:
     found = []
     for how in (per_sample_gradients, per_sample_square_norms):
         way = partial(how, loss, params, x)
-        course = traced(lambda params, x, how=how: how(loss, params, x), params, x)  # type: ignore[misc]
-        computing = sum(1.0 if not kernel.is_view else 0.5 for kernel in course.kernels) * call
-        found.append((clock.seconds(way) - computing, course.operators, len(course.kernels)))
+        costs = trace_pass(lambda params, x, how=how: how(loss, params, x), params, x)  # type: ignore[misc]
+        computing = sum(1.0 if not kernel.is_view else 0.5 for kernel in costs.kernels) * call
+        found.append((clock.seconds(way) - computing, costs.operators, len(costs.kernels)))
     (less, operators, few), (more, _, many) = found
     kernel = max((more - less) / max(many - few, 1), call / 4)
     return max((less - few * kernel) / operators, kernel), kernel

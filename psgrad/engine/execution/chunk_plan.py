@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from psgrad.engine.execution.pass_costs import Course, Like, traced
+from psgrad.engine.execution.pass_costs import Like, PassCosts, trace_pass
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.queries import PerSampleGradients
@@ -24,7 +24,7 @@ _MOST_TRACES = 5
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ChunkPlan:
     """What a chunk will take.
 
     Attributes:
@@ -41,7 +41,7 @@ class Prediction:
     kernels: int
 
 
-def predict(
+def plan_chunk(
     function: Callable[..., Any],
     params: dict[str, torch.Tensor],
     inputs: tuple[torch.Tensor, ...],
@@ -49,7 +49,7 @@ def predict(
     chunk: int | None = None,
     *,
     replayed: bool = False,
-) -> Prediction:
+) -> ChunkPlan:
     """What `function(params, inputs, target)` will take, without running it.
 
     Args:
@@ -59,17 +59,17 @@ def predict(
         chunk: how many rows to predict for, n where it is not said.
         replayed: for a chunk that is replayed from a record.
 
-    Raises NotCapturable, or what the function raises on tensors without values, where its course depends on
+    Raises NotCapturable, or what the function raises on tensors without values, where its kernels depend on
     data.
     """
-    course, given = course_of(function, params, inputs, target, chunk, replayed=replayed)
+    costs, given = costs_of_pass(function, params, inputs, target, chunk, replayed=replayed)
     device = next(iter(params.values())).device
-    return Prediction(
-        seconds_of(course, machine(device), replayed=replayed), course.peak_bytes, given, len(course.kernels)
+    return ChunkPlan(
+        seconds_of(costs, machine(device), replayed=replayed), costs.peak_bytes, given, len(costs.kernels)
     )
 
 
-def course_of(
+def costs_of_pass(
     function: Callable[..., Any],
     params: Any,
     inputs: Any,
@@ -77,30 +77,30 @@ def course_of(
     chunk: int | None = None,
     *,
     replayed: bool = False,
-) -> tuple[Course, int]:
-    """(course, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
+) -> tuple[PassCosts, int]:
+    """(costs, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
     `predict`.
     """
     rows = tree_map(
         lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk),
         (inputs, target),
     )
-    course = traced(function, params, *rows, replayed=replayed)
-    return course, sum(
+    costs = trace_pass(function, params, *rows, replayed=replayed)
+    return costs, sum(
         math.prod(x.shape) * x.dtype.itemsize
         for x in tree_leaves(rows)
         if isinstance(x, (torch.Tensor, Like))
     )
 
 
-def seconds_of(course: Course, on: Machine, *, replayed: bool = False) -> float:
-    """What a course takes on a machine. Where calls return before their kernels are done, the slower of
-    Python and kernels counts.
+def seconds_of(costs: PassCosts, on: Machine, *, replayed: bool = False) -> float:
+    """What a pass takes on a machine, from its costs. Where calls return before their kernels are done, the
+    slower of Python and kernels counts.
     """
-    kernels = sum(kernel.seconds(on) for kernel in course.kernels)
+    kernels = sum(kernel.seconds(on) for kernel in costs.kernels)
     if replayed:
         return kernels
-    python = course.operators * on.operator_seconds + len(course.kernels) * on.kernel_seconds
+    python = costs.operators * on.operator_seconds + len(costs.kernels) * on.kernel_seconds
     return max(kernels, python) if on.asynchronous else kernels + python
 
 
@@ -130,7 +130,7 @@ def correction(small: tuple[float, float], large: tuple[float, float]) -> Correc
     return Correction(max(0.0, min(taken - share * priced, taken_more - share * priced_more)), share)
 
 
-def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 1024) -> int:
+def chunk_for(trace_at: Callable[[int], ChunkPlan], budget: int, most: int = 1024) -> int:
     """The largest chunk, 1 to `most` samples, whose pass and inputs fit a budget of bytes, as far as a few
     traces tell.
 

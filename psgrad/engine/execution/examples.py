@@ -124,7 +124,7 @@ class Examples:
         return self.run(_Asking(lambda output: {"output": output}), forward)
 
     def materialise(self) -> torch.Tensor:
-        """[n, p]: every gradient written out, on the CPU."""
+        """[n, p]: every gradient materialised, on the CPU."""
         return torch.cat(
             [
                 found["rows"]

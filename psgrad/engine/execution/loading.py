@@ -48,7 +48,7 @@ def joined(parts: Sequence[Batch]) -> RowBatch:
 
 
 Read = Callable[[int, int], Batch]
-Placed = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
+DeviceRows = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Chunk:
     rows: Sequence[int]
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor | None
-    on_device: tuple[Placed, Any] | None = None
+    on_device: tuple[DeviceRows, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -154,10 +154,10 @@ class Loader:
         self._expected = _Job(start, stop)
         self._jobs.put(self._expected)
 
-    def place(self, chunk: Chunk) -> Placed:
+    def place(self, chunk: Chunk) -> DeviceRows:
         """A chunk's inputs and target on the device."""
         if chunk.on_device is None:
-            return placed(chunk.inputs, chunk.target, self.device, self.dtype)
+            return to_device(chunk.inputs, chunk.target, self.device, self.dtype)
         (inputs, target), copied = chunk.on_device
         here = torch.cuda.current_stream(self.device)
         here.wait_event(copied)
@@ -229,7 +229,7 @@ class Loader:
             job.done.set()
             del job  # the chunk is not this thread's any more
 
-    def _copied(self, chunk: Chunk) -> tuple[Placed, Any] | None:
+    def _copied(self, chunk: Chunk) -> tuple[DeviceRows, Any] | None:
         """The chunk on the GPU, copied on a stream of its own; None where it is to be copied later."""
         if not self._copies_ahead or self._side is None:
             return None
@@ -239,7 +239,7 @@ class Loader:
                 (None if chunk.target is None else chunk.target.pin_memory()),
             )
             with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-                on_device = placed(*pinned, self.device, self.dtype)
+                on_device = to_device(*pinned, self.device, self.dtype)
                 copied = torch.cuda.Event()
                 copied.record(self._side)
         except RuntimeError:  # no memory for it, be it pinned or the GPU's: it is copied when it is used
@@ -259,9 +259,9 @@ class _Job:
         self.done = threading.Event()
 
 
-def placed(
+def to_device(
     inputs: Sequence[torch.Tensor], target: torch.Tensor | None, device: torch.device, dtype: torch.dtype
-) -> Placed:
+) -> DeviceRows:
     """Inputs and target on a device, fractions in one type."""
 
     def place(x: torch.Tensor) -> torch.Tensor:

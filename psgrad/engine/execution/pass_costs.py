@@ -1,9 +1,7 @@
-"""A kernel as the planner sees it: of which class it is, how much it computes and moves, and what it takes
-beside its result.
-
-The course of a pass, followed without running it: its kernels in order, and the memory that lives between
+"""What a pass will take, found without running it: its kernels in order, and the memory that lives between
 them.
 
+A kernel is described by its class, by how much it computes and moves, and by what it takes beside its result.
 The function runs on tensors without values. Each kernel that it would run is entered with what it computes
 and moves; memory is counted from the moment a kernel makes it to the moment the last tensor that sees it is
 gone, which is when the pass itself would give it back.
@@ -27,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.precision_guard import noting, trusting
+from psgrad.engine.gradients.precision_guard import flagging, unchecked
 from psgrad.engine.transforms.capture_guard import (
     NoReads,
     NotCapturable,
@@ -239,7 +237,7 @@ def _convolution(name: str, args: Any, made: list[torch.Tensor]) -> tuple[Kind, 
 
 def _takes_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     """Whether PyTorch leaves a convolution on a CPU to oneDNN (use_mkldnn in its Convolution.cpp); else
-    patches are written out.
+    patches are materialised.
     """
     if x.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
         return False
@@ -272,7 +270,7 @@ def _blocked(x: torch.Tensor, axis: int = 1, *, always: bool = False) -> int:
     return _whole(x) // max(channels, 1) * (-(-channels // _LANES) * _LANES)
 
 
-__all__ = ["Course", "Like", "NotCapturable", "followed", "traced"]
+__all__ = ["Like", "NotCapturable", "PassCosts", "observe_pass", "trace_pass"]
 
 
 @dataclass(frozen=True)
@@ -290,7 +288,7 @@ class Like:
 
 
 @dataclass(frozen=True)
-class Course:
+class PassCosts:
     """What a call would do.
 
     Attributes:
@@ -360,10 +358,12 @@ class _Account:
             self.bytes -= entry[0]
             del self._seen[key]
 
-    def course(self, result: Any, arguments: Any) -> Course:
+    def costs(self, result: Any, arguments: Any) -> PassCosts:
         storages = (x.untyped_storage() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
         given = {storage._cdata: storage.nbytes() for storage in storages}
-        return Course(tuple(self.kernels), self.operators, self.peak, self.bytes, sum(given.values()), result)
+        return PassCosts(
+            tuple(self.kernels), self.operators, self.peak, self.bytes, sum(given.values()), result
+        )
 
 
 class _Ledger(Watch):
@@ -409,24 +409,24 @@ class _Follower(TorchDispatchMode):
         return result
 
 
-def followed(function: Callable[..., Any], *args: Any) -> Course:
+def observe_pass(function: Callable[..., Any], *args: Any) -> PassCosts:
     """What `function(*args)` did: for what depends on values, and has to run."""
     follower = _Follower()
     for x in tree_leaves(args):
         follower.account.given_unless_seen(x)
     with follower, torch.no_grad():
         result = function(*args)
-    return follower.account.course(result, args)
+    return follower.account.costs(result, args)
 
 
-def traced(function: Callable[..., Any], *args: Any, replayed: bool = False) -> Course:
-    """What `function(*args)` would do, where no norm is in doubt.
+def trace_pass(function: Callable[..., Any], *args: Any, replayed: bool = False) -> PassCosts:
+    """What `function(*args)` would do, where no norm is computed again.
 
     Args:
         args: pytrees of tensors, or of what is Like them; shapes, dtypes and devices count.
-        replayed: as a record of it would, where doubts are noted.
+        replayed: as a captured program of it would, where inaccurate samples are flagged.
 
-    Raises NotCapturable, or what `function` raises, where its course depends on values.
+    Raises NotCapturable, or what `function` raises, where its kernels depend on values.
     """
     mode = FakeTensorMode()
     with modules_unchanged(), python_random_states(), RandomStates() as random_states:
@@ -434,13 +434,13 @@ def traced(function: Callable[..., Any], *args: Any, replayed: bool = False) -> 
         reads = NoReads()
         without_values = tree_map(lambda x: _without_value(x, mode, ledger.account), args)
         try:
-            with mode, ledger, reads, noting() if replayed else trusting(), torch.no_grad():
+            with mode, ledger, reads, flagging() if replayed else unchecked(), torch.no_grad():
                 result = function(*without_values)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotCapturable(f"its course depends on data, by {error}") from error
         ledger.insist()
         reads.insist()
-    return ledger.account.course(result, without_values)
+    return ledger.account.costs(result, without_values)
 
 
 def _without_value(x: Any, mode: FakeTensorMode, account: _Account) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.precision_guard import noting
+from psgrad.engine.gradients.precision_guard import flagging
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
 from psgrad.engine.transforms import random_draws
@@ -23,7 +23,7 @@ from psgrad.engine.transforms.program import Compiler
 # From so many chunks on a record is worth its making, whatever the model: both go with its operators.
 # Measured on CPUs, where a chunk's kernels take most of the time; on a GPU the Python around them does.
 PAYS_FROM = {"cpu": 1000, "cuda": 200}
-# One chunk in so many may raise a doubt, and run twice, before the replay is given up.
+# One chunk in so many may raise a flag, and run twice, before the replay is given up.
 _RARELY = 8
 
 
@@ -75,7 +75,7 @@ class Replay:
         self.pays_from = PAYS_FROM[kind if kind in PAYS_FROM else "cuda"] if compile == "none" else 2
         # Norms are float64, but no more exact than what they are made of.
         self.rounding = 4 * math.sqrt(max(torch.finfo(x.dtype).eps for x in params.values()))
-        self.chunks = self.doubts = 0
+        self.chunks = self.flags = 0
         self.how = "not replayed"
         self._captured: Captured | None = capture(
             self._program, compile=compile, say=lambda why: say(f"chunks are not replayed: {why}")
@@ -84,9 +84,9 @@ class Replay:
         self._proved: Any = None  # what the chunks look like that are replayed
 
     def _program(self, params: dict[str, torch.Tensor], inputs: Any, target: Any) -> tuple[Any, Any]:
-        with noting() as doubts:
+        with flagging() as flags:
             found = self.function(params, inputs, target)
-        return found, torch.stack(doubts).any() if doubts else None
+        return found, torch.stack(flags).any() if flags else None
 
     @torch.no_grad()
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
@@ -94,11 +94,11 @@ class Replay:
         looks = [None if x is None else (x.shape, x.dtype) for x in (*inputs, target)]
         before = random_draws.states()
         if self._captured is not None and looks == self._proved:
-            found, doubt = self._captured(self.params, inputs, target)
-            if doubt is None or not bool(doubt):
+            found, flag = self._captured(self.params, inputs, target)
+            if flag is None or not bool(flag):
                 self.chunks += 1
                 return found
-            self._doubted()
+            self._count_flag()
             random_draws.restore(before)
         found = self.function(self.params, inputs, target)
         if (
@@ -131,13 +131,13 @@ class Replay:
             return
         random_draws.restore(states)
         try:
-            again, doubt = captured(self.params, inputs, target)
+            again, flag = captured(self.params, inputs, target)
         except Exception as error:  # where the model itself has just done without
             self._captured = None
             self.say(f"chunks are not replayed: {type(error).__name__} {str(error).partition(chr(10))[0]}")
             return
-        if doubt is not None and bool(doubt):
-            self._doubted()
+        if flag is not None and bool(flag):
+            self._count_flag()
         elif agree(found, again, self.rounding):
             self._proved, self.how = looks, program.how
         else:
@@ -147,9 +147,9 @@ class Replay:
                 " a state of its own"
             )
 
-    def _doubted(self) -> None:
-        self.doubts += 1
-        if self.doubts > 2 + self.chunks / _RARELY:
+    def _count_flag(self) -> None:
+        self.flags += 1
+        if self.flags > 2 + self.chunks / _RARELY:
             self._captured = None  # what runs twice is slower than what runs once
 
     def forget(self) -> None:

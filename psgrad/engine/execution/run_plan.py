@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.chunk_plan import (
-    Prediction,
+    ChunkPlan,
     chunk_for,
     chunk_for_factors,
     correction,
-    course_of,
+    costs_of_pass,
     seconds_of,
 )
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.pass_costs import Course, NotCapturable, followed, traced
+from psgrad.engine.execution.pass_costs import NotCapturable, PassCosts, observe_pass, trace_pass
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferred import DeferredGradient
@@ -40,7 +40,7 @@ _TRIES, _LONG_ENOUGH = 5, 0.5
 
 
 @dataclass(frozen=True)
-class ParameterPlan:
+class ParameterCosts:
     """How the norms of one parameter's gradients will be computed.
 
     Attributes:
@@ -61,7 +61,7 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class RunPlan:
     """What a run will take.
 
     Attributes:
@@ -78,7 +78,7 @@ class Forecast:
         obstacle: why the pass could not be followed without running it; None where it could.
     """
 
-    parameters: tuple[ParameterPlan, ...]
+    parameters: tuple[ParameterCosts, ...]
     rows: int
     chunk_size: int
     seconds: float
@@ -96,16 +96,7 @@ class Forecast:
         return tuple(parameter.name for parameter in self.parameters if not parameter.factored)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """What a chunk will take: seconds of its kernels as priced, the pass's peak and its inputs in bytes."""
-
-    kernels: float
-    peak: int
-    given: int
-
-
-def forecast(stream: Stream, rows: int) -> Forecast:
+def plan_run(stream: Stream, rows: int) -> RunPlan:
     """What the stream's run over `rows` rows for norms will take. Reads and runs the first few rows, and no
     more.
 
@@ -114,31 +105,31 @@ def forecast(stream: Stream, rows: int) -> Forecast:
     stream.gradients_at([0])  # a model that fails says so, in a person's words
     inputs, target = stream.load(0, min(_MORE, rows))
     norms = stream.pass_of(per_sample_square_norms)
-    at, obstacle = _followed_at(norms, stream, inputs, target)
+    at, obstacle = _costs_at(norms, stream, inputs, target)
     size = _chunk_size(stream, rows, at, inputs, target)
     chunk = at(size)
     fitted = correction(
-        *((at(n).kernels, _seconds(norms, stream, inputs, target, n)) for n in (_FEW, len(inputs[0])))
+        *((at(n).seconds, _seconds(norms, stream, inputs, target, n)) for n in (_FEW, len(inputs[0])))
     )
-    chunk_seconds = fitted(chunk.kernels)
+    chunk_seconds = fitted(chunk.seconds)
     chunks = -(-rows // size)
     why = _why_not_replayed(stream, rows // size, obstacle)
     seconds = rows / size * chunk_seconds
     if why is None:
         replayed = seconds_of(
-            course_of(norms, stream.params, inputs, target, size, replayed=True)[0],
+            costs_of_pass(norms, stream.params, inputs, target, size, replayed=True)[0],
             machine(stream.device),
             replayed=True,
         )
         seconds = 2 * chunk_seconds + max(0.0, rows / size - 2) * fitted.share * replayed
-    return Forecast(
+    return RunPlan(
         parameters=_parameters(stream, inputs, target, traceable=obstacle is None),
         rows=rows,
         chunk_size=size,
         seconds=seconds,
         chunk_seconds=chunk_seconds,
-        peak_bytes=chunk.peak,
-        input_bytes=chunk.given,
+        peak_bytes=chunk.peak_bytes,
+        input_bytes=chunk.input_bytes,
         parameter_bytes=sum(p.numel() * p.element_size() for p in stream.params.values()),
         replayed=why is None,
         why=why or f"{chunks:,} chunks of one size are worth a record",
@@ -146,46 +137,45 @@ def forecast(stream: Stream, rows: int) -> Forecast:
     )
 
 
-def _followed_at(
+def _costs_at(
     norms: Any, stream: Stream, inputs: Any, target: Any
-) -> tuple[Callable[[int], _Chunk], str | None]:
-    """(from a number of rows to what a chunk of them takes, why it had to run).
+) -> tuple[Callable[[int], ChunkPlan], str | None]:
+    """(the plan of a chunk of a number of rows, whose seconds are those of its kernels; why a chunk had to
+    run).
 
-    Where the course depends on values, it is followed while the first rows run, and grows with their number.
+    Where the kernels depend on values, they are observed while the first rows run, and their costs grow with
+    the number of rows.
     """
-    on, known = machine(stream.device), dict[int, _Chunk]()
+    on, known = machine(stream.device), dict[int, ChunkPlan]()
 
-    def traced_at(rows: int) -> _Chunk:
+    def planned(costs: PassCosts, given: int) -> ChunkPlan:
+        return ChunkPlan(_price(costs, on), costs.peak_bytes, given, len(costs.kernels))
+
+    def traced_at(rows: int) -> ChunkPlan:
         if rows not in known:
-            course, given = course_of(norms, stream.params, inputs, target, rows)
-            known[rows] = _Chunk(_price(course, on), course.peak_bytes, given)
+            known[rows] = planned(*costs_of_pass(norms, stream.params, inputs, target, rows))
         return known[rows]
 
     try:
         traced_at(_FEW)
     except Exception as error:
-        ran, count = followed(norms, stream.params, inputs, target), len(inputs[0])
         given = sum(x.numel() * x.element_size() for x in (*inputs, target) if x is not None)
-        whole = _Chunk(_price(ran, on), ran.peak_bytes, given)
-        why = (
-            str(error).partition("\n")[0]
-            if isinstance(error, NotCapturable)
-            else f"{type(error).__name__}: {error}".partition("\n")[0]
-        )
-        return (
-            lambda rows: _Chunk(
-                whole.kernels * rows / count, whole.peak * rows // count, whole.given * rows // count
-            ),
-            why,
-        )
+        whole, count = planned(observe_pass(norms, stream.params, inputs, target), given), len(inputs[0])
+        why = str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}"
+
+        def scaled(rows: int) -> ChunkPlan:
+            peak, given = whole.peak_bytes * rows // count, whole.input_bytes * rows // count
+            return ChunkPlan(whole.seconds * rows / count, peak, given, whole.kernels)
+
+        return scaled, why.partition("\n")[0]
     return traced_at, None
 
 
-def _price(course: Course, on: Machine) -> float:
-    return sum(kernel.seconds(on) for kernel in course.kernels)
+def _price(costs: PassCosts, on: Machine) -> float:
+    return sum(kernel.seconds(on) for kernel in costs.kernels)
 
 
-def _chunk_size(stream: Stream, rows: int, at: Callable[[int], _Chunk], inputs: Any, target: Any) -> int:
+def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], inputs: Any, target: Any) -> int:
     """The rows at a time that the stream itself would settle on."""
     if not stream.automatic:
         return min(stream.chunk_size, rows)
@@ -194,11 +184,7 @@ def _chunk_size(stream: Stream, rows: int, at: Callable[[int], _Chunk], inputs: 
         budget = chunk_budget(stream.device, stream.memory)
         return min(chunk_for_factors(gradients, budget, LARGEST_AUTO_CHUNK), rows)
 
-    def predicted(count: int) -> Prediction:
-        chunk = at(count)
-        return Prediction(0.0, chunk.peak, chunk.given, 0)
-
-    return chunk_for(predicted, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
+    return chunk_for(at, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
 
 
 def _seconds(norms: Any, stream: Stream, inputs: Any, target: Any, rows: int) -> float:
@@ -230,18 +216,19 @@ def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str 
     )
 
 
-def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) -> tuple[ParameterPlan, ...]:
+def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) -> tuple[ParameterCosts, ...]:
     """The terms of each parameter's gradient and how their norms are taken, of the first rows."""
-    found: dict[str, ParameterPlan] = {}
+    found: dict[str, ParameterCosts] = {}
 
     def note(name: str, gradient: DeferredGradient) -> None:
         terms = [placed.term for placed in gradient.terms]
         costs = [
-            term.ways().get(term.describe()) or min(term.ways().values(), key=lambda cost: cost.seconds)
+            term.order_costs().get(term.describe())
+            or min(term.order_costs().values(), key=lambda cost: cost.seconds)
             for term in terms
         ]
         kept = sum(factor[:1].numel() * factor.element_size() for term in terms for factor in term.factors)
-        found[name] = ParameterPlan(
+        found[name] = ParameterCosts(
             name,
             tuple(gradient.shape),
             " + ".join(type(term).__name__ for term in terms) or "none",
@@ -256,7 +243,7 @@ def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) ->
         Pass(stream.loss, params, (inputs, target), in_dims, True, stream.randomness).run(note)
 
     if traceable:
-        traced(look, stream.params, inputs, target)
+        trace_pass(look, stream.params, inputs, target)
     else:  # one row agrees with itself on every branch
         one = tuple(x[:1] for x in inputs), None if target is None else target[:1]
         look(stream.params, *one)

@@ -101,7 +101,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
 
 def _distance(gradients: PerSampleGradients, place: int, witness: dict[str, torch.Tensor]) -> float:
     """The norm of the difference of one sample's gradients, of which one parameter at a time is
-    written out.
+    materialised.
     """
 
     def difference(name: str) -> torch.Tensor:

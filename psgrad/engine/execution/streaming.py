@@ -17,11 +17,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, predict
-from psgrad.engine.execution.loading import Batch, Chunk, Loader, Placed, Read, placed
+from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
+from psgrad.engine.execution.loading import Batch, Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.replay import Replay
-from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms, settled_for_many
+from psgrad.engine.gradients.per_sample import (
+    materialised_for_many,
+    per_sample_gradients,
+    per_sample_square_norms,
+)
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, ModelError, PsgradError
@@ -133,7 +137,7 @@ class Stream:
         targets = [batch.target for batch in batches if batch.target is not None]
         chunk = Chunk(rows, inputs, torch.cat(targets) if targets else None)
         try:
-            return self._gradients_of(*self._placed(chunk))
+            return self._gradients_of(*self._to_device(chunk))
         except PsgradError:
             raise
         except Exception as error:
@@ -144,15 +148,15 @@ class Stream:
         with self._reading:
             return self._read(start, stop)
 
-    def load(self, start: int, stop: int) -> Placed:
+    def load(self, start: int, stop: int) -> DeviceRows:
         """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
         parameters.
         """
         batch = self.read(start, stop)
-        return placed(batch.inputs, batch.target, self.device, self.dtype)
+        return to_device(batch.inputs, batch.target, self.device, self.dtype)
 
-    def _placed(self, chunk: Chunk) -> Placed:
-        return placed(chunk.inputs, chunk.target, self.device, self.dtype)
+    def _to_device(self, chunk: Chunk) -> DeviceRows:
+        return to_device(chunk.inputs, chunk.target, self.device, self.dtype)
 
     def _gradients_of(
         self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
@@ -282,7 +286,7 @@ class Stream:
             else:
                 gradients = self.pass_of(how)(self.params, inputs, target)
             if often and isinstance(gradients, PerSampleGradients):
-                gradients = settled_for_many(gradients)
+                gradients = materialised_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
                 found = measure.columns(gradients)
@@ -360,13 +364,13 @@ class Stream:
             inputs, target = loader.place(chunk)
             budget = chunk_budget(self.device, self.memory)
             self.chunk_size = chunk_for(
-                lambda size: predict(way, self.params, inputs, target, size),
+                lambda size: plan_chunk(way, self.params, inputs, target, size),
                 budget,
                 min(LARGEST_AUTO_CHUNK, most),
             )
         except (
             Exception
-        ):  # its course depends on data; or the model fails, and does so again where the row is told
+        ):  # its kernels depend on data; or the model fails, and fails again where the row is named
             return
         self.automatic = False
 
@@ -391,7 +395,7 @@ class Stream:
         for place in range(len(rows)):
             alone = chunk.part(place, place + 1)
             try:
-                self._gradients_of(*self._placed(alone))
+                self._gradients_of(*self._to_device(alone))
             except Exception as single:
                 return self._failure_alone(single, alone)
         together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
@@ -411,7 +415,7 @@ class Stream:
         row = chunk.rows[0]
         if is_out_of_memory(error):
             return _too_large(row, error)
-        inputs = self._placed(chunk)[0][: getattr(self._read, "inputs_of_model", None)]
+        inputs = self._to_device(chunk)[0][: getattr(self._read, "inputs_of_model", None)]
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
         cause = (
             "an input of another shape, type or range than the model takes (a token beyond the vocabulary,"

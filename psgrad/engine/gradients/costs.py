@@ -234,10 +234,11 @@ _WRITTEN_CALLS = 6
 
 
 @functools.lru_cache(maxsize=4096)
-def norm_ways(
+def norm_order_costs(
     on: Machine, groups: int, positions: int, rows: int, columns: int, dtype: torch.dtype, block: int
 ) -> dict[str, Cost]:
-    """The ways to the squared norm of a sum over positions of outer products, in each of some groups.
+    """The costs of the orders of contraction to the squared norm of a sum over positions of outer products,
+    in each of some groups.
 
     'gram': the Gram matrices of both factors, t*t*(a+b) multiply-adds a group, multiplied and summed.
     'materialise': the value, t*a*b multiply-adds, and one pass over it. 'outer product', for one position (or
@@ -262,16 +263,16 @@ def norm_ways(
         + on.stream_seconds(n * grams / 2, n * grams / 2)
         + _GRAM_CALLS * small
     )
-    ways = {"gram": Cost(by_grams / n, grams)}
+    costs = {"gram": Cost(by_grams / n, grams)}
     n = max(1, min(_TYPICAL_SAMPLES, block // max(1, value)))
     written = on.matmul_seconds(n * groups, rows, columns, positions, dtype)
     written += on.stream_seconds(n * value, n * value) + _WRITTEN_CALLS * small
-    return ways | {"materialise": Cost(written / n, value)}
+    return costs | {"materialise": Cost(written / n, value)}
 
 
-def cheapest(ways: Mapping[str, Cost], block: int) -> str:
+def cheapest(costs: Mapping[str, Cost], block: int) -> str:
     """The name of the quickest way among those of which one sample fits a block of so many bytes; of all,
     where none does.
     """
-    fitting = {name: cost for name, cost in ways.items() if cost.bytes <= block} or ways
+    fitting = {name: cost for name, cost in costs.items() if cost.bytes <= block} or costs
     return min(fitting, key=lambda name: fitting[name].seconds)

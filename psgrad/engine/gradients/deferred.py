@@ -51,8 +51,8 @@ class DeferredGradient:
 
     @property
     def lost_at(self) -> str:
-        """The operator on its way that could not be carried out on factors, so that a value of the
-        parameter's size had to be made for each sample; empty if there was none. A bias, which never had
+        """The operator that could not be carried out on factors, so that a value of the parameter's size
+        was made for each sample; empty if there was none. A bias, which never had
         factors, has lost none.
         """
         return next((placed.term.lost_at for placed in self.terms if placed.term.lost_at), "")
@@ -121,9 +121,7 @@ def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:
 
 
 def term_of(batch: Batch, value: torch.Tensor) -> Term:
-    """A value that is there, or that all samples share, or that is the same along some of its axes: nobody
-    need write it out.
-    """
+    """A value as a term: one that is stored, that all samples share, or that is the same along some axes."""
     if not batch.is_mapped(value):
         return Multiples(
             torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value

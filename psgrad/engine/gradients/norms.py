@@ -12,7 +12,7 @@ import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.overlap import cross_products
-from psgrad.engine.gradients.precision_guard import is_noting, is_trusting, samples_where
+from psgrad.engine.gradients.precision_guard import is_flagging, is_unchecked, samples_to_recompute
 from psgrad.engine.gradients.terms import CANCELLATION, Term, blocks, square_norm
 
 # Squares leave float32's range long before gradients do.
@@ -44,8 +44,8 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
         return norms[0]
     alone = torch.stack(list(norms)).sum(0)
     total = alone + 2 * _pairs(terms)
-    doubtful = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
-    if len(samples := samples_where(doubtful)):
+    inaccurate = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
+    if len(samples := samples_to_recompute(inaccurate)):
         exact = [Placed(placed.term.at(samples, torch.float64), placed.layout) for placed in terms]
         alone = torch.stack([placed.term.square_norms() for placed in exact]).sum(0)
         total[samples] = alone + 2 * _pairs(exact)
@@ -86,18 +86,18 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
         return []
     found = [term.square_norms().double() for term in terms]
     norms = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
-    if is_trusting():
+    if is_unchecked():
         return list(norms)
-    if not is_noting() and norms.numel() and _all_in_range(norms):
+    if not is_flagging() and norms.numel() and _all_in_range(norms):
         return list(norms)
-    doubtful = ~torch.isfinite(norms) | (norms < _TINY)
+    inaccurate = ~torch.isfinite(norms) | (norms < _TINY)
     rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
-    if is_noting():  # a doubt costs a whole chunk: true zeros and infinities are sorted out at once
+    if is_flagging():  # a doubt costs a whole chunk: true zeros and infinities are sorted out at once
         for place in rounded:
-            samples_where(doubtful[place] & _are_products(terms[place]))
-    elif rounded and len(samples_where(doubtful.any(0))):
+            samples_to_recompute(inaccurate[place] & _are_products(terms[place]))
+    elif rounded and len(samples_to_recompute(inaccurate.any(0))):
         for place in rounded:
-            if len(samples := samples_where(doubtful[place])):
+            if len(samples := samples_to_recompute(inaccurate[place])):
                 _retake(terms[place], norms[place], samples)
     return list(norms)
 

@@ -17,15 +17,15 @@ from psgrad.engine.gradients.terms import accumulating_dtype, blocks, sum_of_pro
 from psgrad.engine.gradients.terms.placed import narrowed
 
 
-def meet(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
+def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
     """Both terms within the window that they share, of its shape; an empty list where they share none; None
-    where it would take writing a term out to see.
+    where it would take materialising a term to see.
     """
     if a.layout.window is None and b.layout.window is None:
         return [(a, b)]
     runs = [_runs(placed) for placed in (a, b)]
     if any(
-        _miss(one, one_length, other, length)
+        _are_apart(one, one_length, other, length)
         for (one, one_length), (other, length) in zip(*runs, strict=True)
     ):
         return []
@@ -41,7 +41,7 @@ def _runs(placed: Placed) -> list[tuple[Run, int]]:
     return list(zip(window, layout.inner, strict=True))
 
 
-def _miss(one: Run, one_length: int, other: Run, length: int) -> bool:
+def _are_apart(one: Run, one_length: int, other: Run, length: int) -> bool:
     """Whether two runs surely have no place in common."""
     if one.end(one_length) <= other.start or other.end(length) <= one.start:
         return True
@@ -68,7 +68,7 @@ def _within(placed: Placed, runs: Sequence[tuple[Run, int]]) -> list[Placed] | N
 
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     """[n] float64: each sample's inner product of two terms of one parameter."""
-    common = meet(a, b) if a.term.samples else []
+    common = common_parts(a, b) if a.term.samples else []
     if common is None:
         return _of_values(a, b)
     if not common:

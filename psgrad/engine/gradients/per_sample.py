@@ -27,21 +27,24 @@ from psgrad.engine.transforms.vmap import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
 
 # How much more room than its factors a value may take that is contracted again and again: a convolution's
-# norms, sums and inner products take as long as writing it out each, and a tenth of that where it is there.
+# norms, sums and inner products take as long as materialising it each, and a tenth of that where it is there.
 # Measured on the CNN of configs/digits.yaml.
 _ROOM_FOR_MANY = 2.0
 
 
-def settled_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
-    """The same gradients for many queries: written out also where that takes up to twice the room."""
-    found = {name: settled(gradient, _ROOM_FOR_MANY) for name, gradient in gradients.gradients.items()}
+def materialised_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
+    """The same gradients for many queries: materialised also where that takes up to twice the room."""
+    found = {
+        name: materialised_if_smaller(gradient, _ROOM_FOR_MANY)
+        for name, gradient in gradients.gradients.items()
+    }
     return PerSampleGradients(found, gradients.losses, gradients.aux)
 
 
-def settled(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
-    """The same gradient, written out where its value takes no more than `room` times what its factors do.
+def materialised_if_smaller(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
+    """The same gradient, materialised where its value takes no more than `room` times what its factors do.
 
-    Only where its norm is found by writing it out anyhow, so that nothing is lost: the value costs what the
+    Only where its norm is found by materialising it anyhow, so that nothing is lost: the value costs what the
     sum over all samples does, and every later query then reads the value. Never for a weight that is larger
     than what the samples say about it.
     """
@@ -49,12 +52,12 @@ def settled(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
         gradient.dtype
     ):  # a value in halves would have lost digits that factors in halves have
         return gradient
-    if len(gradient.terms) != 1 or not _written_out_is_smaller(gradient.terms[0].term, gradient.dtype, room):
+    if len(gradient.terms) != 1 or not _value_is_smaller(gradient.terms[0].term, gradient.dtype, room):
         return gradient
     return gradient.with_terms([Placed.plain(Dense(gradient.materialise(), materialised=True))])
 
 
-def _written_out_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
+def _value_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
     if term.stored_value is not None or not term.samples:
         return False
     own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
@@ -81,7 +84,7 @@ def per_sample_gradients(
         in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
         randomness: as for `vmap`.
         settle: whether gradients that are smaller than their factors (of a convolution on large images, of a
-            small layer over many positions) are written out at once, and the factors dropped.
+            small layer over many positions) are materialised at once, and the factors dropped.
 
     Nothing of the size n x parameters is made here, nor by a query that does not ask for it, unless it is the
     smaller.
@@ -93,7 +96,9 @@ def per_sample_gradients(
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(
-            lambda name, gradient: found.__setitem__(name, settled(gradient) if settle else gradient)
+            lambda name, gradient: found.__setitem__(
+                name, materialised_if_smaller(gradient) if settle else gradient
+            )
         )
     except Divergence as divergence:
         again = partial(

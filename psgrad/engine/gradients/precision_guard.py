@@ -1,8 +1,9 @@
-"""Norms that rounding may have spoilt: the samples are found and taken again by another way.
+"""Finds the samples whose norms rounding may have made wrong, so that they are computed again in a safer way.
 
-Which samples these are depends on data, and a recorded program can't. There the doubt is noted instead, as
-one more result of the program, and whoever replays it takes the whole chunk again where it is raised. Where a
-pass is only planned, on tensors without values, there are no doubts.
+Which samples these are depends on the data, and a captured program can't depend on data. While a program is
+captured or replayed, a flag is returned as one more result instead: where it is true, the whole chunk is
+computed again without the program. Where a pass is only planned, on tensors without values, nothing is
+checked.
 """
 
 from __future__ import annotations
@@ -13,44 +14,46 @@ from contextvars import ContextVar
 
 import torch
 
-_noted: ContextVar[list[torch.Tensor] | None] = ContextVar("noted", default=None)
-_trusting: ContextVar[bool] = ContextVar("trusting", default=False)
+_flags: ContextVar[list[torch.Tensor] | None] = ContextVar("flags", default=None)
+_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
-def is_noting() -> bool:
-    return _noted.get() is not None
+def is_flagging() -> bool:
+    """Whether inaccurate samples are flagged, and not computed again."""
+    return _flags.get() is not None
 
 
-def is_trusting() -> bool:
-    return _trusting.get()
+def is_unchecked() -> bool:
+    """Whether nothing is checked."""
+    return _unchecked.get()
 
 
-def samples_where(doubtful: torch.Tensor) -> torch.Tensor:
-    """The samples [k] to take again, of a mask [n]; none while doubts are noted, or all numbers trusted."""
-    noted = _noted.get()
-    if noted is None and not _trusting.get():
-        return torch.nonzero(doubtful).squeeze(1)
-    if noted is not None:
-        noted.append(doubtful.any())
-    return torch.empty(0, dtype=torch.int64, device=doubtful.device)
+def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
+    """The samples [k] of a mask [n]; none inside `flagging`, which gets a flag, and inside `unchecked`."""
+    flags = _flags.get()
+    if flags is None and not _unchecked.get():
+        return torch.nonzero(inaccurate).squeeze(1)
+    if flags is not None:
+        flags.append(inaccurate.any())
+    return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
 
 
 @contextmanager
-def noting() -> Iterator[list[torch.Tensor]]:
-    """Doubts are collected, each a truth value, and nothing is taken again."""
-    noted: list[torch.Tensor] = []
-    token = _noted.set(noted)
+def flagging() -> Iterator[list[torch.Tensor]]:
+    """Flags [] bool are collected in the list, and no sample is computed again."""
+    flags: list[torch.Tensor] = []
+    token = _flags.set(flags)
     try:
-        yield noted
+        yield flags
     finally:
-        _noted.reset(token)
+        _flags.reset(token)
 
 
 @contextmanager
-def trusting() -> Iterator[None]:
-    """No number is doubted: the course of a pass is followed without its values."""
-    token = _trusting.set(True)
+def unchecked() -> Iterator[None]:
+    """No sample is flagged or computed again, as on tensors without values."""
+    token = _unchecked.set(True)
     try:
         yield
     finally:
-        _trusting.reset(token)
+        _unchecked.reset(token)

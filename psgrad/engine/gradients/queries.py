@@ -178,7 +178,7 @@ class PerSampleGradients:
 
     def project(self, projection: Projection) -> torch.Tensor:
         """[n, k] float32 (float64 where gradients are): each sample's gradient, randomly projected without
-        being written out.
+        being materialised.
 
         `projection.columns(names)` says which columns are whose, `Projection` what the inner products of the
         rows estimate.
@@ -186,11 +186,11 @@ class PerSampleGradients:
         return projection.apply(self.gradients, len(self), self.losses.device)
 
     def materialise(self) -> dict[str, torch.Tensor]:
-        """name -> [n, *shape]: every per-sample gradient written out."""
-        return {name: _written_out(gradient, len(self)) for name, gradient in self.gradients.items()}
+        """name -> [n, *shape]: every per-sample gradient materialised."""
+        return {name: _materialised(gradient, len(self)) for name, gradient in self.gradients.items()}
 
     def reduce(self, step: Callable[[State, str, slice, torch.Tensor], State], initial: State) -> State:
-        """A query of your own, from gradients that are written out for a few samples at a time.
+        """A query of your own, from gradients that are materialised for a few samples at a time.
 
         Args:
             step: (state, name, samples, block) to the next state; block [k, *shape] holds the gradients in
@@ -215,7 +215,7 @@ class PerSampleGradients:
             each = math.prod(gradient.shape) * max(gradient.dtype.itemsize, 4)
             for samples in blocks(len(self), 2 * each, gradient.device):
                 state = step(
-                    state, name, samples, _written_out(gradient.at(samples), samples.stop - samples.start)
+                    state, name, samples, _materialised(gradient.at(samples), samples.stop - samples.start)
                 )
         return state
 
@@ -247,8 +247,8 @@ class PerSampleGradients:
 
     @property
     def unfactored(self) -> list[str]:
-        """The parameters whose gradients were written out, sample by sample, because an operator on their way
-        needed the value.
+        """The parameters whose gradients were materialised, sample by sample, because an operator on their
+        way needed the value.
         """
         return [name for name, gradient in self.gradients.items() if gradient.lost_at]
 
@@ -329,7 +329,7 @@ def _groups(names: list[str], per: Per) -> dict[str, list[str]]:
     return groups
 
 
-def _written_out(gradient: DeferredGradient, n: int) -> torch.Tensor:
+def _materialised(gradient: DeferredGradient, n: int) -> torch.Tensor:
     """[n, *shape], zeros where the loss does not depend on the parameter."""
     if gradient.terms:
         return gradient.materialise()

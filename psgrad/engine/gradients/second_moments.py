@@ -2,7 +2,7 @@
 
 Of one outer product a sample the sum of squares is a product of squared factors, sum_n (l_n r_n^T)^2 =
 (L^2)^T (R^2); of a table it is made of rows, those of one sample and index added first. Everything else is
-written out, a block of samples at a time.
+materialised, a block of samples at a time.
 """
 
 from __future__ import annotations

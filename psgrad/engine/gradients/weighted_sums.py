@@ -11,7 +11,12 @@ import torch
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.bounded_sums import bounded_sum
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import NormsByName, Pass, per_sample_square_norms, settled
+from psgrad.engine.gradients.per_sample import (
+    NormsByName,
+    Pass,
+    materialised_if_smaller,
+    per_sample_square_norms,
+)
 from psgrad.engine.gradients.queries import SquareNorms
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.levels import Divergence
@@ -71,21 +76,21 @@ def per_sample_weighted_sum(
 
     The other arguments are those of `per_sample_gradients`.
     """
-    kept = _Kept(memory, next(iter(params.values())).device)
+    stored = _StoredGradients(memory, next(iter(params.values())).device)
     before = random_draws.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     found = NormsByName(absolute=bounded)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
-        gradient = gradient if kept.full else settled(gradient)
+        gradient = gradient if stored.full else materialised_if_smaller(gradient)
         found.add(name, gradient)
-        kept.add(name, gradient)
+        stored.add(name, gradient)
 
     try:
         losses, aux = job.run(complete)
         norms = found.of(params, losses, aux)
     except Divergence:  # the transforms split the batch, in each of two passes
-        kept.give_up()
+        stored.give_up()
         if before is not None:
             random_draws.restore(before)
         norms = per_sample_square_norms(
@@ -93,8 +98,8 @@ def per_sample_weighted_sum(
         )
     given = weights(norms)
     summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
-    if not kept.full:
-        return WeightedSum(_sums(kept.gradients, list(params), summing), norms, given, recomputed=False)
+    if not stored.full:
+        return WeightedSum(_sums(stored.gradients, list(params), summing), norms, given, recomputed=False)
     after = random_draws.states() if before is not None else None
     if before is not None:
         random_draws.restore(before)
@@ -108,7 +113,7 @@ def per_sample_weighted_sum(
 _WITHOUT_ASKING = 64 << 20
 
 
-class _Kept:
+class _StoredGradients:
     """Gradients that wait for their weights, up to so many bytes (None: half of what is free); past that
     none.
     """
@@ -205,14 +210,16 @@ class _Summing:
         )
 
 
-def _sums(kept: dict[str, DeferredGradient], names: list[str], summing: _Summing) -> dict[str, torch.Tensor]:
+def _sums(
+    stored: dict[str, DeferredGradient], names: list[str], summing: _Summing
+) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
 
     In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with
     the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last layers'
     factors.
     """
-    sums = {name: summing.of(name, kept.pop(name)) for name in list(kept)}
+    sums = {name: summing.of(name, stored.pop(name)) for name in list(stored)}
     return {name: sums[name] for name in names}
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.loading import joined, placed
+from psgrad.engine.execution.loading import joined, to_device
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
@@ -123,7 +123,7 @@ class Attribution(Measure):
         """The maps of these rows, on the CPU."""
         stream = self._setting.examples.stream
         batch = joined([stream.read(row, row + 1) for row in rows.tolist()])
-        inputs, target = placed(batch.inputs, batch.target, stream.device, stream.dtype)
+        inputs, target = to_device(batch.inputs, batch.target, stream.device, stream.dtype)
         found, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
         arrays = {
             f"map_{number}": part.float().cpu() for number, part in self._of_inputs(found, inputs).items()

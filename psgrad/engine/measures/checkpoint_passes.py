@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.engine.execution.chunk_plan import Prediction, predict
+from psgrad.engine.execution.chunk_plan import ChunkPlan, plan_chunk
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_square_norms
-from psgrad.engine.gradients.precision_guard import noting
+from psgrad.engine.gradients.precision_guard import flagging
 from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
 from psgrad.engine.transforms import stack_module_state, vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -97,7 +97,7 @@ class StackedModels:
         """(name -> [T, k], [T] bool: the models with a norm that rounding may have spoilt)."""
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
-            with noting() as unsafe:
+            with flagging() as unsafe:
                 found = self._one(params, fixed, inputs, target)
             return found, (
                 torch.stack(unsafe).any()
@@ -162,13 +162,13 @@ def grouped(examples: Examples, objective: Objective, count: int, chunk_size: in
     budget = chunk_budget(examples.device, examples.options.get("memory"))
     weights = _bytes(objective)
     try:
-        one = _predict(examples, objective.params, chunk_size, partial(_alone, objective))
-        together = predict_together(examples, objective, count, chunk_size)
+        one = _chunk_plan(examples, objective.params, chunk_size, partial(_alone, objective))
+        together = plan_together(examples, objective, count, chunk_size)
         room = (budget - together.input_bytes) // (together.peak_bytes // count + weights)
         size = min(count, int(room))
         if 1 < size < count:
             size = math.ceil(count / math.ceil(count / size))  # groups of about one size
-            together = predict_together(examples, objective, size, chunk_size)
+            together = plan_together(examples, objective, size, chunk_size)
     except (
         Exception
         # what a pass does depends on data; or the model fails, and does so again whose error names the row
@@ -194,7 +194,7 @@ def _alone(objective: Objective, params: Any, inputs: Any, target: Any) -> Any:
     )
 
 
-def predict_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> Prediction:
+def plan_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> ChunkPlan:
     """What a chunk takes when `count` models like this one see it at once, beside their weights."""
     ensemble = StackedModels.like(objective, count)
 
@@ -202,14 +202,14 @@ def predict_together(examples: Examples, objective: Objective, count: int, chunk
         params = {name: both[name] for name in ensemble.params}
         return ensemble.all_at_once(params, {name: both[name] for name in ensemble.fixed}, inputs, target)
 
-    return _predict(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
+    return _chunk_plan(examples, {**ensemble.params, **ensemble.fixed}, chunk_size, function)
 
 
-def _predict(
+def _chunk_plan(
     examples: Examples, params: dict[str, torch.Tensor], chunk_size: int, function: Callable[..., Any]
-) -> Prediction:
+) -> ChunkPlan:
     inputs, target = examples.stream.load(0, 1)
-    return predict(function, params, inputs, target, chunk_size)
+    return plan_chunk(function, params, inputs, target, chunk_size)
 
 
 def _bytes(objective: Objective) -> int:

@@ -17,7 +17,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.flat import Flat, Vectors
-from psgrad.engine.gradients.terms import Dense, accumulating, accumulating_dtype
+from psgrad.engine.gradients.terms import accumulating, accumulating_dtype
 from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
 from psgrad.errors import MeasureError
 
@@ -28,7 +28,7 @@ _FEW = 1024
 
 def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
     """Whether a gradient is materialised; with `small`, also of few numbers."""
-    whole = len(gradient.terms) == 1 and isinstance(gradient.terms[0].term, Dense)
+    whole = len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
     return whole and not (small and gradient.shape.numel() > _FEW)
 
 

@@ -52,7 +52,7 @@ REACH = math.sqrt(2 * (65 + _FURTHER_BITS) * math.log(2))
 _ARC_BITS = 12
 
 Take = Callable[[int], int]
-"""(bytes) to the number of the first 16-byte block of a stretch of the stream that is nobody else's."""
+"""(bytes) to the number of the first 16-byte block of a part of the stream that is not used elsewhere."""
 Write = Callable[[int, int, np.ndarray], None]
 """(first 16-byte block, bytes, out): the stream from there on, to the beginning of out, which has room for 15
 bytes more.
@@ -64,7 +64,7 @@ and not kept.
 
 
 def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) -> Tensor:
-    """Standard normals on the CPU, float64, or those rounded to float32; the same for any number of
+    """[*shape] standard normals on the CPU, float64, or those rounded to float32; the same for any number of
     threads.
     """
     result = torch.empty(math.prod(shape), dtype=dtype, device="cpu")

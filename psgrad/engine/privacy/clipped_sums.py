@@ -10,27 +10,27 @@ For a record with the norms a (by parameter) and the factor w of a group with bo
 3. w * S <= MOST_ABSOLUTE * C is looked up for each record. Where it does not hold, as the record's positions
    cancel, or the numbers leave float32's range, the record is computed alone: a pass of its own, whose
    gradient is materialised in float64, and norm and part are those of this one tensor. In such a record the
-   last digits of the factors decide the whole gradient, and they depend on what else is in a chunk; alone it
-   has no company.
+   last digits of the factors decide the whole gradient, and they depend on the other records of a chunk;
+   alone it does not depend on any.
 4. Sums are float64 from the first product to `ClippedSum.sums`, over chunks too. Two sums of N and N - 1
    records differ by the one record's part and the rounding of both, at most 2 * k * 2^-53 * N * R * C, with R
    the mean of w * S / C (1 where nothing cancels).
 
 Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R) * (k + c) * 2^-53 * C, which
 is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records. The factors (what the
-pass forward and back computes) are taken as they are: that they may be rounded a little differently in other
-company is not covered; on a grid it is, where each record is computed alone.
+pass forward and back computes) are taken as they are: that they may be rounded a little differently beside
+other records is not covered; on a grid it is, as each record is computed alone there.
 
 A record whose gradient is no finite number adds nothing, and nothing that it holds reaches the sum of the
 others.
 
-Products of float32 numbers as products of float32 numbers, whatever the machine is told to take for them.
+`full_float32` keeps products of float32 numbers exact, whatever the settings of the machine are.
 
 PyTorch lets a GPU round the factors of convolutions to TF32 (10 bits) by default, and those of matrix
-products where it is told to; some CPUs then take bfloat16. A norm and the sum that it clips for are different
-products of the same factors: so rounded, a record adds up to a thousandth more than its bound, which no
-margin of `Clipping` allows for. Autocast that is on around a clipped sum does the same, and more so; it is
-meant for the loss, and kept to it.
+products where a setting says so; some CPUs then take bfloat16. A norm and the sum that it clips for are
+different products of the same factors: so rounded, a record adds up to a thousandth more than its bound,
+which no margin of `Clipping` allows for. Autocast that is on around a clipped sum does the same, and more so;
+it is meant for the loss, and kept to it.
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ class RecordColumns:
 
     @property
     def counted(self) -> torch.Tensor:
-        """`below` of the records that have a gradient: what an adaptive bound counts. One whose gradient is
-        zero adds nothing to the sum, and may add nothing to the count either, as zero_out is accounted for a
-        record in whose place there is nothing.
+        """[k] bool: `below` of the k records that have a gradient, which an adaptive bound counts. One whose
+        gradient is zero adds nothing to the sum, and may add nothing to the count either, as zero_out is
+        accounted for a record in whose place there is nothing.
         """
         return self.below[self.norms != 0]
 
     @classmethod
     def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
-        """Those of several parts of a batch, in order. groups: how many there are, which nobody knows where
-        there is no part.
+        """Those of several parts of a batch, in order. groups: the number of clipping groups, used if there
+        is no part.
         """
         if not parts:
             none = torch.zeros(0, dtype=torch.float64)

@@ -27,9 +27,9 @@ from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
-# What a clipped norm is kept below its bound, relative to it. MARGIN is that of `clipped.Clipper`, which says
-# what it covers. The others are for sums that are somebody else's, in this type: the usual rounding of a
-# factor and of a product.
+# What a clipped norm is kept below its bound, relative to it. MARGIN is that of `clipped_sums.Clipper`, which
+# says what it covers. The others are for sums of a caller's own, in this type: the usual rounding of a factor
+# and of a product.
 MARGIN = 2.0**-21
 _MARGIN = {torch.float32: 2.0**-21, torch.float64: 2.0**-48}
 # Bounds outside of this leave float32 no room for the sum over a batch, or for its noise.
@@ -124,9 +124,9 @@ class Clipping:
     @classmethod
     def by_pattern(cls, parameters: Iterable[str], bounds: Mapping[str, float], **options: Any) -> Clipping:
         """A group for each pattern ("encoder.*", as for file names) with its bound; a parameter belongs to
-        the first that fits.
+        the first that matches.
 
-        Raises ConfigError for a parameter that no pattern fits, and for a pattern that gets no parameter.
+        Raises ConfigError for a parameter that no pattern matches, and for a pattern that gets no parameter.
         """
         members: dict[str, list[str]] = {pattern: [] for pattern in bounds}
         names = list(parameters)
@@ -248,7 +248,7 @@ class Clipping:
         """The names of all parameters, group by group."""
         return [name for group in self.groups for name in group.parameters]
 
-    # -- how it is told --------------------------------------------------------------------------------------
+    # -- its description -------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """The clipping as plain JSON."""
@@ -269,9 +269,7 @@ class Clipping:
 
 
 def rounded_down(values: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    """The nearest numbers of this type that are not larger, of values that are not negative; float64
-    again.
-    """
+    """Values of any shape, not negative, rounded down to numbers of this type; float64 again."""
     nearest = values.to(precision)
     lower = torch.where(nearest > values, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
     return lower.double()
@@ -338,8 +336,8 @@ class AdaptiveBound:
         return float(torch.count_nonzero(below)) - below.numel() / 2
 
     def sensitivity(self, relation: Relation) -> float:
-        """How far `count` may move between neighbouring datasets: recentred, a record is worth 1/2 either
-        way, and one without a gradient nothing; another one's place is worth 1.
+        """How far `count` may move between neighbouring datasets: recentred, a record that comes or
+        goes moves it by 1/2, one without a gradient by nothing, and one that is replaced by 1.
         """
         return 1.0 if relation == "replace_one" else 0.5
 

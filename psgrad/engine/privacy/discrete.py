@@ -9,7 +9,7 @@ The sampler is that of Canonne, Kamath and Steinke ("The Discrete Gaussian for D
 algorithm 3): a discrete Laplace variable Y with scale t = floor(sigma) + 1, kept with probability exp(-(|Y| -
 sigma^2 / t)^2 / (2 sigma^2)). Both steps compare an exponential variable E = -ln U, U uniform on (0, 1), with
 numbers: |Y| is floor(t E), which has P(|Y| >= y) = exp(-y / t), and Y is kept where another E is above the
-exponent. The first 64 bits of U, in floating point with a bound of the error, nearly always settle that;
+exponent. The first 64 bits of U, in floating point with a bound of the error, nearly always decide that;
 where they don't, decimal arithmetic with correctly rounded logarithms does, with as many further bits of U as
 it takes. So what comes out has exactly the distribution, given uniform bits. It does not come out in constant
 time.
@@ -101,8 +101,8 @@ def tightened(bound: float, dimensions: int, grid: float) -> float:
 
 
 def round_to_grid(gradient: Tensor, grid: float) -> Tensor:
-    """A clipped gradient in steps of the grid: int64, each coordinate the nearest multiple (of two, the even
-    one).
+    """A clipped gradient of any shape in steps of the grid: int64 of the same shape, each coordinate the
+    nearest multiple (of two, the even one).
 
     Coordinates that are not finite give 0: a record with such a gradient has the factor 0, and 0 times
     infinity is no number.

@@ -26,7 +26,7 @@ from psgrad.engine.privacy.generators import Generator
 
 
 class SharedGenerator(Generator):
-    """The first process's generator, heard by all: each number is drawn there and broadcast.
+    """The first process's generator for all processes: each number is drawn there and broadcast.
 
     Args:
         generator: the first process's. That of the other processes is ignored; they may pass None.
@@ -45,7 +45,7 @@ class SharedGenerator(Generator):
             [float(self._own.secure), self._own.reach] if self._own is not None else [0.0, 0.0],
             dtype=torch.float64,
         )
-        secure, self.reach = self._heard(own).tolist()
+        secure, self.reach = self._broadcast(own).tolist()
         self.secure = bool(secure)
 
     def uint64(self, n: int) -> np.ndarray:
@@ -54,22 +54,22 @@ class SharedGenerator(Generator):
             if self._own is not None
             else torch.empty(n, dtype=torch.int64)
         )
-        return self._heard(drawn).numpy().view(np.uint64)
+        return self._broadcast(drawn).numpy().view(np.uint64)
 
     def normal(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
         if self._own is not None:
-            return self._heard(self._own.normal(shape, dtype, device))
-        return self._heard(torch.empty(tuple(shape), dtype=dtype, device=device))
+            return self._broadcast(self._own.normal(shape, dtype, device))
+        return self._broadcast(torch.empty(tuple(shape), dtype=dtype, device=device))
 
-    def _heard(self, numbers: Tensor) -> Tensor:
+    def _broadcast(self, numbers: Tensor) -> Tensor:
         dist.broadcast(numbers, src=_first_of(self._group), group=self._group)
         return numbers
 
 
 def share_of(records: np.ndarray, group: dist.ProcessGroup | None = None) -> np.ndarray:
-    """The part of a batch's records that this process takes; each is taken by exactly one process."""
+    """[k]: the part of a batch's records [n] that this process takes; each is taken by one process."""
     return records[dist.get_rank(group) :: dist.get_world_size(group)]
 
 

@@ -50,27 +50,26 @@ class Generator(ABC):
 
     @abstractmethod
     def uint64(self, n: int) -> np.ndarray:
-        """The next n values, uniform on all of uint64."""
+        """[n]: the next n values, uniform on all of uint64."""
 
     def uniform(self, n: int) -> np.ndarray:
-        """n values in [0, 1), float64: multiples of 2^-53, all alike probable."""
+        """[n] float64 in [0, 1): multiples of 2^-53, all with the same probability."""
         return (self.uint64(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     @abstractmethod
     def normal(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Independent values of the standard normal distribution.
+        """[*shape]: independent values of the standard normal distribution.
 
         Raises ConfigError for a dtype other than float32 and float64: noise in less is not normal.
         """
 
     def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
-        """Hand so many float64 normals of this standard deviation to `use`, (place of the first, values),
-        block by block, on the CPU.
+        """Calls `use` with `total` float64 normals of this standard deviation, (place of the first, values
+        [k]), block by block, on the CPU.
 
-        What is done with a block finds it in the cache, and several blocks may be under way in several
-        threads.
+        A block is in the cache while `use` runs, and several threads may process several blocks at a time.
         """
         for start in range(0, total, _DRAWN):
             drawn = self.normal((min(_DRAWN, total - start),), torch.float64).mul_(deviation).numpy()
@@ -231,8 +230,8 @@ def make_generator(kind: GeneratorKind, *, seed: int | None = None, position: in
 
     Args:
         kind: 'aes' or 'torch'.
-        seed: the noise can be repeated by whoever knows it, so that nothing is private any more: for tests
-            alone. The name tells it.
+        seed: the noise can be repeated by anyone who knows it, so that nothing is private: for tests alone.
+            The generator's name says so.
         position: with a seed: how many steps were taken before, so that a run that goes on does not repeat
             their noise.
 

@@ -65,7 +65,7 @@ class ModelState:
         self.renew()
 
     def renew(self) -> None:
-        """Take what is there now for what it was."""
+        """Takes the present state as the one to restore."""
         self._kept, self._parameters = _found(self._roots)
 
     def changes(self) -> list[str]:
@@ -240,7 +240,7 @@ class _KeptBag:
 
 
 class _KeptEmpty:
-    """A cache of functools: empty whenever a run begins, as nobody can tell what it keeps."""
+    """A cache of functools: empty whenever a run begins, as its content cannot be read."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

@@ -66,7 +66,7 @@ class Noise:
     def add(
         self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
     ) -> dict[str, Tensor]:
-        """name -> sum plus noise, drawn for each coordinate by itself; the sums stay as they are.
+        """name -> [*shape]: sum plus noise, drawn for each coordinate by itself; the sums are not changed.
 
         Args:
             sums: float32 or float64; for discrete noise int64, multiples of the grid. All tensors that are

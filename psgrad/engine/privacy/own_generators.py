@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.privacy.reached import GENERATORS, reached
 
-# Containers with more parts are a dataset's rows; nobody keeps a generator among them.
+# Containers with more parts are a dataset's rows, which hold no generators.
 _MOST = 10_000
 
 

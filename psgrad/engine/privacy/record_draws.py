@@ -85,9 +85,7 @@ class StepDraws:
         return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
-        """Seed PyTorch's, NumPy's and Python's global random_draws, and those that the code keeps to
-        itself.
-        """
+        """Seeds the global generators of PyTorch, NumPy and Python, and those of the code's own."""
         numbers = self.bits(np.array([label], dtype=np.uint64), number, 8 * (3 + len(self.own))).view(
             np.uint64
         )[0]
@@ -128,12 +126,10 @@ def by_record(loss: Callable[..., Any], now: Callable[[], StepDraws]) -> Callabl
 
 
 def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
-    """A model begins to run on the rows that `label` tells apart: they draw by it, and global generators
-    start as in each run.
+    """Prepares the draws of a run of the model on the row with this label [] (or the batched rows): operators
+    draw by it, and global generators start as in each run.
     """
-    if not isinstance(
-        innermost(label), FakeTensor
-    ):  # else the run is followed without values, to foresee its memory
+    if not isinstance(innermost(label), FakeTensor):  # else the run has no values: it predicts memory
         if _watch.seeded:
             _require_no_other_draws()
         draws.seed(0, RUN)
@@ -143,8 +139,7 @@ def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
 
 @contextmanager
 def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
-    """Around the computation of a batch: global random_draws, and the code's own, are in the end as they
-    were.
+    """Around the computation of a batch: restores the global generators, and the code's own, at the end.
 
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
@@ -204,8 +199,8 @@ def _no_draws_by_record(arrived: str) -> ModelError:
 
 
 class _SeedWatch:
-    """Whether somebody looks at the global random_draws, and whether a run has seeded them since: they are
-    the process's, not a thread's.
+    """Whether `drawing_by_record` watches the global generators, and whether a run has seeded them since:
+    they belong to the process, not to a thread.
     """
 
     watching = seeded = False
@@ -215,12 +210,9 @@ _watch = _SeedWatch()
 
 
 def _require_no_other_draws() -> None:
-    if random_draws.torch_has_drawn():
-        raise _draws_unsaid()
-
-
-def _draws_unsaid() -> ModelError:
-    return ModelError(
+    if not random_draws.torch_has_drawn():
+        return
+    raise ModelError(
         "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
         expected="random numbers from PyTorch's operators, which are drawn for each record by itself",
         cause=(

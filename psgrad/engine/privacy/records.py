@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch, joined
+from psgrad.engine.execution.loading import Batch, RowBatch, joined
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
@@ -52,7 +51,7 @@ class Records:
         in the dataset.
 
         Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never.
-        The cap is a public number, and which rows remain depends on nobody else's. Raises DataError where
+        The cap is a public number, and which rows remain depends on no other unit. Raises DataError where
         there is no cap and a unit has more than a thousand rows.
         """
         _, firsts, codes, sizes = np.unique(units, return_index=True, return_inverse=True, return_counts=True)
@@ -94,20 +93,6 @@ class Records:
         return self._order[np.repeat(starts - before, sizes) + np.arange(sizes.sum())]
 
 
-@dataclass(frozen=True)
-class RecordBatch:
-    """Records as a stream reads them.
-
-    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
-    rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows for
-    an average, 1 for a sum, and 0 for what only fills up to k, which is the record's own last row once more.
-    A reader with draws has the rows' labels, [n] or [n, k], before the weights.
-    """
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor | None
-
-
 class RecordReader:
     """Reads drawn records for a Stream, whose rows are then numbers 0, 1, ... in what was drawn.
 
@@ -118,7 +103,7 @@ class RecordReader:
         augment: one row's inputs, without a sample axis, to those of a changed copy.
         copies: copies of each row, averaged inside the record. The rows themselves take no part beside their
             copies.
-        source: what the messages call `augment`.
+        source: the name of `augment` in messages.
         width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no
             axis of rows. None fills up to the longest record that is read at once.
         draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on
@@ -208,7 +193,13 @@ class RecordReader:
         return record_loss(loss, randomness=randomness) if self.several else loss
 
     def __call__(self, start: int, stop: int) -> Batch:
-        """The records at the places start, ..., stop - 1 of `drawn`."""
+        """The n records at the places start, ..., stop - 1 of `drawn`.
+
+        If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
+        rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows
+        for an average, 1 for a sum, and 0 for padding, which repeats the record's own last row. A reader with
+        draws has the rows' labels, [n] or [n, k], before the weights.
+        """
         chosen = self.drawn[start:stop]
         rows = self._rows(chosen)
         if self._augment is not None:
@@ -217,13 +208,13 @@ class RecordReader:
         if not self.several:
             if self.draws is None:
                 return rows
-            return RecordBatch((*rows.inputs, torch.from_numpy(labels_of(chosen, 1)[:, 0])), rows.target)
+            return RowBatch((*rows.inputs, torch.from_numpy(labels_of(chosen, 1)[:, 0])), rows.target)
         sizes = self.records.sizes[chosen] * self.copies
         width = int(sizes.max()) if self._width is None else self._width
         places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
         labels = () if self.draws is None else (torch.from_numpy(labels_of(chosen, width)),)
         inputs = (*(x[places] for x in rows.inputs), *labels, weights)
-        return RecordBatch(inputs, None if rows.target is None else rows.target[places])
+        return RowBatch(inputs, None if rows.target is None else rows.target[places])
 
     def _draws_now(self) -> StepDraws:
         assert self._now is not None
@@ -255,7 +246,7 @@ class RecordReader:
                 parts.append(self._take(row[None]))
         return joined(parts)
 
-    def _augmented(self, rows: Batch, chosen: RowNumbers) -> RecordBatch:
+    def _augmented(self, rows: Batch, chosen: RowNumbers) -> RowBatch:
         made = []
         with nullcontext() if self._now is None else self._now.kept():
             for place, label in enumerate(self._labels(chosen, self.copies)):
@@ -263,7 +254,7 @@ class RecordReader:
                     self._now.seed(int(label), COPY)
                 made.append(self._copy([x[place // self.copies] for x in rows.inputs]))
         inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
-        return RecordBatch(
+        return RowBatch(
             inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0)
         )
 

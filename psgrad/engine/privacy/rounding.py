@@ -78,7 +78,8 @@ def residual_epsilon(numbers: int, delta: float) -> float:
 
 
 def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
-    """The values plus normal noise of this standard deviation, in whole steps of `grid_of(deviation)`.
+    """The values [*shape] plus normal noise of this standard deviation, in whole steps of
+    `grid_of(deviation)`.
 
     Args:
         values: float32 or float64, any shape. They stay as they are.

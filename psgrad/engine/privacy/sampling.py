@@ -115,8 +115,8 @@ class Sampling:
             )
 
     def draw(self, count: int, generator: Generator) -> np.ndarray:
-        """The records of one step, out of 0, ..., count - 1: int64, ascending, each at most once; possibly
-        none.
+        """The records [k] int64 of one step, out of 0, ..., count - 1: ascending, each at most once, k = 0
+        possible.
 
         Raises ConfigError where a dataset of `count` records can't be sampled so.
         """
@@ -155,7 +155,8 @@ class Sampling:
 
 
 def _bernoulli(count: int, rate: float, generator: Generator) -> np.ndarray:
-    """Which of `count` records are in, each by itself with probability `rate`; int64, ascending.
+    """[k] int64, ascending: the records out of `count` that are drawn, each by itself with probability
+    `rate`.
 
     A 64-bit lot below rate * 2^64 is in. Where that isn't a whole number (rates below 2^-12 may have more
     bits) it is rounded down: no record is drawn more often than is accounted.
@@ -171,7 +172,7 @@ def _bernoulli(count: int, rate: float, generator: Generator) -> np.ndarray:
 
 
 def random_subset(count: int, size: int, generator: Generator) -> np.ndarray:
-    """`size` of 0, ..., count - 1, every subset with the same probability; int64, ascending."""
+    """[size] int64, ascending: a subset of 0, ..., count - 1, each with the same probability."""
     if 2 * size > count:
         # The rest is the smaller subset, and is drawn as uniformly.
         kept = np.ones(count, dtype=bool)

@@ -28,7 +28,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment of training.
+    """The state of training after one step.
 
     Attributes:
         tensors: name -> [*shape], parameters and buffers.
@@ -48,11 +48,11 @@ class Snapshot:
     def take(
         cls, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, metadata: Mapping[str, Any]
     ) -> Snapshot:
-        """The moment at hand. Nothing is copied: turn it into bytes before the next step.
+        """The present state. Nothing is copied: turn it into bytes before the next step.
 
         Args:
-            tensors: what `tensors_of` gives for a model, or a part of it that has every parameter the
-                optimiser has.
+            tensors: name -> [*shape], as from `tensors_of`, or a part of it with every parameter of the
+                optimiser.
             metadata: NaN and infinities are no JSON (ValueError from `to_bytes`).
         """
         return cls(
@@ -131,8 +131,8 @@ class Snapshot:
     def restore(
         self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, name: str = "the checkpoint"
     ) -> None:
-        """Put everything back, in place: values into these tensors, on their devices, and the state into this
-        optimiser.
+        """Restores everything in place: values into these tensors, name -> [*shape], on their devices, and
+        the state into this optimiser.
 
         The optimiser's hyperparameters are then those of the checkpoint.
 
@@ -177,7 +177,7 @@ class Snapshot:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a model by name, a shared one once: the live ones."""
+    """name -> [*shape]: all parameters and buffers of a model, a shared one once; the tensors themselves."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -242,8 +242,8 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise CheckpointError(
-        f"{where} is of type {type(value).__name__}, which can't be kept without running code on the way"
-        " back",
+        f"{where} is of type {type(value).__name__}, which can't be kept without running code when it is"
+        " read",
         expected="tensors, numbers, strings, and lists and dicts of them",
         next_step="use an optimiser of torch.optim with plain arguments",
     )
@@ -277,7 +277,7 @@ class PublishedTensors:
         self.renew()
 
     def renew(self) -> None:
-        """Take what is there now for what it was: after a checkpoint of the run was read."""
+        """Takes the present tensors as the original ones: after a checkpoint of the run was read."""
         self._began = self._digests(*self._now())
 
     def require_unwritten(self) -> None:
@@ -306,7 +306,7 @@ class PublishedTensors:
             )
 
     def checked(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(name -> parameter or buffer, the tensors of the state dict).
+        """(name -> parameter or buffer [*shape], the tensors of the state dict).
 
         Raises ModelError where one that is not trained is not, bit for bit, what it was, or was not there.
         """

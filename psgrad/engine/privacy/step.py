@@ -198,8 +198,8 @@ class PrivateTraining:
         return replace(noisy, sums=kept)
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
-        """Let the optimiser take its step on the noisy sum, which is divided by the expected batch size in
-        place.
+        """The optimiser's step on the noisy sums, name -> [*shape], which are divided by the expected batch
+        size in place.
         """
         for name, parameter in self.parameters.items():
             parameter.grad = sums[name].div_(self.expected_batch_size).to(parameter.dtype)

@@ -27,7 +27,7 @@ for _op in (
 ):
     written_for_autograd[_op] = decomposition_table[_op]
     divides_by_sizes.add(_op)
-_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_attention_backward = torch.ops.psgrad.attention_backward_for_cpu.default
 written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(
     _attention_backward, args, kwargs
 )

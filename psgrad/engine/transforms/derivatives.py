@@ -61,6 +61,9 @@ class DerivativeTracer(Tracer):
     writes_seen: int = 0  # the base's `writes` when this view was taken
     born: int  # a number that grows
     read_by: str | None = None  # the function that reads it and will run again: no more writes
+    # Stands for a tensor that was made outside of the level, to which writes go; none once a record needs it.
+    from_outside: bool = False
+    needed: bool = False
 
     @property
     def varies(self) -> bool:
@@ -102,6 +105,7 @@ class DerivativeLevel(AdoptingLevel):
 
     tracer: ClassVar[type[DerivativeTracer]]
     reads: Reads | None = None  # while a function runs that will run again
+    has_outside: bool = False  # whether a tracer stands for a tensor from outside
 
     def constant(self, value: torch.Tensor) -> DerivativeTracer:
         raise NotImplementedError
@@ -126,19 +130,28 @@ class DerivativeLevel(AdoptingLevel):
     def adopt(self, value: torch.Tensor) -> DerivativeTracer:
         return self.constant(value)
 
+    def adopt_from_outside(self, value: Any) -> Any:
+        """`adopt_from_below`, for a tensor that was made before the level, or without its knowledge."""
+        adopted: Any = self.adopt_from_below(value)
+        if adopted is not value:
+            adopted.from_outside = self.has_outside = True
+        return adopted
+
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place on a tensor from outside the function. A counter may be counted; a value may be needed for
         the way back.
         """
         counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
         if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
-            refuse_mutation(
-                op,
-                "a tensor from outside the transformed function",
-                "operators before it may need the old value for their gradient, which would be wrong without"
-                " a word",
-            )
+            _refuse_write_outside(op)
         return self.lower(op, args, kwargs)
+
+    def _write_from_outside(self, base: DerivativeTracer, op: Op, args: Any, kwargs: Any) -> Any:
+        """In place on what `adopt_from_outside` was given: in its own memory, which every view of it sees."""
+        if base.needed or (self.inputs(args) and self.is_on()):
+            _refuse_write_outside(op)
+        self.lower(op, self.unwrap(args), self.unwrap(kwargs))
+        return args[0]
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = known(op)
@@ -190,6 +203,9 @@ class DerivativeLevel(AdoptingLevel):
             rule = operator.derivative
             if rule is None or by_keyword:
                 return decompose(op, args, kwargs)
+            if self.has_outside:
+                for tracer in filter(self.owns, tensors_in(args, kwargs)):
+                    _base_of(tracer).needed = True
             custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
             if custom is not None:
                 return custom
@@ -293,6 +309,8 @@ class DerivativeLevel(AdoptingLevel):
             )
         if reshapes_in_place(op):
             return self._reshape(op, args, kwargs)
+        if self.has_outside and (base := _base_of(target)).from_outside:
+            return self._write_from_outside(base, op, args, kwargs)
         new = out_of_place(op, args, kwargs)
         if new.dtype != target.dtype:
             new = new.to(target.dtype)
@@ -344,6 +362,20 @@ class DerivativeLevel(AdoptingLevel):
             target.writes_seen = base.writes
         target.become(new)
         target.writes += 1
+
+
+def _base_of(tracer: Any) -> Any:
+    while tracer.view_of is not None:
+        tracer = tracer.view_of[0]
+    return tracer
+
+
+def _refuse_write_outside(op: Op) -> None:
+    refuse_mutation(
+        op,
+        "a tensor from outside the transformed function",
+        "operators before it may need the old value for their gradient, which would be wrong without a word",
+    )
 
 
 class Reads(Protocol):

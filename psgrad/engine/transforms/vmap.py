@@ -12,7 +12,9 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten
 
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
+from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import Structure, flatten, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
@@ -108,7 +110,10 @@ class _Job:
         before = random_draws.states() if self.randomness == "same" else None
         try:
             with level.body():
-                traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
+                traced = [
+                    x if d is None else level.lift(_known_below(x))
+                    for x, d in zip(in_front, self.dims, strict=True)
+                ]
                 out = self.func(*unflatten(traced, self.structure), **self.kwargs)
                 flat_out, structure = flatten(out)
                 flat_out = [
@@ -194,6 +199,16 @@ class _Job:
                 next_step="give that output a place for the sample axis in out_dims",
             )
         return items[0]
+
+
+def _known_below(x: Any) -> Any:
+    """An argument of a vmap inside derivatives, as their tracer: what the function computes from it, and then
+    writes to, they may need as it was.
+    """
+    for level in state.stack:
+        if isinstance(level, DerivativeLevel):
+            x = level.adopt_from_outside(x)
+    return x
 
 
 def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:

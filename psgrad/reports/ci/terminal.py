@@ -1,15 +1,13 @@
-"""A verdict for who reads it in a terminal or in a log."""
+"""A verdict in a terminal or in a log."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
-from rich.table import Table
-from rich.text import Text
-
 from psgrad.reports.ci.words import clean, counting, headline, more, outcome_line, who
+from psgrad.reports.tables import Column, Table, Writer, table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import number
 from psgrad.results import RULES, CheckResult, Finding
@@ -41,27 +39,20 @@ def render(result: CheckResult) -> str:
 
 
 def _table(found: Sequence[Finding]) -> Table:
-    """Who, and the numbers and reasons that bear on it; a column that nobody has is left out."""
-    columns: list[tuple[str, bool, Callable[[Finding], str]]] = [("id", False, who)]
+    """The sample, and the numbers and reasons that bear on it; columns without a value are left out."""
+    columns = [Column("id", who)]
     if any(each.location.line is not None for each in found):
-        columns.append(("line", True, lambda each: str(each.location.line or "")))
-    for name in dict.fromkeys(
-        name for each in found for name, value in each.values.items() if value is not None
-    ):
+        columns.append(Column("line", lambda each: str(each.location.line or ""), True))
+    known = (name for each in found for name, value in each.values.items() if value is not None)
+    for name in dict.fromkeys(known):
         if name not in _LEFT_OUT:
-            columns.append((_HEADINGS.get(name, clean(name)), True, _number_of(name)))
+            columns.append(Column(_HEADINGS.get(name, clean(name)), _number_of(name), True))
     if any(each.group not in (None, "all") for each in found):
-        columns.append(("group", False, lambda each: clean(each.group or "")))
+        columns.append(Column("group", lambda each: clean(each.group or "")))
     if any(each.reasons for each in found):
-        columns.append(("reasons", False, lambda each: clean("; ".join(each.reasons))))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, numeric, _ in columns:
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    for each in found:
-        # Text objects: an id such as "[red]" is no markup here.
-        table.add_row(*(Text(words(each)) for _, _, words in columns))
-    return table
+        columns.append(Column("reasons", lambda each: clean("; ".join(each.reasons))))
+    return table("", "Findings", columns, found)
 
 
-def _number_of(name: str) -> Callable[[Finding], str]:
+def _number_of(name: str) -> Writer:
     return lambda each: number(each.values.get(name))

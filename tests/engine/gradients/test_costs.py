@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from psgrad.engine.execution.calibration import measure
 from psgrad.engine.gradients import machine
-from psgrad.engine.gradients.costs import Cost, Machine, cheapest, machine_of, norm_ways
+from psgrad.engine.gradients.costs import Cost, Machine, cheapest, machine_of, norm_order_costs
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.errors import ConfigError
@@ -103,12 +103,12 @@ def test_the_cheapest_way_that_fits() -> None:
 def test_many_positions_are_materialised_and_few_are_not(dtype: torch.dtype) -> None:
     on = machine.built_in(CPU)
 
-    def way(positions: int) -> str:
+    def order(positions: int) -> str:
         return cheapest(
-            norm_ways(on, 1, positions, 1024, 1024, dtype, BLOCK_BYTES["cpu"]), BLOCK_BYTES["cpu"]
+            norm_order_costs(on, 1, positions, 1024, 1024, dtype, BLOCK_BYTES["cpu"]), BLOCK_BYTES["cpu"]
         )
 
-    assert (way(1), way(2), way(8), way(64), way(2048), way(8192)) == (
+    assert (order(1), order(2), order(8), order(64), order(2048), order(8192)) == (
         "outer product",
         "gram",
         "gram",
@@ -123,7 +123,7 @@ def test_a_choice_does_not_depend_on_the_chunk() -> None:
         assert (
             len(
                 {
-                    Product(torch.ones(n, 1, positions, 64), torch.ones(n, 1, positions, 96)).way()
+                    Product(torch.ones(n, 1, positions, 64), torch.ones(n, 1, positions, 96)).order()
                     for n in (1, 3, 50)
                 }
             )
@@ -137,9 +137,9 @@ def test_what_a_machine_is_good_at_decides() -> None:
     machine.use(
         dataclasses.replace(on, stream=((1.0, 1e6),))
     )  # where writing is dear: 2 * 64 * 64 numbers are less than 256 * 256
-    assert term.way() == "gram"
+    assert term.order() == "gram"
     machine.use(dataclasses.replace(on, call_seconds=1.0))  # where each call is: there are fewer of them
-    assert term.way() == "materialise"
+    assert term.order() == "materialise"
     assert term.describe() == "materialise"
 
 
@@ -152,7 +152,7 @@ def test_every_term_tells_the_way_that_it_takes() -> None:
         Product(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 5)),
         Convolution(torch.ones(2, 1, 8, 4, 4), torch.ones(2, 1, 8, 6, 6), torch.Size((8, 8, 3, 3)), geometry),
     ):
-        cost = term.ways()[term.describe()]
+        cost = term.order_costs()[term.describe()]
         assert cost.seconds > 0
         assert cost.bytes >= 0
 

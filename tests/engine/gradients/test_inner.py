@@ -24,7 +24,7 @@ from psgrad.engine.gradients.inner import products
 from psgrad.engine.gradients.inner import products as prices
 from psgrad.engine.gradients.inner import regions as tiles
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
-from psgrad.engine.gradients.inner.products import GRAM, MATCHES, WRITTEN
+from psgrad.engine.gradients.inner.products import GRAM, MATCHES, VALUES
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import built_in
@@ -81,7 +81,7 @@ def error(found: Tensor, one: Gradient, other: Gradient) -> float:
 def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> Iterator[None]:
     """Whatever a way costs, it is taken; and blocks may be small."""
     with (
-        mock.patch.object(products, "cheapest_way", return_value=way),
+        mock.patch.object(products, "cheapest_order", return_value=way),
         mock.patch.dict(term_kinds.BLOCK_BYTES, {"cpu": block_bytes, "cuda": block_bytes}),
         mock.patch.dict(tiles.SIDE_BYTES, {"cpu": side_bytes, "cuda": side_bytes}),
     ):
@@ -139,8 +139,8 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
         (GRAM, 2000, 500),
         (MATCHES, 300, 1),
         (MATCHES, 300, 64 << 20),
-        (WRITTEN, 1, 1),
-        (WRITTEN, 400, 900),
+        (VALUES, 1, 1),
+        (VALUES, 400, 900),
     ],
 )
 @given(drawn=st.one_of(product_pairs(), table_pairs(), tied_pairs()), permuted=st.booleans())
@@ -187,7 +187,7 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
     for left, right in pairs:
         one, other = (kinds[left](5),), (kinds[right](4),)
         x, y = gradients_of(one, (count, columns)), gradients_of(other, (count, columns))
-        with in_way(WRITTEN, side_bytes=side):
+        with in_way(VALUES, side_bytes=side):
             assert error(x.inner(y), one, other) <= 1e-12, (left, right)
             assert error(x.gram(), one, one) <= 1e-12, (left, right)
 
@@ -236,12 +236,12 @@ def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
     }
 
 
-WAYS = [GRAM, WRITTEN, MATCHES]
+WAYS = [GRAM, VALUES, MATCHES]
 
 
 def ways_of(gradient: Gradient) -> list[str]:
     if not all(isinstance(term, Product | Rows) for term in gradient):
-        return [WRITTEN]
+        return [VALUES]
     return WAYS if any(isinstance(term, Rows) for term in gradient) else WAYS[:2]
 
 
@@ -258,7 +258,7 @@ def test_products_beyond_the_range_of_float32(kind: str, scale: float, other_sca
             assert error(gradients_of(one, shape).gram(), one, one) <= 1e-5, way
 
 
-@pytest.mark.parametrize("way", [GRAM, WRITTEN])
+@pytest.mark.parametrize("way", [GRAM, VALUES])
 def test_samples_of_all_sizes_among_each_other(way: str) -> None:
     """Zeros, and numbers from the smallest to the largest of float32, in one batch, at one position and at
     several.
@@ -278,7 +278,7 @@ def test_samples_of_all_sizes_among_each_other(way: str) -> None:
         assert not found[:, -1].any()
 
 
-@pytest.mark.parametrize("way", [GRAM, WRITTEN])
+@pytest.mark.parametrize("way", [GRAM, VALUES])
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_positions_of_unlike_sizes(way: str, size: float) -> None:
     """What one factor lacks at a position the other has."""
@@ -290,7 +290,7 @@ def test_positions_of_unlike_sizes(way: str, size: float) -> None:
         assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
 
 
-@pytest.mark.parametrize("way", [GRAM, WRITTEN])
+@pytest.mark.parametrize("way", [GRAM, VALUES])
 @pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
 @pytest.mark.parametrize("positions", [2, 40])
 def test_positions_that_nearly_cancel(way: str, rest: float, most: float, positions: int) -> None:
@@ -361,7 +361,7 @@ def test_long_sums_keep_their_digits() -> None:
     value = (Dense(torch.rand(2, 1_000_000)),)
     assert error(gradients_of(value, (1_000_000,)).gram(), value, value) <= 1e-6
     positions = (Product(torch.rand(2, 1, 3000, 2), torch.rand(2, 1, 3000, 3)),)
-    for way in (GRAM, WRITTEN):
+    for way in (GRAM, VALUES):
         with in_way(way):
             assert error(gradients_of(positions, (2, 3)).gram(), positions, positions) <= 1e-6
 
@@ -405,7 +405,7 @@ def test_a_gram_matrix_is_half_the_work(positions: int) -> None:
     grads = gradients_of(
         (Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)),), (30, 40)
     )
-    for way in (GRAM, WRITTEN):
+    for way in (GRAM, VALUES):
         with in_way(way):
             # written out: both sides' gradients once, too, against one side's
             assert operations(grads.gram) <= 0.6 * operations(lambda: grads.inner(grads))
@@ -429,7 +429,7 @@ def machine() -> Machine:
 
 def way_of(one: Term, other: Term, machine: Machine) -> str:
     (region,) = regions(DeferredGradient.of(one, one.shape), DeferredGradient.of(other, other.shape))
-    return prices.cheapest_way(region, torch.float32, machine)
+    return prices.cheapest_order(region, torch.float32, machine)
 
 
 def product(n: int, t: int, a: int, b: int) -> Product:
@@ -439,7 +439,7 @@ def product(n: int, t: int, a: int, b: int) -> Product:
 
 def test_the_cheapest_way_is_taken(machine: Machine) -> None:
     assert way_of(product(1000, 1, 48, 512), product(1000, 1, 48, 512), machine) == GRAM
-    assert way_of(product(1000, 64, 32, 144), product(1000, 64, 32, 144), machine) == WRITTEN
+    assert way_of(product(1000, 64, 32, 144), product(1000, 64, 32, 144), machine) == VALUES
     assert way_of(product(1000, 4, 1000, 1000), product(1000, 4, 1000, 1000), machine) == GRAM
     # few tokens of many words: almost none of them meet; two words: nearly all do
     sparse = [Rows(torch.randint(50_000, (200, 20)), torch.randn(200, 20, 64), 50_000) for _ in range(2)]
@@ -454,6 +454,6 @@ def test_prices_go_with_the_work(machine: Machine) -> None:
         many, many, torch.float32, machine
     )
     (region,) = regions(DeferredGradient.of(many, many.shape), DeferredGradient.of(many, many.shape))
-    written = prices.written_seconds(region, torch.float32, machine)
+    written = prices.values_seconds(region, torch.float32, machine)
     assert written < prices.gram_seconds(many, many, torch.float32, machine)
-    assert prices.written_seconds(region, torch.float64, machine) > written
+    assert prices.values_seconds(region, torch.float64, machine) > written

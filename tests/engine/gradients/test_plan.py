@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import GPT, cnn, mlp, resnet
-from psgrad.engine.execution.chunk_plan import Prediction, chunk_for, correction, predict
+from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, correction, plan_chunk
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.pass_costs import Like, NotCapturable, followed, traced
-from psgrad.engine.execution.run_plan import forecast
+from psgrad.engine.execution.pass_costs import Like, NotCapturable, observe_pass, trace_pass
+from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from tests.models import ARCHITECTURES, Architecture
@@ -64,7 +64,7 @@ def hold_peak_against_the_allocator(
     device = target.device
     objective = Objective(model, loss)
     way = bound(objective, how, randomness)
-    predicted = predict(way, objective.params, inputs, target)
+    predicted = plan_chunk(way, objective.params, inputs, target)
     measured = allocated(lambda: way(objective.params, inputs, target), device)
     assert abs(predicted.peak_bytes - measured) <= MEMORY_BAR * measured, (predicted.peak_bytes, measured)
     assert predicted.input_bytes == sum(x.numel() * x.element_size() for x in (*inputs, target))
@@ -137,11 +137,11 @@ def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device)
         third = torch.ops.aten._to_copy.default(x, dtype=torch.float64)  # 12000
         return view.sum() + third.sum()  # and two numbers, and their sum
 
-    course = traced(function, x)
-    assert 12000 <= course.peak_bytes <= 12000 + 3 * 512
-    assert course.argument_bytes == 4000
-    assert course.result_bytes == 8
-    assert [kernel.name for kernel in course.kernels if not kernel.is_view] == [
+    costs = trace_pass(function, x)
+    assert 12000 <= costs.peak_bytes <= 12000 + 3 * 512
+    assert costs.argument_bytes == 4000
+    assert costs.result_bytes == 8
+    assert [kernel.name for kernel in costs.kernels if not kernel.is_view] == [
         "add",
         "mul",
         "_to_copy",
@@ -149,36 +149,36 @@ def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device)
         "sum",
         "add",
     ]
-    assert course.peak_bytes == pytest.approx(followed(function, x).peak_bytes, abs=64)
+    assert costs.peak_bytes == pytest.approx(observe_pass(function, x).peak_bytes, abs=64)
 
 
 def test_a_chunk_is_predicted_that_would_never_fit(device: torch.device) -> None:
     objective = Objective(mlp((20, 16, 7)).to(device), F.cross_entropy)
     inputs, target = (torch.randn(2, 20, device=device),), torch.randint(7, (2,), device=device)
     way = bound(objective, per_sample_square_norms)
-    small, huge = (predict(way, objective.params, inputs, target, n) for n in (1 << 14, 1 << 40))
+    small, huge = (plan_chunk(way, objective.params, inputs, target, n) for n in (1 << 14, 1 << 40))
     assert huge.peak_bytes == pytest.approx(small.peak_bytes * 2**26, rel=0.05)
     assert huge.input_bytes == (1 << 40) * (20 * 4 + 8)
 
 
 def test_a_course_that_depends_on_data_is_refused(device: torch.device) -> None:
     with pytest.raises(NotCapturable):
-        traced(lambda x: x if x.sum() > 0 else -x, torch.ones(3, device=device))
+        trace_pass(lambda x: x if x.sum() > 0 else -x, torch.ones(3, device=device))
 
 
 def test_tracing_leaves_random_numbers_alone(device: torch.device) -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    traced(lambda x: x + torch.rand_like(x), torch.ones(3, device=device))
+    trace_pass(lambda x: x + torch.rand_like(x), torch.ones(3, device=device))
     assert torch.equal(torch.rand(2), expected)
 
 
 def test_a_tensor_that_need_not_exist() -> None:
     like = Like.rows(torch.zeros(2, 5, dtype=torch.float64), 7)
-    course = traced(lambda x: x + 1, like)
-    assert course.result.shape == (7, 5)
-    assert course.peak_bytes == course.argument_bytes == 7 * 5 * 8
+    costs = trace_pass(lambda x: x + 1, like)
+    assert costs.result.shape == (7, 5)
+    assert costs.peak_bytes == costs.argument_bytes == 7 * 5 * 8
 
 
 # -- The chunk -----------------------------------------------------------------------------------------------
@@ -194,9 +194,9 @@ def test_a_tensor_that_need_not_exist() -> None:
 def test_the_largest_chunk_that_fits(fixed: int, each: int, rows: int, budget: int, most: int) -> None:
     asked: list[int] = []
 
-    def at(n: int) -> Prediction:
+    def at(n: int) -> ChunkPlan:
         asked.append(n)
-        return Prediction(0.0, fixed + each * n, rows * n, 1)
+        return ChunkPlan(0.0, fixed + each * n, rows * n, 1)
 
     def size(n: int) -> int:
         return fixed + (each + rows) * n
@@ -218,7 +218,7 @@ def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> 
     def size(n: int) -> int:
         return each * n + min(block, 4 * each * n)
 
-    chunk = chunk_for(lambda n: Prediction(0.0, size(n), 0, 1), budget)
+    chunk = chunk_for(lambda n: ChunkPlan(0.0, size(n), 0, 1), budget)
     assert chunk == 1 or size(chunk) <= budget
     assert chunk == 1024 or size(2 * chunk + 8) > budget  # and is no small share of what would
 
@@ -245,11 +245,11 @@ def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) 
     return Stream(objective.loss, objective.params, read, **options)
 
 
-def test_a_forecast_reads_the_first_rows_alone(device: torch.device) -> None:
+def test_plan_run_reads_first_rows_only(device: torch.device) -> None:
     stream = stream_of(
         mlp((20, 16, 7)).to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=100
     )
-    found = forecast(stream, 10**6)
+    found = plan_run(stream, 10**6)
     assert (found.rows, found.chunk_size, found.obstacle) == (10**6, 100, None)
     assert found.replayed
     assert 0 < found.chunk_seconds < found.seconds
@@ -268,7 +268,7 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     tokens = torch.randint(19, (8, 11))
     model = GPT(19, positions=10, width=16, layers=1, heads=2).to(device)
     stream = stream_of(model, tokens[:, :-1], tokens[:, 1:], chunk_size=8)
-    found = forecast(stream, 8)
+    found = plan_run(stream, 8)
     way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
     taken = way(stream.params, *stream.load(0, 8)).describe()
     assert {p.name: p.way for p in found.parameters} == taken
@@ -287,7 +287,7 @@ class Branching(nn.Module):
 
 def test_what_depends_on_data_is_followed_while_it_runs(device: torch.device) -> None:
     stream = stream_of(Branching().to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=64)
-    found = forecast(stream, 640)
+    found = plan_run(stream, 640)
     assert found.obstacle is not None
     assert "depends on data" in found.obstacle
     assert not found.replayed

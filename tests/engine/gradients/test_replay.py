@@ -164,7 +164,7 @@ def test_doubts_in_many_chunks_end_the_replay() -> None:
     rows.inputs[0][20::5] *= 1e-25
     run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
     used = run.stream.replays[per_sample_square_norms]
-    assert (run.replayed, used.doubts) == (2, 3)  # the last three chunks run once
+    assert (run.replayed, used.flags) == (2, 3)  # the last three chunks run once
 
 
 def test_a_doubt_does_not_change_what_is_drawn_later() -> None:

@@ -158,7 +158,7 @@ def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor],
 def test_both_orders_of_contraction_give_the_same_norms(
     positions: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Product, "way", lambda term: way)
+    monkeypatch.setattr(Product, "order", lambda term: way)
     term = Product(
         torch.randn(3, 2, positions, 6, dtype=torch.float64),
         torch.randn(3, 2, positions, 7, dtype=torch.float64),

@@ -192,12 +192,12 @@ def test_factors_that_do_not_fit_are_dropped_before_the_pass_ends(monkeypatch: p
     objective, inputs, target = objective_of("gpt")
     most = []
 
-    class Counting(weighted_sums._Kept):
+    class Counting(weighted_sums._StoredGradients):
         def add(self, name: str, gradient: object) -> None:
             super().add(name, gradient)  # type: ignore[arg-type]
             most.append(len(self.gradients))
 
-    monkeypatch.setattr(weighted_sums, "_Kept", Counting)
+    monkeypatch.setattr(weighted_sums, "_StoredGradients", Counting)
     clipped(objective, inputs, target, memory=10_000)
     assert max(most) < len(objective.params)
     assert most[-1] == 0

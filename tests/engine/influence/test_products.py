@@ -199,9 +199,9 @@ def test_rows_that_share_a_factor_keep_it_once() -> None:
     found = by_rows(training, "gauss_newton")
     assert isinstance(found, RowProducts)
     forms = {name: part.form for name, part in found.chunks[0].items()}
-    shared = {name: form for name, form in forms.items() if form != "written"}
+    shared = {name: form for name, form in forms.items() if form != "materialised"}
     assert shared == {"4.weight": "shared left", "8.weight": "shared right", "10.weight": "shared left"}
-    assert forms["0.weight"] == "written"
+    assert forms["0.weight"] == "materialised"
 
 
 def test_what_does_not_fit_in_memory_is_multiplied_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:

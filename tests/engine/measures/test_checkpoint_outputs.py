@@ -18,13 +18,12 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import SquareNorms
-from psgrad.engine.gradients.precision_guard import is_noting, samples_where
+from psgrad.engine.gradients.precision_guard import is_flagging, samples_to_recompute
 from psgrad.engine.measures import checkpoint_passes
 from psgrad.engine.measures.builtin import checkpoints
 from psgrad.engine.measures.builtin.checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd
 from psgrad.engine.measures.checkpoint_history import History, disagreement, rank_correlation
-from psgrad.engine.measures.checkpoint_passes import grouped
-from psgrad.engine.measures.checkpoint_passes import predict_together as forecast
+from psgrad.engine.measures.checkpoint_passes import grouped, plan_together
 from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import (
     WithBuffers,
@@ -112,9 +111,9 @@ def test_a_norm_in_doubt_is_taken_again_model_by_model(monkeypatch: pytest.Monke
 
     def doubted(*arguments: Any, **options: Any) -> Any:
         found = plain(*arguments, **options)
-        if not is_noting():
+        if not is_flagging():
             return found
-        samples_where((found.losses - losses[0, 0]).abs() < 1e-9)
+        samples_to_recompute((found.losses - losses[0, 0]).abs() < 1e-9)
         spoilt.append(True)
         return SquareNorms(
             {name: 4 * each for name, each in found.by_parameter.items()},
@@ -247,7 +246,7 @@ def test_what_does_not_fit_passes_in_smaller_groups_or_alone() -> None:
 
     assert sizes(1 << 26) == [20]
     assert sizes(1 << 8) == [1] * 20
-    all_of_them = forecast(setting.examples, setting.examples.objective, 20, 8)
+    all_of_them = plan_together(setting.examples, setting.examples.objective, 20, 8)
     weights = 20 * sum(p.numel() * p.element_size() for p in setting.examples.params.values())
     assert sizes(all_of_them.input_bytes + (all_of_them.peak_bytes + weights) // 2) == [10, 10]
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy import batches, clipped_sums
@@ -26,7 +27,7 @@ from psgrad.engine.privacy.batches import RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws
-from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, RowNumbers
+from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers
 from psgrad.errors import ModelError, TransformError
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 from tests.engine.privacy.test_records import taking
@@ -296,12 +297,12 @@ class DrawingDataset:
     def __init__(self) -> None:
         self.reads = 0
 
-    def __call__(self, rows: RowNumbers) -> RecordBatch:
+    def __call__(self, rows: RowNumbers) -> RowBatch:
         self.reads += 1
         made = [
             torch.full((2,), float(row)) + torch.rand(2) + np.random.rand() + random.random() for row in rows
         ]
-        return RecordBatch((torch.stack(made),), torch.from_numpy(rows))
+        return RowBatch((torch.stack(made),), torch.from_numpy(rows))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -330,9 +331,9 @@ def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented:
 
 def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
     class Counted(DrawingDataset):
-        def __call__(self, rows: RowNumbers) -> RecordBatch:
+        def __call__(self, rows: RowNumbers) -> RowBatch:
             self.reads += 1
-            return RecordBatch((torch.from_numpy(rows).float(),), None)
+            return RowBatch((torch.from_numpy(rows).float(),), None)
 
     dataset = Counted()
     reader = RecordReader(Records.of_rows(20), dataset, draws=DRAWS)
@@ -385,7 +386,7 @@ def test_record_draws_are_asked_for_where_a_loss_draws_without_them(
         stream = Stream(
             loss,
             params,
-            lambda start, stop: RecordBatch((rows[start:stop],), None),
+            lambda start, stop: RowBatch((rows[start:stop],), None),
             randomness=randomness,
             chunk_size=2,
         )
@@ -422,8 +423,8 @@ def test_record_draws_are_asked_for_where_reading_draws() -> None:
     """An augmentation without them: what a record becomes depends on its place."""
     params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
 
-    def read(start: int, stop: int) -> RecordBatch:
-        return RecordBatch((rows[start:stop] + torch.rand(3, dtype=torch.float64),), None)
+    def read(start: int, stop: int) -> RowBatch:
+        return RowBatch((rows[start:stop] + torch.rand(3, dtype=torch.float64),), None)
 
     stream = Stream(lambda params, inputs, target: ((params["w"] * inputs[0]).sum(), {}), params, read)
     with pytest.raises(ModelError, match="while a batch was read and summed"):

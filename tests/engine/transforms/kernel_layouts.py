@@ -24,6 +24,7 @@ REFUSES = "_unsafe_view"
 # Chosen only where the last axis is contiguous: PyTorch's own choice between attention kernels looks at that.
 CHOSEN_BY_LAYOUT = (
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
+    " psgrad::attention_backward_for_cpu"
 )
 UNINITIALISED = "empty_like new_empty empty new_empty_strided"
 EXEMPT = frozenset(f"{WITHOUT_ONE_ANSWER} {REFUSES} {CHOSEN_BY_LAYOUT} {UNINITIALISED}".split())

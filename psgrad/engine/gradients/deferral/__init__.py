@@ -1,19 +1,16 @@
-"""The deferral policy: which operators on cotangents of shared values stay un-run, and what happens to them
-on their way.
+"""The deferral policy: which operators on cotangents of shared values stay un-run.
 
-A level asks this policy while the pass back computes the cotangent of a value that all samples share (a
-weight, or anything made from weights alone). A contraction over positions begins a deferred value
-(starts.py); linear operators on it are carried out on its factors (on_the_way/). Anything else makes the
-value real first.
-
-What may happen to deferred values on their way to a parameter: linear operators, carried out on the factors.
+A level asks this policy in the backward pass, for the cotangent of a value that all samples share (a weight,
+or anything made from weights alone). A contraction over positions makes a deferred value (`entry.py`). Linear
+operators on a deferred value are carried out on its factors (`propagation.py`, `products.py`). Any other
+operator materialises the value first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from psgrad.engine.gradients.deferral.entry import STARTS
+from psgrad.engine.gradients.deferral.entry import ENTRY_RULES
 from psgrad.engine.gradients.deferral.products import PARTS, PRODUCTS
 from psgrad.engine.gradients.deferral.propagation import SHAPES, SUMS
 from psgrad.engine.gradients.deferred import DeferredGradient as DeferredGradient
@@ -27,29 +24,29 @@ from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.registry import batching_rule
 
 # Each is given the level's Batch, the operator, for each argument its deferred value or None, the arguments,
-# and those by name. It returns a DeferredGradient, or NotImplemented where the values have to be written out
+# and those by name. It returns a DeferredGradient, or NotImplemented where the values have to be materialised
 # first.
-ON_THE_WAY: dict[Op, Any] = {**SHAPES, **PARTS, **SUMS, **PRODUCTS}
+PROPAGATION_RULES: dict[Op, Any] = {**SHAPES, **PARTS, **SUMS, **PRODUCTS}
 
 
 class WeightDeferral:
     """The policy. It has no state."""
 
     def starts(self, op: Op) -> bool:
-        return op in STARTS
+        return op in ENTRY_RULES
 
     def apply(self, batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         joined = bool(args) and isinstance(args[0], (list, tuple))
         waiting = [deferred_in(batch, a) for a in (args[0] if joined else args)]
         if any(w is not None for w in waiting):
-            handler = ON_THE_WAY.get(op)
+            handler = PROPAGATION_RULES.get(op)
             result = NotImplemented if handler is None else handler(batch, op, waiting, args, kwargs)
-            return _made_real(batch, op, args, kwargs) if result is NotImplemented else result
-        return STARTS[op](batch, op, *args, **kwargs) if op in STARTS else NotImplemented
+            return _materialised(batch, op, args, kwargs) if result is NotImplemented else result
+        return ENTRY_RULES[op](batch, op, *args, **kwargs) if op in ENTRY_RULES else NotImplemented
 
 
-def _made_real(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator on the values, written out. What it returns remembers that its factors were lost here."""
+def _materialised(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on the values, materialised. What it returns remembers that its factors were lost here."""
     if batching_rule(op) is None:  # it is written with other operators, which may do with factors
         return NotImplemented
     tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]

@@ -1,4 +1,4 @@
-"""Where deferred values begin: operators that would write out the gradient of a weight, sample by sample."""
+"""Operators that make deferred values: they would materialise the gradient of a weight for each sample."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _outer(batch: Batch, a: torch.Tensor, b: torch.Tensor) -> Any:
     return DeferredGradient((Placed(term, layout),), torch.Size(sizes), a.dtype, a.device)
 
 
-STARTS: dict[Op, Any] = {
+ENTRY_RULES: dict[Op, Any] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
     aten.convolution_backward.default: _convolution_backward,

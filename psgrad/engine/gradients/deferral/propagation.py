@@ -1,5 +1,5 @@
 """Linear maps of deferred gradients: of each term by itself. NotImplemented where a term would have to be
-written out.
+materialised.
 
 Sums of deferred values, with others and over their own axes.
 

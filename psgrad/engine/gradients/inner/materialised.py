@@ -1,4 +1,4 @@
-"""Inner products of gradients that are written out, a bounded piece of them at a time, and multiplied as
+"""Inner products of gradients that are materialised, a bounded piece of them at a time, and multiplied as
 matrices.
 """
 
@@ -17,7 +17,7 @@ from psgrad.engine.gradients.inner.regions import (
     halves,
     rows_of,
     steps,
-    written_parts,
+    value_parts,
 )
 from psgrad.engine.gradients.terms import BLOCK_BYTES, CANCELLATION
 
@@ -33,7 +33,7 @@ _SMALLEST, _LARGEST = 1e-13, 1e13
 
 @dataclass
 class Lengths:
-    """What is seen of one side's gradients when they are written out.
+    """What is seen of one side's gradients when they are materialised.
 
     Attributes:
         squares: [n] float64, the squared norms of the sums of terms.
@@ -52,7 +52,7 @@ class Lengths:
         self.squares[samples] += squares
         self.alone[samples] += squares + more
 
-    def doubtful(self) -> torch.Tensor:
+    def inaccurate(self) -> torch.Tensor:
         """[n]: whether numbers came near the limits of float32, or terms cancelled."""
         comfortable = (self.squares > _SMALLEST**2) & (self.squares < _LARGEST**2)
         return ~comfortable | (self.squares < CANCELLATION * self.alone)
@@ -72,13 +72,13 @@ def bundled(regions: Sequence[Region]) -> Iterator[list[Region]]:
         yield waiting
 
 
-def add_written(
+def add_by_values(
     out: torch.Tensor, bundle: Sequence[Region], dtype: torch.dtype, *, symmetric: bool
 ) -> tuple[Lengths, Lengths]:
     """Add the inner products over the regions to out [n, m] float64; where it is symmetric its lower half is
     left alone.
 
-    Each piece of a gradient is written out in `dtype`: of the right side for as many samples as may be kept,
+    Each piece of a gradient is materialised in `dtype`: of the right side for as many samples as may be kept,
     of the left for some after the others. Returns what was seen of the gradients of both sides; in the
     symmetric case of the right side alone.
     """
@@ -104,7 +104,7 @@ Piece = list[tuple[int, slice | None, int, int]]
 
 
 def _pieces(bundle: Sequence[Region]) -> list[Piece]:
-    """What is written out at once: whole regions, or some rows of the only one."""
+    """What is materialised at once: whole regions, or some rows of the only one."""
     region = bundle[0]
     rows = rows_of(region.terms) if region.is_aligned else 1
     if len(bundle) > 1 or rows == 1 or region.elements <= LONGEST_SUM:
@@ -161,7 +161,7 @@ def _part(
             Placed(placed.term.at(samples, dtype), placed.layout)
             for placed in (region.left, region.right)[side]
         ]
-        parts = written_parts(terms, region.elements, rows, cut)
+        parts = value_parts(terms, region.elements, rows, cut)
         if into is None:
             into = parts[0]
         else:

@@ -16,25 +16,25 @@ import torch
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.inner.factored import Sides, add_factored, have_factors
-from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_written, bundled
+from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_by_values, bundled
 from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, regions, rows_of
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 
 # Ways of a region.
-WRITTEN, GRAM, MATCHES = "written out", "gram", "matches"
+VALUES, GRAM, MATCHES = "values", "gram", "matches"
 
 
-def cheapest_way(region: Region, dtype: torch.dtype, machine: Machine) -> str:
+def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
     """The cheapest of the ways that a region's terms allow."""
     left, right = [p.term for p in region.left], [p.term for p in region.right]
     if not region.is_aligned or not have_factors(left, right):
-        return WRITTEN
+        return VALUES
     pairs = [(x, y) for x in left for y in right]
     prices: dict[str, Callable[[], float]] = {
         GRAM: lambda: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs),
-        WRITTEN: lambda: written_seconds(region, dtype, machine),
+        VALUES: lambda: values_seconds(region, dtype, machine),
     }
     if any(x.matches_with(y) for x, y in pairs):
         prices[MATCHES] = lambda: sum(
@@ -70,8 +70,8 @@ def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> f
     return machine.scattered_seconds(moved) + machine.scattered_seconds(entries * (4 * width + 200))
 
 
-def written_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
-    """All gradients written out, some of them again for each block of samples of the other side, and one
+def values_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
+    """All gradients materialised, some of them again for each block of samples of the other side, and one
     product.
     """
     n, m = region.left[0].term.samples, region.right[0].term.samples
@@ -99,7 +99,7 @@ def inner_products(
         samples: n and m.
         symmetric: both sets are one: half is computed.
 
-    Each region of a parameter (regions.py) is contracted by its factors or written out piece by piece,
+    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece,
     whichever is priced less. Numbers are multiplied in at least float32 and added up over pieces and
     parameters in float64. Samples whose positions or terms nearly cancel, or whose numbers are near the
     limits of float32, are taken again in float64. A sample whose gradient is not finite has numbers that are
@@ -108,21 +108,21 @@ def inner_products(
     total = torch.zeros(samples, dtype=torch.float64, device=device)
     if not total.numel():
         return total
-    to_write: dict[torch.dtype, list[Region]] = {}
-    to_meet: list[tuple[Region, str, torch.dtype]] = []
+    by_values: dict[torch.dtype, list[Region]] = {}
+    by_factors: list[tuple[Region, str, torch.dtype]] = []
     for region in (region for x, y in pairs for region in regions(x, y)):
         dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
-        way = cheapest_way(region, dtype, machine(device))
-        if way == WRITTEN:
-            to_write.setdefault(dtype, []).append(region)
+        way = cheapest_order(region, dtype, machine(device))
+        if way == VALUES:
+            by_values.setdefault(dtype, []).append(region)
         else:
-            to_meet.append((region, way, dtype))
+            by_factors.append((region, way, dtype))
     is_zero = True
-    for dtype, waiting in to_write.items():
+    for dtype, waiting in by_values.items():
         for bundle in bundled(waiting):
-            part = _written(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
+            part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
-    for region, way, dtype in to_meet:
+    for region, way, dtype in by_factors:
         _add_by_factors(total, region, way, dtype, symmetric)
     return _mirrored(total) if symmetric else total
 
@@ -156,15 +156,15 @@ def _factors(region: Region, way: str) -> Sides:
     )
 
 
-def _written(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+def _by_values(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
     """The inner products over a bundle of regions, in `out`, which is zero."""
-    seen = add_written(out, bundle, dtype, symmetric=symmetric)
+    seen = add_by_values(out, bundle, dtype, symmetric=symmetric)
     for side, lengths in enumerate(seen[:1] if symmetric else seen) if dtype != torch.float64 else ():
-        places = lengths.doubtful().nonzero().squeeze(1)
+        places = lengths.inaccurate().nonzero().squeeze(1)
         places = places[_are_products(bundle, side, places)]
         if len(places):
             exact = torch.zeros(_count(out, side, places), dtype=torch.float64, device=out.device)
-            add_written(
+            add_by_values(
                 exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False
             )
             _replace(out, side, places, exact, symmetric)

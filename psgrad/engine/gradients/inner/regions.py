@@ -1,6 +1,6 @@
 """Where terms of two gradients meet: sets of elements of a parameter that no other term reaches into.
 
-Gradients that are written out, all of a parameter or some of its rows at a time.
+Gradients that are materialised, all of a parameter or some of its rows at a time.
 
 How the samples of two sides are cut, so that what is made of them fits.
 """
@@ -126,7 +126,7 @@ def rows_of(terms: Sequence[Term]) -> int:
     return rows if rows and all(math.prod(term.shape) % rows == 0 for term in terms) else 1
 
 
-def written_parts(
+def value_parts(
     side: Sequence[Placed], elements: int, rows: slice | None = None, count: int = 1
 ) -> list[torch.Tensor]:
     """[k, elements] of each term; with `rows` those of `count` rows alone, [k, elements in them], which takes
@@ -142,7 +142,7 @@ def written_parts(
 
 
 # Bytes of what is kept of one side's samples while they meet the other's: factors in another precision,
-# gradients that are written out.
+# gradients that are materialised.
 SIDE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 # A symmetric result is cut into so many rows of tiles: of each the part right of the diagonal is computed, 56

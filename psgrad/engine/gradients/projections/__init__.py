@@ -1,5 +1,5 @@
-"""Random projections of per-sample gradients: dense, sparse, and two-sided, none of which writes a gradient
-or a matrix out.
+"""Random projections of per-sample gradients: dense, sparse, and two-sided. None of them materialises a
+gradient or a matrix.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Dense(Projection):
     """k x parameters independent entries, divided by sqrt(k); what `Rademacher` and `Gaussian` have in
     common.
 
-    A slice of the samples' gradients is written out for a block of places, the matrix' columns of these
+    A slice of the samples' gradients is materialised for a block of places, the matrix' columns of these
     places are made from their counters (`entries`), and the two are multiplied: a call makes parameters * k
     entries, whatever the number of samples, and takes samples * parameters * k products. The first is shared
     by the samples of a call, so chunks should be large. Rows of a table that no sample looked up are never

@@ -28,7 +28,7 @@ class TwoSided(Projection):
     convolution with random kernels; for a table that is looked up, columns of A are looked up in its place. A
     parameter of fewer than two axes has no sides: it is projected as by `Sparse`, one column an entry, which
     loses nothing where there are as many columns as entries. A term that is no sum over rows and columns of
-    the weight (behind a mask, matrices of a batch, or written out already) is projected slice by slice.
+    the weight (behind a mask, matrices of a batch, or materialised already) is projected slice by slice.
 
     By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is
     your data worth to GPT?", 2024, section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a

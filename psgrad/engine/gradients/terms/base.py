@@ -23,7 +23,7 @@ import torch
 from psgrad.engine.gradients.costs import Cost, Machine, cheapest
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.precision_guard import samples_where
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.numerics import (
     CANCELLATION,
     accumulating_dtype,
@@ -181,20 +181,20 @@ class Term(ABC):
         ]
         return joined(parts, self)
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         """The orders of contraction to the squared norms, each with its estimated cost per sample. By default
         the value is materialised and read once.
         """
         size = math.prod(self.shape) * accumulating_dtype(self.dtype).itemsize
         return {"materialise": Cost(machine(self.device).stream_seconds(3 * size, size), size)}
 
-    def way(self) -> str:
+    def order(self) -> str:
         """The cheapest order of contraction whose intermediates fit a block."""
-        return cheapest(self.ways(), block_bytes(self.device))
+        return cheapest(self.order_costs(), block_bytes(self.device))
 
     def describe(self) -> str:
         """How the norm is computed, in a word or two."""
-        return self.way()
+        return self.order()
 
     @property
     def is_outer_product(self) -> bool:
@@ -405,8 +405,8 @@ def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: i
     """[n]: squared norms of a term from the Gram matrices [n * groups, t, t] of its factors (the first is
     overwritten).
 
-    Where the positions' contributions cancel, rounding would show: those samples are written out instead. The
-    diagonal, each position by itself, says how large the numbers were that met in the sum.
+    Where the positions' contributions cancel, rounding would show: those samples are materialised instead.
+    The diagonal, each position by itself, says how large the numbers were that met in the sum.
     """
     largest = [
         gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (left, right)
@@ -414,7 +414,7 @@ def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: i
     products = left.mul_(right)
     alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
     total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
-    cancelled = samples_where(total < CANCELLATION * alone)
+    cancelled = samples_to_recompute(total < CANCELLATION * alone)
     if len(cancelled):
         total[cancelled] = term.at(cancelled, total.dtype).materialised_square_norms()
     return zero_where_lost(total, *largest)

@@ -42,7 +42,7 @@ from psgrad.engine.transforms.rules.convolution import (
 
 aten = torch.ops.aten
 
-# Fewer channels a slice would write a convolution's patches out too often.
+# Fewer channels a slice would materialise a convolution's patches too often.
 _CHANNELS = 32
 
 
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 @dataclass(frozen=True)
 class Convolution(Term):
     """A convolution's weight gradient: a product over output positions of cotangents with patches that are
-    not written out.
+    not materialised.
     """
 
     cotangents: torch.Tensor  # [n, b, o, *out]
@@ -87,7 +87,7 @@ class Convolution(Term):
         )
 
     def as_product(self) -> Product:
-        """The same gradient with its patches written out, [n, g, t, columns]."""
+        """The same gradient with its patches materialised, [n, g, t, columns]."""
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 
@@ -99,13 +99,13 @@ class Convolution(Term):
             Geometry.of(self.geometry, self.inputs.dim() - 3),
         )
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of
-        p*p for each step along an axis of the kernel; writing the value out t*rows*columns for each of its
+        p*p for each step along an axis of the kernel; materialising the value t*rows*columns for each of its
         places.
         """
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _norm_ways(
+        return _norm_order_costs(
             machine(self.device),
             self._numbers(),
             accumulating_dtype(self.dtype),
@@ -113,13 +113,13 @@ class Convolution(Term):
             block_bytes(self.device),
         )
 
-    def way(self) -> str:
+    def order(self) -> str:
         on, kind = machine(self.device), accumulating_dtype(self.dtype)
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _cheapest_way(on, self._numbers(), kind, grouped, block_bytes(self.device))
+        return _cheapest_order(on, self._numbers(), kind, grouped, block_bytes(self.device))
 
     def _blocks(self) -> Iterator[slice]:
-        """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
+        """Samples whose weight gradients, and patches where they have to be materialised, fit a block."""
         elements = math.prod(self.weight_shape)
         if writes_patches(self.cotangents, self.weight_shape, self.geometry):
             sizes = self._numbers()
@@ -127,11 +127,11 @@ class Convolution(Term):
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
-        if self.way() == "materialise":
+        if self.order() == "materialise":
             return self.materialised_square_norms()
         kind = accumulating_dtype(self.dtype)
         parts = []
-        for block in blocks(self.samples, self.ways()["gram"].bytes, self.device):
+        for block in blocks(self.samples, self.order_costs()["gram"].bytes, self.device):
             some = self.at(block, kind)
             cotangents, patches = grams(some.cotangents, some.inputs, self.weight_shape, self.geometry)
             parts.append(sums_of_grams(some, cotangents, patches, self.geometry.groups))
@@ -421,7 +421,9 @@ def _sizes(cotangents: torch.Size, inputs: torch.Size, weight: torch.Size, geome
 
 
 @functools.lru_cache(maxsize=4096)
-def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> dict[str, Cost]:
+def _norm_order_costs(
+    on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int
+) -> dict[str, Cost]:
     """The ways to a convolution's squared norms."""
     groups, places, steps, positions, pixels, rows, columns = sizes
     item = dtype.itemsize
@@ -444,8 +446,8 @@ def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, blo
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest_way(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> str:
-    return cheapest(_norm_ways(on, sizes, dtype, grouped, block), block)
+def _cheapest_order(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> str:
+    return cheapest(_norm_order_costs(on, sizes, dtype, grouped, block), block)
 
 
 def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Dense(Term):
         lost = next((term.lost_at for term in (self, *others) if term.lost_at), "")
         return replace(self, value=sum((other.value for other in others), self.value), lost_at=lost)
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         size = math.prod(self.shape) * self.dtype.itemsize
         return {self.describe(): Cost(machine(self.device).stream_seconds(size), 0)}
 

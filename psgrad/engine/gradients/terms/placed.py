@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from psgrad.engine.gradients.layout import Run
-from psgrad.engine.gradients.precision_guard import samples_where
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.base import Multiply, Placed
 
 
@@ -87,49 +87,44 @@ def times(
     if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
         return None  # it makes NaN of zeros and of sums, in the value and not in the factors
     inner = placed.term.times(layout.bare, by, product, each=each)
-    if inner is None:
+    if inner is None or not _has_finite_factors(inner):
         return None
     return [inner if layout.window is None else _in_window(inner, layout.window)]
 
 
 def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
     """`times`, where a zero of `by` stands for a zero of the result, whatever is there now."""
-    return times(placed, by) if _has_finite_factors(placed) else None
+    return times(placed, by)  # which looks for NaN and infinity
 
 
 def _has_finite_factors(placed: Placed) -> bool:
     """Whether zeros that are put into a factor, and sums that are taken within it, are those of the value.
     Beside NaN or infinity in another factor a zero would be NaN, and infinities that cancel in the value
-    would not.
+    would not. Asked of the result of a product: a factor may overflow beside one that is zero.
     """
     return _is_finite(*(narrow(factor) for factor in placed.term.factors))
 
 
 def _is_finite(*values: torch.Tensor) -> bool:
     infinite = torch.stack([~value.isfinite().all() for value in values])
-    return not len(samples_where(infinite))
+    return not len(samples_to_recompute(infinite))
 
 
 def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] | None:
     """An axis contracted with the first of a matrix's two, [size, k]; or, with [*lead, size, k], each place
     in front with its own.
     """
-    if not _is_finite(matrix) or not _has_finite_factors(placed):
+    layout, whole = placed.layout, matrix
+    if layout.window is not None:
+        slices = layout.slices
+        matrix = matrix[(*slices[: matrix.dim() - 2], slices[dim])]
+    inner = placed.term.contract(layout.bare, dim, matrix)
+    if inner is None or not _is_finite(whole) or not _has_finite_factors(inner):
         return None
-    layout = placed.layout
     if layout.window is None:
-        inner = placed.term.contract(layout, dim, matrix)
-        return None if inner is None else [inner]
-    lead = matrix.dim() - 2
-    slices = layout.slices
-    inner = placed.term.contract(layout.bare, dim, matrix[(*slices[:lead], slices[dim])])
-    if inner is None:
-        return None
-    return [
-        _in_window(
-            inner, [Run(0, 1, matrix.shape[-1]) if d == dim else run for d, run in enumerate(layout.window)]
-        )
-    ]
+        return [inner]
+    window = [Run(0, 1, matrix.shape[-1]) if d == dim else run for d, run in enumerate(layout.window)]
+    return [_in_window(inner, window)]
 
 
 def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:

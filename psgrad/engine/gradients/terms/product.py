@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine, norm_ways
+from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, varies
@@ -58,11 +58,11 @@ class Product(Term):
             rows_of(self.right, samples).to(dtype or self.dtype),
         )
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         """Gram matrices cost t*t*(a+b) a group, the value t*a*b; neither is needed for one position."""
         groups, rows, columns = self.shape
         sizes = groups, self.left.shape[2], rows, columns
-        return norm_ways(
+        return norm_order_costs(
             machine(self.device), *sizes, accumulating_dtype(self.dtype), block_bytes(self.device)
         )
 
@@ -75,7 +75,7 @@ class Product(Term):
                 return zero_where_lost(squares[0] * squares[1], *squares)
             squares = (left * left).sum((2, 3)), (right * right).sum((2, 3))
             return zero_where_lost((squares[0] * squares[1]).sum(1), squares[0].amax(1), squares[1].amax(1))
-        if self.way() == "materialise":
+        if self.order() == "materialise":
             return Product(left, right).materialised_square_norms()
         out = torch.empty(n, dtype=left.dtype, device=left.device)
         for block in blocks(n, 2 * groups * positions * positions * left.element_size(), left.device):

@@ -124,7 +124,7 @@ class Rows(Term):
             self.count,
         )
 
-    def ways(self) -> dict[str, Cost]:
+    def order_costs(self) -> dict[str, Cost]:
         size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
         return {"index": Cost(machine(self.device).scattered_seconds(4 * size), size)}
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import placed
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.transforms import functional_call, stack_module_state, vmap
 from psgrad.errors import ModelError
@@ -50,7 +50,9 @@ class LoadedRows:
         """All rows of these examples: what is trained again has to fit into memory."""
         block: Any = examples.read(0, len(examples))
         return LoadedRows(
-            *placed(block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype)
+            *to_device(
+                block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype
+            )
         )
 
 

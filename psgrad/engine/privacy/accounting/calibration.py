@@ -30,7 +30,7 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
 
     Raises ConfigError for a target that is no positive number, that needs more noise than a multiplier of
-    1e6, or that is met with next to none, and as `epsilon_pld` does.
+    1e6, or that is met with almost none, and as `epsilon_pld` does.
     """
     assert_delta(delta)
     if not 0 < target_epsilon < math.inf:
@@ -106,8 +106,8 @@ def _solved(
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], aim: float, bisect: bool) -> float:
-    """Where the line through both points, of logarithms, meets the aim; in the middle where there is no such
-    line, and if told to.
+    """Where the line through both points, of logarithms, meets the aim; in the middle if there is no such
+    line, or with `bisect`.
     """
     share = 0.5
     if not bisect and high[1] > 0 and math.isfinite(low[1]):

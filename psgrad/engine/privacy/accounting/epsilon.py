@@ -26,7 +26,7 @@ from psgrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class Epsilon:
-    """What an accountant says. An upper bound on the true epsilon, always.
+    """The result of an accountant: always an upper bound on the true epsilon.
 
     Attributes:
         value: epsilon, at least 0; infinite where a step had no noise. None where this accountant does not
@@ -83,8 +83,8 @@ def rdp_rates(event: StepEvent, orders: np.ndarray) -> np.ndarray:
 
 
 def rdp_epsilon(orders: np.ndarray, rates: np.ndarray, delta: float) -> tuple[float, float]:
-    """(epsilon, the order that gave it) of rates that were added up over steps, as RdpAccountant converts
-    them.
+    """(epsilon, the order that gave it) of orders [k] and their rates [k], added up over steps, as
+    RdpAccountant converts them.
     """
     epsilon, order = dp_accounting().rdp.rdp_privacy_accountant.compute_epsilon(orders, rates, delta)
     return max(0.0, float(epsilon)), float(order)
@@ -108,7 +108,7 @@ def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) 
         for event, steps in counts.items():
             accountant.compose(_event(event, event.pld_multiplier), steps)
         epsilon = float(accountant.get_epsilon(delta))
-    except OverflowError:  # losses beyond e^700: no figure, and no bound that anybody would sign
+    except OverflowError:  # losses beyond e^700: there is no useful figure
         return math.inf
     if math.isnan(epsilon):
         raise ConfigError(

@@ -3,7 +3,7 @@ neighbouring datasets.
 """
 
 from psgrad.engine.privacy.audit.bounds import METHODS, AuditVerdict, Bound, judge
-from psgrad.engine.privacy.audit.game import Canaries, Mechanism, Played, play, with_canaries
+from psgrad.engine.privacy.audit.game import AuditedRun, Canaries, Played, play, with_canaries
 from psgrad.engine.privacy.audit.noise_check import FALSE_ALARM, NoiseCheck, NoiseLog
 from psgrad.engine.privacy.audit.replay import DrawLog, DrawsDiffer, Replayed, compare_neighbours
 
@@ -11,11 +11,11 @@ __all__ = [
     "FALSE_ALARM",
     "METHODS",
     "AuditVerdict",
+    "AuditedRun",
     "Bound",
     "Canaries",
     "DrawLog",
     "DrawsDiffer",
-    "Mechanism",
     "NoiseCheck",
     "NoiseLog",
     "Played",

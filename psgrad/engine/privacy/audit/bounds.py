@@ -89,7 +89,7 @@ def judge(
     guesses = [guess(played.scores, played.inside, strategy) for strategy in strategies(len(played.scores))]
     any_epsilon, best = epsilon_for_any_mechanism(guesses, delta, level["guesses"])
     shown = best if best is not None else max(guesses, key=lambda found: found.right / found.guesses)
-    bounds = [Bound("guesses", any_epsilon, None, _told(shown))]
+    bounds = [Bound("guesses", any_epsilon, None, _in_words(shown))]
     noisy = all(event.noise_multiplier > 0 for event in merged(events))
     if noisy:
         thresholds = np.quantile(played.simulated, [1 - tail for tail in tails(len(played.scores))])
@@ -116,23 +116,23 @@ def judge(
 class _Test:
     """Whether what was found refutes a guarantee, and what was found, in words."""
 
-    told: str
+    evidence: str
     refutes: Callable[[Profile], bool]
 
 
 def _of_guesses(found: Guesses, level: float) -> _Test:
-    return _Test(_told(found), lambda profile: is_refuted(profile, found, level))
+    return _Test(_in_words(found), lambda profile: is_refuted(profile, found, level))
 
 
 def _of_rates(found: Rates, level: float) -> _Test:
-    told = (
+    evidence = (
         f"a threshold that {found.hits} of {found.inside} pass that are in, {found.alarms} of {found.outside}"
         " that are out"
     )
-    return _Test(told, lambda profile: found.is_refuted_by(profile, level))
+    return _Test(evidence, lambda profile: found.is_refuted_by(profile, level))
 
 
-def _told(found: Guesses) -> str:
+def _in_words(found: Guesses) -> str:
     return f"{found.right} of {found.guesses} guesses right"
 
 
@@ -164,7 +164,7 @@ def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
 
     found = refuting(family.most)
     if found is None:
-        return Bound(method, 0.0, math.inf, tests[0].told)
+        return Bound(method, 0.0, math.inf, tests[0].evidence)
     stands, refuted = family.least - 1, family.most
     while refuted - stands > 1:
         # What is declared first, as all methods look at it.
@@ -172,7 +172,7 @@ def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
         test = refuting(middle)
         stands, refuted, found = (stands, middle, test) if test is not None else (middle, refuted, found)
     return Bound(
-        method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.told
+        method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.evidence
     )
 
 

@@ -72,7 +72,7 @@ class Canaries:
     def plant(
         cls, params: Mapping[str, torch.Tensor], clipping: Clipping, count: int, random: np.random.Generator
     ) -> Canaries:
-        """Canaries at places drawn from `random`, no two at one.
+        """`count` canaries at coordinates of params, name -> [*shape], drawn from `random`, no two at one.
 
         Raises ConfigError where no clipping group has coordinates for so many.
         """
@@ -145,6 +145,23 @@ class Canaries:
         return (found / math.sqrt(used * math.fsum(squares))).numpy()
 
 
+class KeptSource:
+    """A source that keeps the last clipped sum that it returned, in `found`."""
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+        self._last: ClippedSum | None = None
+
+    def __call__(self, clipping: Clipping) -> ClippedSum:
+        self._last = self._source(clipping)
+        return self._last
+
+    @property
+    def found(self) -> ClippedSum:
+        assert self._last is not None
+        return self._last
+
+
 def with_canaries(
     source: GradientSource | None, canaries: Canaries, who: np.ndarray, signs: np.ndarray | None = None
 ) -> GradientSource:
@@ -166,11 +183,11 @@ def with_canaries(
         weights = clipping.by_parameter(factors)
         base = canaries.nothing(clipping) if source is None else source(clipping)
         sums = dict(base.sums)
-        seats = torch.full((canaries.count,), -1, dtype=torch.int64)
-        seats[chosen] = torch.arange(len(chosen))
+        position = torch.full((canaries.count,), -1, dtype=torch.int64)
+        position[chosen] = torch.arange(len(chosen))
         for name, spikes in canaries.spikes.items():
-            seated = seats[spikes.canaries]
-            mine, places = seated[seated >= 0], spikes.places[seated >= 0]
+            here = position[spikes.canaries]
+            mine, places = here[here >= 0], spikes.places[here >= 0]
             values = weights[name][mine] * turned[mine] * canaries.sizes[name]
             if clipping.grid is not None:
                 values = (values / clipping.grid).trunc()  # towards zero, which keeps to the bound
@@ -196,7 +213,7 @@ _SIMULATED = 20_000
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class AuditedRun:
     """What is audited: the parts of a private run. See `PrivateTraining`.
 
     noise: step number t = 0, 1, ... to its noise. generator: makes the run's generator; called again in the
@@ -245,7 +262,7 @@ class Played:
 
 
 def play(
-    mechanism: Mechanism,
+    run: AuditedRun,
     canaries: Canaries,
     steps: int,
     random: np.random.Generator,
@@ -254,7 +271,7 @@ def play(
     records: int = 0,
     tell: Callable[[int], None] = lambda _: None,
 ) -> Played:
-    """Play it over so many steps.
+    """The game over so many steps.
 
     Args:
         random: tosses the coins.
@@ -265,40 +282,38 @@ def play(
     Fixed batches are accounted as though every record were in every batch, and so the canaries are. Under
     truncated Poisson sampling they take the places of as many records, so that the dataset keeps its size.
     """
-    clipping, adaptive = mechanism.clipping, mechanism.adaptive
+    clipping, adaptive = run.clipping, run.adaptive
     inside = random.random(canaries.count) < 0.5
     reach = canaries.reach(clipping)
-    replaced = mechanism.relation == "replace_one"
+    replaced = run.relation == "replace_one"
     # A canary's part in the sum, in units of the sensitivity, when it is drawn: in or out.
     far, near = (reach / 2, -reach / 2) if replaced else (reach, 0.0)
     log = NoiseLog()
     scores = np.zeros(canaries.count)
     simulated = np.zeros(_SIMULATED)
-    generator = mechanism.generator()
+    generator = run.generator()
     for step in range(steps):
         if step == (steps + 1) // 2:
-            generator = mechanism.generator()
-        drawn, others = _drawn(
-            mechanism.sampling, canaries.count, records if source is not None else 0, generator
-        )
+            generator = run.generator()
+        drawn, others = _drawn(run.sampling, canaries.count, records if source is not None else 0, generator)
         who = drawn if replaced else drawn[inside[drawn]]
         signs = np.where(inside[who], 1.0, -1.0)
-        rest = None if source is None else _Heard(source(others))
-        heard = _Heard(with_canaries(rest, canaries, who, signs))
-        noise = mechanism.noise(step)
+        rest = None if source is None else KeptSource(source(others))
+        kept = KeptSource(with_canaries(rest, canaries, who, signs))
+        noise = run.noise(step)
         now = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
         noisy = private_sum(
-            heard,
+            kept,
             clipping,
             noise,
-            mechanism.relation,
+            run.relation,
             generator,
             adaptive=adaptive,
-            expected_batch_size=mechanism.expected_batch_size,
+            expected_batch_size=run.expected_batch_size,
         )
-        multiplier, sensitivity = mechanism.sum_multiplier(step), now.sensitivity(mechanism.relation)
+        multiplier, sensitivity = run.sum_multiplier(step), now.sensitivity(run.relation)
         seen = canaries.read(noisy.sums, now)
-        if rest is not None and mechanism.sampling.scheme != "truncated_poisson":
+        if rest is not None and run.sampling.scheme != "truncated_poisson":
             # The auditor knows the other records, and which of them were drawn: the guarantee holds whatever
             # these are. Where batches are truncated, the draws depend on one another, and are left unknown.
             known = (
@@ -307,31 +322,14 @@ def play(
                 else {name: value * now.grid for name, value in rest.found.sums.items()}
             )
             seen = seen - canaries.read(known, now)
-        rate = 1.0 if mechanism.sampling.sample_rate is None else mechanism.sampling.sample_rate
+        rate = 1.0 if run.sampling.sample_rate is None else run.sampling.sample_rate
         scores += evidence(seen / 2 if replaced else seen, rate, multiplier, far, near)
         simulated += evidence(_as_declared(random, rate, multiplier, near), rate, multiplier, far, near)
         if multiplier > 0:
-            log.add(noisy.sums, heard.found.sums, multiplier * sensitivity, now.grid)
+            log.add(noisy.sums, kept.found.sums, multiplier * sensitivity, now.grid)
         adaptive = noisy.following
         tell(step + 1)
     return Played(scores, inside, simulated, log.check(), reach, steps)
-
-
-class _Heard:
-    """A source that keeps what it gave."""
-
-    def __init__(self, source: GradientSource) -> None:
-        self._source = source
-        self._last: ClippedSum | None = None
-
-    def __call__(self, clipping: Clipping) -> ClippedSum:
-        self._last = self._source(clipping)
-        return self._last
-
-    @property
-    def found(self) -> ClippedSum:
-        assert self._last is not None
-        return self._last
 
 
 def _drawn(sampling: Sampling, canaries: int, records: int, generator: Generator) -> tuple[Array, Array]:
@@ -346,8 +344,8 @@ def _drawn(sampling: Sampling, canaries: int, records: int, generator: Generator
 
 
 def evidence(seen: Array, rate: float, multiplier: float, far: float, near: float) -> Array:
-    """The log of how much likelier what was seen is if a canary is in, in one step; all in units of the
-    sensitivity.
+    """[m]: the log likelihood ratio of what was seen [m] of canaries in one step, in against out; all in
+    units of the sensitivity.
 
     Without noise it counts what was seen.
     """

@@ -64,8 +64,8 @@ class NoiseLog:
     def add(
         self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float, grid: float | None = None
     ) -> None:
-        """One step: its noisy and its clipped sums (multiples of the grid, where there is one), and the
-        noise's declared std, above 0.
+        """Adds one step: its noisy and its clipped sums, name -> [*shape] (multiples of the grid, if there is
+        one), and the noise's declared standard deviation, above 0.
         """
         released_on = grid_of(std) if grid is None else grid
         step: list[Array] = []

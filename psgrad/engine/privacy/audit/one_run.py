@@ -276,7 +276,7 @@ def profile_of(events: Events) -> Profile:
 
 def _losses(event: StepEvent, interval: float) -> Any:
     """The loss distribution of one step by dp-accounting. Under REPLACE_ONE it moves the sum by twice the
-    bound itself, and is told the noise in bounds.
+    bound itself, and takes the noise in bounds.
     """
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as distributions
@@ -317,8 +317,8 @@ def distance(events: Events) -> float:
 
 
 def gaussian_deltas(mu: float, epsilons: Array) -> Array:
-    """delta(epsilon) of a Gaussian release at a distance of mu standard deviations (Balle and Wang, 2018,
-    theorem 8).
+    """[k]: delta at epsilons [k] of a Gaussian release at a distance of mu standard deviations (Balle and
+    Wang, 2018, theorem 8).
     """
     from scipy.stats import norm
 

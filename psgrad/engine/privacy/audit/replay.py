@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from psgrad.engine.privacy.audit.game import KeptSource
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipped_sums import ClippedSum
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
@@ -32,7 +33,7 @@ _LAST_PLACES = 4
 
 
 class DrawsDiffer(PsgradError):
-    """The replayed step asked for other random numbers than the recorded one: the data decide how many are
+    """The replayed step asked for other random numbers than the first one: the data decide how many are
     drawn.
     """
 
@@ -43,15 +44,15 @@ class DrawLog:
     def __init__(self) -> None:
         self._drawn: list[tuple[tuple[Any, ...], Any]] = []
 
-    def recording(self, generator: Generator) -> Generator:
+    def logging(self, generator: Generator) -> Generator:
         """The generator, whose numbers are kept."""
-        return _Recording(generator, self._drawn)
+        return _LoggingGenerator(generator, self._drawn)
 
-    def replaying(self) -> _Replaying:
+    def replaying(self) -> _ReplayingGenerator:
         """A generator that gives the same numbers again, and raises DrawsDiffer where other ones are asked
         for.
         """
-        return _Replaying(self._drawn)
+        return _ReplayingGenerator(self._drawn)
 
 
 class _LoggedGenerator(Generator):
@@ -79,10 +80,10 @@ class _LoggedGenerator(Generator):
     def _give(self, asked: tuple[Any, ...]) -> Any: ...
 
     def _in_a_fork(self) -> None:
-        pass  # what is on the tape is no secret, and is repeated on purpose
+        pass  # what was logged is no secret, and is repeated on purpose
 
 
-class _Recording(_LoggedGenerator):
+class _LoggingGenerator(_LoggedGenerator):
     def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
         super().__init__(generator.name, generator.secure, generator.reach)
         self._generator, self._drawn = generator, drawn
@@ -93,26 +94,26 @@ class _Recording(_LoggedGenerator):
         return found
 
 
-class _Replaying(_LoggedGenerator):
+class _ReplayingGenerator(_LoggedGenerator):
     def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
-        super().__init__("tape", secure=False, reach=math.inf)
+        super().__init__("replayed", secure=False, reach=math.inf)
         self._drawn, self._next = drawn, 0
 
     def _give(self, asked: tuple[Any, ...]) -> Any:
-        recorded = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
-        if recorded[0] != asked:
+        logged = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
+        if logged[0] != asked:
             raise DrawsDiffer(
                 f"draw {self._next + 1} of the step on the neighbour is {asked}, and was"
-                f" {recorded[0] or 'none'} on the dataset",
+                f" {logged[0] or 'none'} on the dataset",
                 expected="the same random numbers, whatever the data are",
                 cause="noise that is skipped, or drawn again, depending on records",
             )
         self._next += 1
-        return recorded[1]
+        return logged[1]
 
     @property
     def left(self) -> int:
-        """How many recorded draws were not asked for again."""
+        """How many of the logged draws were not asked for again."""
         return len(self._drawn) - self._next
 
 
@@ -198,28 +199,27 @@ def compare_neighbours(
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
     the count that is measured.
     """
-    tape = DrawLog()
-    replaying = tape.replaying()
-    seen: list[ClippedSum] = []
+    log = DrawLog()
+    replaying = log.replaying()
+    sources = KeptSource(source), KeptSource(neighbour)
     outcomes: list[NoisySum] = []
     differing: list[str] = []
-    for each, numbers in ((source, tape.recording(generator)), (neighbour, replaying)):
-        heard = _heard(each, seen)
+    for kept, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
         try:
-            outcomes.append(
-                private_sum(
-                    heard,
-                    clipping,
-                    noise,
-                    relation,
-                    numbers,
-                    adaptive=adaptive,
-                    expected_batch_size=expected_batch_size,
-                )
+            noisy = private_sum(
+                kept,
+                clipping,
+                noise,
+                relation,
+                numbers,
+                adaptive=adaptive,
+                expected_batch_size=expected_batch_size,
             )
         except DrawsDiffer:
             differing.append("the random draws")
             break
+        outcomes.append(noisy)
+    seen = [kept.found for kept in sources]
     if len(outcomes) == 2:
         if replaying.left:
             differing.append("the random draws")
@@ -244,16 +244,6 @@ def compare_neighbours(
         None if counts is None else abs(counts[0] - counts[1]),
         None if adaptive is None else adaptive.sensitivity(relation),
     )
-
-
-def _heard(source: GradientSource, seen: list[ClippedSum]) -> GradientSource:
-    """The source, whose clipped sum is put into `seen`."""
-
-    def found(clipping: Clipping) -> ClippedSum:
-        seen.append(source(clipping))
-        return seen[-1]
-
-    return found
 
 
 def _shapes(outcome: NoisySum) -> dict[str, Any]:

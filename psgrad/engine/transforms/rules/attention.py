@@ -178,7 +178,7 @@ def _cpu_back(
     result, logsumexp = out[0], out[1]
 
     return _of_result(
-        lambda g, _: aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        lambda g, _: _backward_for_cpu(
             g, query, key, value, result, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
     )
@@ -206,7 +206,62 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
 
 
 define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
-define(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, batch=_mask_keyword)
+
+# PyTorch's backward kernel takes the weights to be exp(score - logsumexp), a difference of rounded numbers:
+# where scores are large, the weights do not add up to one. An operator of its own looks for such scores:
+# inside a rule, a check of values could not be captured and replayed.
+
+LARGE_SCORE = 1e3
+_library = torch.library.Library("psgrad", "FRAGMENT")
+_library.define(
+    "attention_backward_for_cpu(Tensor g, Tensor query, Tensor key, Tensor value, Tensor out,"
+    " Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_backward_for_cpu = torch.ops.psgrad.attention_backward_for_cpu.default
+
+
+def _backward_kernels(
+    g: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cotangents of query, key and value [b, heads, positions, features] by PyTorch's kernel, and by
+    matrix products for those of the b that have large finite scores.
+    """
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        g, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    large = logsumexp.abs() > LARGE_SCORE
+    if not large.any():
+        return grads  # type: ignore[no-any-return]
+    rows = (large & logsumexp.isfinite()).flatten(1).any(1).nonzero()[:, 0]
+    if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[0] > 1:
+        attn_mask = attn_mask[rows]
+    wide = [x[rows].to(logsumexp.dtype) for x in (g, query, key, value)]
+    exact: Any = _back_by_matrix_products(
+        wide[0], wide[1], wide[2], wide[3], attn_mask, dropout_p, is_causal, scale
+    )
+    for grad, part in zip(grads, exact[:3], strict=True):
+        grad[rows] = part.to(grad.dtype)
+    return grads  # type: ignore[no-any-return]
+
+
+_library.impl("attention_backward_for_cpu", _backward_kernels, "CPU")
+torch.library.register_fake(
+    "psgrad::attention_backward_for_cpu",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    lib=_library,
+)
+define(_backward_for_cpu, batch=_mask_keyword)
 
 # The backward kernels have no derivative of their own: where one is asked for, they are written with matrix
 # products.
@@ -245,7 +300,7 @@ def _back_by_matrix_products(
     return found[0], to_key, to_value, scores
 
 
-@replace(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@replace(_backward_for_cpu)
 def _cpu_backward(
     g: Any,
     query: Any,

@@ -114,10 +114,26 @@ def _layer_norm_batch(
     return out, mean, rstd
 
 
+def _layer_norm_of_halves(
+    level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...] | None:
+    """In single precision on a CPU, whose kernel rounds means and deviations to the type of `x`: derivatives
+    of higher order magnify that. Other devices return them in single precision.
+    """
+    x, shape, weight, bias, eps = args
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cpu":
+        return None
+    wide = [None if t is None else cast(t, torch.float32) for t in (x, weight, bias)]
+    out, mean, rstd = aten.native_layer_norm.default(wide[0], shape, *wide[1:], eps)
+    narrow = x.dtype if weight is None else weight.dtype
+    return cast(out, x.dtype), cast(mean, narrow), cast(rstd, narrow)
+
+
 define(
     aten.native_layer_norm.default,
     vjp={0: _layer_norm_input, 2: _layer_norm_weight, 3: _layer_norm_bias},
     batch=_layer_norm_batch,
+    instead=_layer_norm_of_halves,
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.privacy.accounting import Events, StepEvent
-from psgrad.engine.privacy.audit import Canaries, Mechanism, Played, play
+from psgrad.engine.privacy.audit import AuditedRun, Canaries, Played, play
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
@@ -86,7 +86,7 @@ class Game:
 
     def play(self, source: Callable[[np.ndarray], GradientSource] | None = None, records: int = 0) -> Played:
         made = iter(range(100))
-        mechanism = Mechanism(
+        mechanism = AuditedRun(
             self.clipping,
             lambda _: self.noise(self.multiplier, self.mechanism),  # type: ignore[arg-type]
             self.sampling,

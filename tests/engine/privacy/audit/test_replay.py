@@ -242,7 +242,7 @@ def test_half_the_noise_is_not_for_this_check_to_find() -> None:
     assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one", noise=HalfNoise(1.3)).holds
 
 
-# -- the tape ------------------------------------------------------------------------------------------------
+# -- the log -------------------------------------------------------------------------------------------------
 
 
 def numbers_of(generator: Generator) -> list[Any]:
@@ -256,33 +256,33 @@ def numbers_of(generator: Generator) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["aes", "torch"])
 def test_a_tape_gives_the_numbers_again(kind: Any) -> None:
-    tape = DrawLog()
-    first = numbers_of(tape.recording(make_generator(kind)))
+    log = DrawLog()
+    first = numbers_of(log.logging(make_generator(kind)))
     for _ in range(2):
-        replaying = tape.replaying()
+        replaying = log.replaying()
         assert numbers_of(replaying) == first
         assert replaying.left == 0
 
 
-def test_what_a_step_does_to_its_numbers_does_not_reach_the_tape() -> None:
-    tape = DrawLog()
-    drawn = tape.recording(make_generator("aes")).normal((5,))
+def test_what_a_step_does_to_its_numbers_does_not_reach_the_log() -> None:
+    log = DrawLog()
+    drawn = log.logging(make_generator("aes")).normal((5,))
     kept = drawn.clone()
     drawn.zero_()
-    assert torch.equal(tape.replaying().normal((5,)), kept)
+    assert torch.equal(log.replaying().normal((5,)), kept)
 
 
 def test_other_draws_than_the_recorded_ones_are_refused() -> None:
-    tape = DrawLog()
-    tape.recording(make_generator("aes")).uint64(3)
+    log = DrawLog()
+    log.logging(make_generator("aes")).uint64(3)
     with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
-        tape.replaying().uint64(4)
-    replaying = tape.replaying()
+        log.replaying().uint64(4)
+    replaying = log.replaying()
     replaying.uint64(3)
     with pytest.raises(DrawsDiffer, match="was none on the dataset"):
         replaying.uniform(1)
 
 
 def test_seeded_numbers_are_the_generators_own() -> None:
-    plain, recorded = make_generator("aes", seed=1), DrawLog().recording(make_generator("aes", seed=1))
-    assert np.array_equal(plain.uint64(8), recorded.uint64(8))
+    plain, logged = make_generator("aes", seed=1), DrawLog().logging(make_generator("aes", seed=1))
+    assert np.array_equal(plain.uint64(8), logged.uint64(8))

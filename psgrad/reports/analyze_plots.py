@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import (
     DARK,
+    DASHES,
     REST,
     REVIEW,
     WIDTH_IN,
     Array,
     Plot,
     figure_with_axes,
+    figure_with_panels,
     legend_above,
     line_height,
     log_bins,
@@ -26,13 +27,14 @@ from psgrad.reports.drawing import (
     rows_height,
     say_empty,
     sheet,
-    style,
 )
-from psgrad.reports.page import at, loss_unit, to_rgb
-from psgrad.reports.sample_table import LISTED, NORM_AXIS, UNLIKE, drawable, loss_against_norm
+from psgrad.reports.loss_against_norm import NORM_AXIS, drawable, loss_against_norm
+from psgrad.reports.outliers import LISTED, listed_words
+from psgrad.reports.pictures import PICTURE_NOTE, to_rgb
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
+from psgrad.results.manifest import read_manifest
 from psgrad.wording import common_prefix, parameter_names, prefix_note
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
@@ -43,11 +45,11 @@ MAX_PICTURES = 24
 def draw_plots(result: AnalyzeResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
     samples, names = result.samples, result.class_names
-    listed = UNLIKE if at(result.manifest, "outliers", "decided_by") == "reference" else LISTED
+    listed, unit = listed_words(result), read_manifest(result.manifest).loss_unit
     plots = [norm_histogram(samples, listed)]
     if not (samples["status"] == "ok").any():
         return plots
-    plots.append(loss_against_norm(samples, loss_unit(result.manifest), listed))
+    plots.append(loss_against_norm(samples, unit, listed))
     if has_classes(samples):
         plots.append(norms_per_class(samples, names, listed))
     if len(result.parameters):
@@ -142,10 +144,7 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     shown = parameters
     if len(parameters) > MAX_GROUPS:
         shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_GROUPS).index.sort_values()]
-    figure = Figure(figsize=(WIDTH_IN, rows_height(len(shown))), layout="constrained")
-    axes, shares = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-    for each in (axes, shares):
-        style(each)
+    figure, (axes, shares) = figure_with_panels(rows_height(len(shown)), 2, sharey=True, width_ratios=[3, 1])
     spread = shown[["q05", "median", "q95"]].reset_index(drop=True)
     positive = spread["q95"] > 0
     caption = (
@@ -201,12 +200,6 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
     return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
 
 
-PICTURE_NOTE = (
-    "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are"
-    " magenta."
-)
-
-
 def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
     if row is None:
         return [identifier(sample.id)]
@@ -222,7 +215,7 @@ def _mark_review(axes: Axes, norms: Array, begins: bool) -> None:
     if not len(norms):
         return
     if begins:
-        axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=(0, (4, 3)))
+        axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=DASHES)
     if len(norms) <= MAX_MARKS:
         axes.plot(
             norms,

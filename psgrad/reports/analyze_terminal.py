@@ -1,0 +1,111 @@
+"""The end of an analyze run on a terminal, and as one JSON object for the next program
+(`psgrad analyze --json`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from psgrad.reports.outliers import OFFER, OPTION, rankings_of
+from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
+from psgrad.results import AnalyzeResult, top_samples
+from psgrad.results.analyze import check_record
+from psgrad.results.manifest import read_manifest
+
+SCHEMA_VERSION = 1
+
+
+def top_table(result: AnalyzeResult, n: int) -> Table:
+    """The first n ranks. Columns without a value are left out: labels where there are none, q-values where
+    there was no reference.
+    """
+    samples, names = result.samples, result.class_names
+    judged = read_manifest(result.manifest).judged
+    there = [each for each in ("target", "prediction", "q_value") if each in samples]
+    there = [each for each in there if samples[each].notna().any()]
+    columns = [
+        Column("rank", lambda row: str(row["rank"]), True),
+        Column("id", lambda row: identifier(row["id"])),
+    ]
+    if "target" in there:
+        columns.append(Column("label", lambda row: label(row["target"], names)))
+    if "prediction" in there:
+        columns.append(Column("prediction", lambda row: label(row["prediction"], names)))
+    if "group" in samples and samples["group"].nunique() > 1:
+        columns.append(Column("group", lambda row: group_words(row["group"], judged.groups.by, names)))
+    columns += [
+        Column("loss", lambda row: number(row["loss"]), True),
+        Column("gradient norm", lambda row: number(row["grad_norm"]), True),
+    ]
+    score = str(judged.score)
+    if score not in ("loss", "grad_norm", "log_norm") and score in samples:
+        columns.append(Column(score, lambda row: number(row[score]), True))
+    columns.append(Column("percentile", lambda row: percentile(row["percentile"]), True))
+    if "q_value" in there:
+        columns.append(Column("q-value", lambda row: number(row["q_value"]), True))
+    return table("top", "The first ranks", columns, top_samples(samples, n).to_dict("records"))
+
+
+def summary(result: AnalyzeResult) -> str:
+    """What was done and found, in a few lines."""
+    samples, manifest = result.samples, read_manifest(result.manifest)
+    judged, check = manifest.judged, manifest.self_check
+    nonfinite = int((samples["status"] == "nonfinite").sum())
+    listed = int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum())
+    found = (
+        f"{listed:,} unlike the reference at a false discovery rate of {number(judged.fdr)}"
+        if judged.referenced
+        else f"{listed:,} in the review list (a list to look at, not a verdict)"
+    )
+    lines = [f"{count(len(samples))}, {found}, {nonfinite:,} with a loss or gradient that is not finite"]
+    if judged.referenced:
+        undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
+        lines.append(printable(limit if judged.evaluable else undecided))
+    if rankings := rankings_of(judged):
+        lines.append(printable(rankings.sentence))
+        if rankings.disagree and rankings.offers_loss:
+            lines.append(f"{OFFER}: {OPTION} ranks and judges by it")
+    if check.samples:
+        lines.append(
+            f"self-check: worst relative error {number(check.worst_relative_error)} "
+            f"over {check.samples} samples, against a plain one-sample gradient"
+        )
+        if check.worst_error_of_autocast is not None:
+            apart = number(check.worst_error_of_autocast)
+            lines.append(
+                f"mixed precision: a plain gradient differs from float32's by up to {apart} of its norm on"
+                " these samples"
+            )
+    elif check.reason:
+        lines.append(f"self-check: skipped, as {check.reason}")
+    return "\n".join(lines)
+
+
+def run_record(result: AnalyzeResult, top: int) -> dict[str, Any]:
+    """Plain values that JSON has: numbers that are not finite are null.
+
+    schema_version, folder; samples, in_dataset and partial (whether rows were left out); nonfinite, review;
+    top: the samples with the largest gradient norms with all their columns; measures: the numbers of each;
+    self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its findings, which
+    are in findings.jsonl, or null.
+    """
+    counts = result.manifest.get("counts") or {}
+    samples = result.samples
+    in_dataset = counts.get("in_dataset", len(samples))
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "folder": str(result.folder),
+        "samples": len(samples),
+        "in_dataset": in_dataset,
+        "partial": len(samples) < in_dataset,
+        "nonfinite": int((samples["status"] == "nonfinite").sum()),
+        "review": int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum()),
+        "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
+        "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},
+        **{about: result.manifest.get(about) for about in ("self_check", "engine", "timings")},
+        "check": None if result.check is None else check_record(result.check),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)
+    return found

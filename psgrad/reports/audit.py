@@ -1,0 +1,143 @@
+"""The end of an audit on a terminal: the bound beside the accounted epsilon, the noise, the neighbours, and
+the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from psgrad.reports.privacy import RELATIONS
+from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.terminal import facts_lines, json_values, print_table, write_json
+from psgrad.reports.words import count, number, printable
+from psgrad.results import AuditBound, DPAuditResult, NeighbourPair
+
+PRIVATE_WARNING = (
+    "NOT PRIVATE: the audit took single records' gradients without noise, and what it prints and writes is"
+    " outside the guarantee. It is for your eyes; --canaries-only makes one that may be shown"
+)
+
+
+def write_audit(result: DPAuditResult, style: str, stream: TextIO) -> None:
+    """style: 'terminal', the tables, the verdict and the file, or 'json', one object."""
+    if style == "json":
+        write_json({**audit_content(result), "file": result.file}, stream)
+        return
+    stream.write(facts_lines(facts(result)) + "\n")
+    print_table(bounds_table(result), stream)
+    if result.pairs:
+        stream.write("\n")
+        print_table(pairs_table(result), stream)
+    stream.write("\n" + "\n".join(verdict_lines(result)) + f"\n{result.file}\n")
+
+
+def facts(result: DPAuditResult) -> list[tuple[str, str]]:
+    """What was looked at, and what the bound is: (question, answer)."""
+    beside = "records of the dataset beside them" if result.records else "no records beside them"
+    accounted = (
+        "accounted for these steps: none"
+        if result.accounted is None
+        else f"accounted for these steps: {number(result.accounted)} ({result.accountant})"
+    )
+    reach = (
+        ""
+        if result.reach > 1 - 1e-9
+        else f"; their norm is {result.reach:.0%} of a record's most, as some groups are too small"
+    )
+    return [
+        ("audited", f"{count(result.steps, 'step')} with {canaries_words(result.canaries)}, {beside}{reach}"),
+        (
+            "relation",
+            (
+                f"{RELATIONS[result.relation]}; a record is {result.unit}; {result.scheme.replace('_', ' ')}"
+                " sampling"
+            ),
+        ),
+        (
+            "epsilon",
+            (
+                f"at least {number(result.epsilon)} with {result.confidence:.6g} confidence, at delta"
+                f" {result.delta:g}; {accounted}"
+            ),
+        ),
+        ("guesses", f"{result.right:,} of {result.guesses:,} right, in the attack that needs no assumption"),
+        ("noise", noise_words(result)),
+    ]
+
+
+def canaries_words(n: int) -> str:
+    """1 canary, 1,000 canaries."""
+    return "1 canary" if n == 1 else f"{n:,} canaries"
+
+
+def noise_words(result: DPAuditResult) -> str:
+    """What was seen of the noise itself."""
+    noise = result.noise
+    if not noise.numbers:
+        return "none is declared"
+    alarms = (
+        f"; ALARM: {', '.join(noise.alarms)}"
+        if noise.alarms
+        else "; no number in it that repeats another, no other shape, none off its grid"
+    )
+    return (
+        f"{noise.spread:.4f} of the declared standard deviation, over"
+        f" {count(noise.numbers, 'number')}{alarms}"
+    )
+
+
+def bounds_table(result: DPAuditResult) -> Table:
+    """A row a method: the epsilon that it refutes, how much of the declared noise there is at most, and what
+    it counted.
+    """
+    columns = [
+        Column("epsilon >=", lambda bound: number(bound.epsilon), True),
+        Column("noise <=", share_words, True),
+        Column("of", lambda bound: bound.method),
+        Column("from", lambda bound: bound.evidence),
+    ]
+    return table("", "Bounds", columns, result.bounds)
+
+
+def share_words(bound: AuditBound) -> str:
+    """The noise that there is at most, as a share of what is declared."""
+    if bound.noise is None:
+        return ""
+    return "any" if math.isinf(bound.noise) else f"{bound.noise:.0%}"
+
+
+def pairs_table(result: DPAuditResult) -> Table:
+    """A row a pair of neighbours: how far their sums are apart, as a share of the declared sensitivity."""
+    columns = [
+        Column("neighbours, with the same random numbers", lambda pair: printable(pair.pair)),
+        Column("distance", lambda pair: number(pair.distance), True),
+        Column("of the sensitivity", _ratio, True),
+        Column("", lambda pair: "" if pair.holds else "VIOLATION"),
+    ]
+    return table("", "Neighbours", columns, result.pairs)
+
+
+def _ratio(pair: NeighbourPair) -> str:
+    return f"{pair.ratio:.4%}" if math.isfinite(pair.ratio) else number(pair.ratio)
+
+
+def verdict_lines(result: DPAuditResult) -> list[str]:
+    """The verdict, and why."""
+    if not result.violations:
+        return [f"{result.verdict}: nothing contradicts the declared guarantee, which is no proof of it"]
+    return [
+        f"{result.verdict}: the declared guarantee does not hold",
+        *(f"  {printable(violation)}" for violation in result.violations),
+    ]
+
+
+def audit_content(result: DPAuditResult) -> dict[str, Any]:
+    """The result as JSON can hold it, the verdict first: what the audit's file has."""
+    content = {"verdict": result.verdict, "violations": result.violations, **asdict(result)}
+    del content["file"]
+    found: dict[str, Any] = json_values(
+        {"warning": PRIVATE_WARNING, **content} if result.records else content
+    )
+    return found

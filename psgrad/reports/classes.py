@@ -1,0 +1,131 @@
+"""What the page says of each class: how many samples, their norms and losses, and which of them are worst."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+
+from psgrad.reports.sections import Fold, Part, Subtitle, Text
+from psgrad.reports.tables import Column, Mark, Table, table
+from psgrad.reports.words import identifier, label, number, percent
+from psgrad.results import AnalyzeResult, disagrees
+from psgrad.results.manifest import read_manifest
+
+MAX_CLASSES = 200
+MAX_OPENED = 40
+WORST = 5
+
+
+def class_statistics(samples: pd.DataFrame) -> pd.DataFrame:
+    """A row a class, most listed samples first: samples, listed, nonfinite, median_norm, median_loss, differs
+    (a share).
+    """
+    finite = samples["status"].to_numpy() != "nonfinite"
+    frame = pd.DataFrame(
+        {
+            "target": samples["target"].to_numpy(),
+            "norm": samples["grad_norm"].where(finite).to_numpy(),
+            "loss": samples["loss"].where(finite).to_numpy(),
+            "listed": samples["is_outlier_issue"].to_numpy(bool) & finite,
+            "nonfinite": ~finite,
+            "differs": disagrees(samples).to_numpy(bool),
+        }
+    )
+    groups = frame.groupby("target", observed=True)
+    found = groups.agg(
+        samples=("norm", "size"),
+        listed=("listed", "sum"),
+        nonfinite=("nonfinite", "sum"),
+        median_norm=("norm", "median"),
+        median_loss=("loss", "median"),
+        differs=("differs", "mean"),
+    )
+    return found.sort_values(["listed", "median_norm"], ascending=False, kind="stable")
+
+
+def class_parts(result: AnalyzeResult) -> Iterator[Part]:
+    """The table of classes, and the worst samples of each, to be unfolded."""
+    statistics = class_statistics(result.samples)
+    yield Subtitle("All classes")
+    yield class_table(result, statistics)
+    yield Subtitle("The worst samples of each class")
+    pages = class_pages(result, statistics)
+    yield from pages
+    if len(statistics) > len(pages):
+        words = f"{len(pages)} of {len(statistics):,} classes, those with the most listed samples."
+        yield Text(words, "quiet")
+
+
+def class_table(result: AnalyzeResult, statistics: pd.DataFrame) -> Table:
+    """All classes, or the first MAX_CLASSES by listed samples."""
+    unit, total = read_manifest(result.manifest).loss_unit, len(statistics)
+    listed = "how many are on the review list or named as outliers"
+    nonfinite = "how many have a loss or gradient that is not finite"
+    differs = "percentage of the class for which the model predicts another"
+    norm = f"{unit} per unit of parameter"
+
+    def whole(key: str, words: str, meaning: str) -> Column:
+        return Column(words, lambda row: f"{row[key]:,.0f}", True, key, meaning)
+
+    def share(row: dict[str, Any]) -> str:
+        return percent(row["listed"] / row["samples"])
+
+    columns = [
+        Column("class", lambda row: row["class"], key="class"),
+        whole("samples", "samples", "how many there are"),
+        whole("listed", "listed", listed),
+        Column("listed share", share, True, "share", "the same in percent of the class"),
+        whole("nonfinite", "not finite", nonfinite),
+        Column("prediction differs", lambda row: percent(row["differs"]), True, "differs", differs),
+        Column("median gradient norm", lambda row: number(row["median_norm"]), True, "median_norm", norm),
+        Column("median loss", lambda row: number(row["median_loss"]), True, "median_loss", unit),
+    ]
+    shown = statistics.head(MAX_CLASSES)
+    names = [label(target, result.class_names) for target in shown.index]
+    many = f"{MAX_CLASSES} of {total:,} classes are shown, most listed samples first."
+    return table(
+        "classes",
+        "Samples, norms and losses of each class",
+        columns,
+        shown.assign(**{"class": names}).to_dict("records"),
+        lambda row: Mark(only=("label", row["class"])),
+        note=many if total > MAX_CLASSES else "",
+        explained=True,
+    )
+
+
+def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[Fold]:
+    """The classes with the most listed samples, each with its worst samples."""
+    samples, names = result.samples, result.class_names
+    shown = statistics.head(MAX_OPENED)
+    place = shown.index.get_indexer(pd.Index(samples["target"].to_numpy()))
+    inside = samples[(place >= 0) & samples["rank"].notna().to_numpy()]
+    ranked = inside.assign(_rank=inside["rank"].to_numpy(np.float64)).sort_values("_rank")
+    worst = ranked.groupby("target", observed=True).head(WORST)
+    worst = worst.assign(_differs=disagrees(worst))
+    by_class: dict[Any, pd.DataFrame] = dict(iter(worst.groupby("target", observed=True)))
+    columns = [
+        Column("rank", lambda row: str(row["rank"]), True, "rank", sorted=True),
+        Column("id", lambda row: identifier(row["id"]), key="id"),
+        Column("prediction", lambda row: label(row.get("prediction"), names), key="prediction"),
+        Column("loss", lambda row: number(row["loss"]), True, "loss"),
+        Column("gradient norm", lambda row: number(row["grad_norm"]), True, "grad_norm"),
+    ]
+
+    def mark(row: dict[str, Any]) -> Mark:
+        return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
+
+    pages = []
+    for number_of, (target, about) in enumerate(shown.iterrows()):
+        name, rows = label(target, names), by_class.get(target, worst.head(0)).to_dict("records")
+        caption = f"The worst samples of class {name}"
+        summary = Markup("<b>{}</b>: {:,.0f} samples, {:,.0f} listed, median gradient norm {}").format(
+            name, about["samples"], about["listed"], number(about["median_norm"])
+        )
+        listing = table(f"class-{number_of}", caption, columns, rows, mark, tall=False)
+        pages.append(Fold(summary, [listing], "page"))
+    return pages

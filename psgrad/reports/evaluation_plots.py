@@ -1,0 +1,184 @@
+"""The figures of an evaluation: intervals, what was predicted against what happened, removal curves, and
+tuning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psgrad.reports.drawing import (
+    DARK,
+    DASHES,
+    QUIET,
+    REST,
+    REVIEW,
+    Plot,
+    figure_with_axes,
+    legend_above,
+    name_rows,
+    rows_height,
+    say_empty,
+)
+from psgrad.reports.evaluation import method_name, ordered
+from psgrad.reports.ticks import count_axis, log_axis
+from psgrad.reports.words import brief
+from psgrad.results.influence import HEADLINE, EvaluationResult
+from psgrad.results.manifest import read_manifest
+
+_AXES = {
+    "lds": "linear datamodeling score (mean rank correlation over the queries)",
+    "loo": "Pearson correlation of predicted and actual rises (mean over the queries)",
+    "mislabel": "ROC-AUC of the flipped labels (mean over the sets of flips)",
+}
+_NAME_LIMIT = 40
+_MOST_POINTS = 20_000
+
+
+def evaluation_plots(result: EvaluationResult) -> list[Plot]:
+    """All figures that this result has the data for."""
+    if result.kind == "removal":
+        return [removal_curves(result)]
+    plots = [intervals(result)]
+    if len(result.points):
+        plots.append(predicted_and_actual(result))
+    if result.curves:
+        plots.append(tuning(result))
+    return plots
+
+
+def intervals(result: EvaluationResult) -> Plot:
+    """Each method's first number with its interval; controls lighter, the config's method in orange, the
+    noise ceiling as a line.
+    """
+    table, headline = ordered(result.table, result.kind), HEADLINE[result.kind]
+    figure, axes = figure_with_axes(rows_height(len(table)))
+    for place, row in enumerate(table.to_dict("records")):
+        value = float(row[headline])
+        low, high = (
+            (row["low"], row["high"])
+            if "low" in row
+            else (value - row["auc_deviation"], value + row["auc_deviation"])
+        )
+        colour = REVIEW if row["method"] == result.method else REST if row["control"] else DARK
+        if np.isfinite(low) and np.isfinite(high):
+            axes.plot([low, high], [place, place], color=colour, linewidth=2)
+        axes.plot([value], [place], "o", color=colour, markersize=6)
+    name_rows(axes, [brief(method_name(row), _NAME_LIMIT) for row in table.to_dict("records")])
+    axes.set_xlabel(_AXES[result.kind])
+    best = result.facts.get("ceiling") if result.kind == "lds" else None
+    if best is not None:
+        axes.axvline(
+            best,
+            color=QUIET,
+            linewidth=1.2,
+            linestyle=DASHES,
+            label="best reachable: the rest is noise of retraining",
+        )
+        legend_above(axes)
+    bars = (
+        "one standard deviation over the sets of flips"
+        if result.kind == "mislabel"
+        else "95 % bootstrap intervals"
+    )
+    return Plot(
+        "evaluation",
+        "How well the scores did",
+        f"Bars: {bars}. Orange: the config's method; light: controls.",
+        figure,
+    )
+
+
+def predicted_and_actual(result: EvaluationResult) -> Plot:
+    """A point a removal and query, the line through all points, and the diagonal where scores predict
+    amounts.
+    """
+    influence = read_manifest(result.manifest).influence
+    predicts, unit = influence.predicts_removal is not False, influence.unit
+    figure, axes = figure_with_axes(4.6)
+    points = result.points
+    if len(points) > _MOST_POINTS:
+        points = points.iloc[np.linspace(0, len(points) - 1, _MOST_POINTS).astype(int)]
+    x, y = points["predicted"].to_numpy(float), points["actual"].to_numpy(float)
+    known = np.isfinite(x) & np.isfinite(y)
+    if not known.any():
+        say_empty(axes, "no finite rise to draw")
+    else:
+        axes.plot(x[known], y[known], ".", color=REST, markersize=3, alpha=0.4, rasterized=True)
+        ends = np.array([x[known].min(), x[known].max()])
+        if predicts:
+            axes.plot(ends, ends, color=QUIET, linewidth=1.2, linestyle=DASHES, label="as predicted")
+        main = result.table[result.table["method"] == result.method].iloc[0]
+        slope, intercept = float(main["slope"]), float(main["intercept"])
+        if np.isfinite(slope):
+            axes.plot(ends, intercept + slope * ends, color=REVIEW, linewidth=1.6, label=f"slope {slope:.4f}")
+        legend_above(axes)
+        if predicts:
+            axes.set(xlabel=f"predicted {result.unit}", ylabel="after retraining")
+        else:
+            axes.set(xlabel=f"score of {result.method} ({unit})", ylabel=f"{result.unit}, after retraining")
+    caption = f"Each removed example and each query, by {result.method}."
+    caption += (
+        " On the dashed line the prediction is exact."
+        if predicts
+        else " The scores rank, and predict no amount."
+    )
+    return Plot(
+        "predicted_and_actual",
+        f"{'Predicted' if predicts else 'Scores'} and actual rises",
+        caption,
+        figure,
+        vector=False,
+    )
+
+
+def removal_curves(result: EvaluationResult) -> Plot:
+    """The mean rise against the number of removed examples, one line a method."""
+    figure, axes = figure_with_axes(4.2)
+    for name, rows in ordered(result.table, "removal").groupby("method", sort=False):
+        control = bool(rows["control"].iloc[0])
+        colour = REVIEW if name == result.method else QUIET if control else DARK
+        style = DASHES if control else "-"
+        axes.fill_between(rows["removed"], rows["low"], rows["high"], color=colour, alpha=0.12, linewidth=0)
+        axes.plot(
+            rows["removed"],
+            rows["rise"],
+            color=colour,
+            linestyle=style,
+            marker="o",
+            markersize=4,
+            label=brief(str(name), _NAME_LIMIT),
+        )
+    axes.set(
+        xlabel="examples left out: those with the largest scores for the query", ylabel=f"mean {result.unit}"
+    )
+    count_axis(axes, "x")
+    legend_above(axes)
+    return Plot(
+        "evaluation",
+        "Removal curves",
+        "Bands: 95 % bootstrap intervals over the queries. Dashed: controls.",
+        figure,
+    )
+
+
+def tuning(result: EvaluationResult) -> Plot:
+    """The score on the tuning subsets and queries against the damping."""
+    figure, axes = figure_with_axes(3.6)
+    for name, curve in result.curves.items():
+        colour = REVIEW if name == result.method else DARK
+        axes.plot(
+            list(curve),
+            list(curve.values()),
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=brief(name, _NAME_LIMIT),
+        )
+    log_axis(axes, "x")
+    axes.set(
+        xlabel="damping, as a multiple of the curvature's mean eigenvalue (log scale)",
+        ylabel="linear datamodeling score",
+    )
+    legend_above(axes)
+    caption = "On subsets and queries that are not reported. The damping with the largest score was taken."
+    return Plot("tuning", "Score by damping", caption, figure)

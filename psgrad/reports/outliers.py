@@ -1,0 +1,269 @@
+"""What a report says of outliers, on the page and on the terminal: by what samples were judged, against
+which others, and what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from markupsafe import Markup
+
+from psgrad.reports.origin import FACT_LIMIT
+from psgrad.reports.sections import Bullets, Facts, Part, Subtitle, Text
+from psgrad.reports.tables import Column, Mark, Table, table
+from psgrad.reports.words import brief, cell, count, group_words, identifier, number, percent, words_of
+from psgrad.results import AnalyzeResult, disagrees, has_classes
+from psgrad.results.manifest import OutlierFacts, read_manifest
+from psgrad.wording import correlation
+
+# What the samples in orange are called: the first ranks, or those that a reference tells from trusted ones.
+LISTED, UNLIKE = "review list", "unlike the reference"
+
+SCORE_WORDS = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
+OFFER = "The loss can be the score, too. It costs nothing more and often finds more wrong labels"
+OPTION = "--set analyze.outliers.score=loss"
+MAX_NAMED = 20
+MAX_GROUPS = 200
+MAX_CAVEATS = 20
+_ALIKE = 0.9  # of the tops in common: below it the two disagree
+_NEARLY_ONE = 0.9
+
+
+def score_words(score: str) -> str:
+    """A score's name in words."""
+    return SCORE_WORDS.get(score, words_of(score))
+
+
+def listed_words(result: AnalyzeResult) -> str:
+    """What the samples in orange are called."""
+    return UNLIKE if read_manifest(result.manifest).judged.referenced else LISTED
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """Two orders of the same samples. top: how many first ranks are compared. offers_loss: whether the loss
+    is not the score yet. disagree: whether their tops do.
+    """
+
+    sentence: str
+    top: int
+    offers_loss: bool
+    disagree: bool
+    headline: list[tuple[str, str]]
+
+
+def rankings_of(facts: OutlierFacts) -> Rankings | None:
+    """Whether the score and the loss name the same samples first; None where that is not known."""
+    rho, top, shared = facts.loss_agreement.spearman, facts.loss_agreement.top, facts.loss_agreement.shared
+    if rho is None or not top or shared is None:
+        return None
+    score, other = score_words(str(facts.score)), score_words(str(facts.loss_agreement.other))
+    disagree = shared / top < _ALIKE
+    order = f"the rank correlation over all samples is {correlation(rho)}"
+    both = f"{score[:1].upper()}{score[1:]} and {other}"
+    if disagree:
+        although = "although" if rho >= _NEARLY_ONE else "and"
+        sentence = (
+            f"{both} disagree about which samples to look at first:"
+            f" {_overlap(shared, top, score, other, 'only ')}, {although} {order}."
+        )
+    else:
+        sentence = f"{both} agree: {_overlap(shared, top, score, other)}, and {order}."
+    headline = [
+        (f"{shared:,} of {top:,}", f"first by {score} are also first by {other}"),
+        (correlation(rho), f"rank correlation of {score} and {other}"),
+    ]
+    return Rankings(sentence, top, other == "loss", disagree, headline)
+
+
+def _overlap(shared: int, top: int, score: str, other: str, only: str = "") -> str:
+    """How many of the first by the score are first by the other one, too."""
+    if top == 1:
+        return f"the first by {score} is {'' if shared else 'not '}the first by {other}"
+    if not shared:
+        return f"none of the first {top:,} by {score} is among the first {top:,} by {other}"
+    are = "is" if shared == 1 else "are"
+    return (
+        f"{only}{shared:,} of the first {top:,} by {score} {are} among the first {top:,} by {other}"
+        f" ({percent(shared / top, 0)})"
+    )
+
+
+def is_referenced(result: AnalyzeResult) -> bool:
+    """Whether samples were compared with trusted ones; of an older run, whose manifest does not say it, from
+    the columns that are there.
+    """
+    facts = read_manifest(result.manifest).outliers
+    if facts is not None:
+        return facts.referenced
+    return "q_value" in result.samples and bool(result.samples["q_value"].notna().any())
+
+
+def rankings_parts(facts: OutlierFacts) -> Iterator[Part]:
+    """The comparison of score and loss, and the offer of the loss."""
+    if (rankings := rankings_of(facts)) is None:
+        return
+    yield Text(rankings.sentence, "loud" if rankings.disagree else "", "rankings")
+    if rankings.offers_loss:
+        yield Text(
+            Markup(
+                "{}: <code>{}</code>, or <code>analyze.outliers.score: loss</code> in the config, ranks and"
+                " judges by it."
+            ).format(OFFER, OPTION)
+        )
+
+
+def found_parts(result: AnalyzeResult) -> Iterator[Part]:
+    """What was found, and what it does not say."""
+    facts, referenced = read_manifest(result.manifest).judged, is_referenced(result)
+    undecided = referenced and not facts.evaluable and brief(str(facts.why_not or ""), FACT_LIMIT)
+    if undecided:
+        yield Text(f"Not evaluable: {undecided}", "failed")
+    if sentences := findings_sentences(result, bool(undecided)):
+        yield Text(_AGAINST_REFERENCE if referenced else _REVIEW_LIST)
+        yield Bullets(sentences)
+    elif not undecided:
+        yield Text("No sample has a finite gradient that is not zero: there is nothing to rank.")
+    bad = nonfinite_ids(result.samples)
+    if len(bad):
+        have = "sample has" if len(bad) == 1 else "samples have"
+        yield Text(
+            f"{len(bad):,} {have} a loss or gradient that is not finite. They are left out of every figure"
+            " and statistic below.",
+            "differs",
+        )
+        others = ", … (the others are in samples.csv, status “nonfinite”)" if len(bad) > MAX_NAMED else ""
+        yield Text(", ".join(map(identifier, bad.head(MAX_NAMED))) + others, "quiet")
+
+
+_AGAINST_REFERENCE = (
+    "Samples are compared with trusted ones; those named are unlike them at the false discovery rate that was"
+    " asked for. Who is unlike is not yet wrong: look at each."
+)
+_REVIEW_LIST = (
+    "The review list holds the first ranks, a fixed fraction of the samples. It is a list to look at, not a"
+    " verdict: it has its size even where nothing is wrong."
+)
+
+
+def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[str]:
+    """Plain sentences about those that are listed, with what speaks for it and what against. undecided:
+    finding nothing would say nothing.
+    """
+    samples, facts = result.samples, read_manifest(result.manifest).judged
+    referenced, rankings = is_referenced(result), rankings_of(facts)
+    finite = samples[(samples["status"] == "ok").to_numpy()]
+    listed = finite[finite["is_outlier_issue"].to_numpy(bool)]
+    found = []
+    if len(listed):
+        ranks = finite["loss"].rank(ascending=False, method="first")
+        also_by_loss = int((ranks[listed.index] <= len(listed)).sum())
+        what = "Unlike the reference:" if referenced else "The review list has"
+        # The page's first sentence may say it already.
+        said = facts.score == "loss" or (rankings is not None and len(listed) == rankings.top)
+        also = f"; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss"
+        found.append(f"{what} {count(len(listed))}{'' if said else also}.")
+        if has_classes(samples) and "prediction" in samples:
+            wrong = disagrees(finite)
+            found.append(
+                f"The model's prediction differs from the label for {int(wrong[listed.index].sum()):,} of"
+                f" them, and for {int(wrong.sum()):,} of all {count(len(finite))} that are finite."
+            )
+    elif referenced and len(finite) and not undecided:
+        found.append("No sample is unlike the reference at the false discovery rate that was asked for.")
+    zero = int((finite["grad_norm"] == 0).sum())
+    if zero and (len(listed) or referenced):
+        found.append(f"Gradients of exactly zero: {count(zero)}. They would not move the model at all.")
+    skipped = int((samples["status"] == "skipped").sum())
+    if skipped:
+        found.append(f"Not judged, as they have no {words_of(facts.score)}: {count(skipped)}.")
+    return found
+
+
+def nonfinite_ids(samples: pd.DataFrame) -> pd.Series:
+    """The ids of the samples that are not finite."""
+    return samples.loc[(samples["status"] == "nonfinite").to_numpy(), "id"]
+
+
+def judged_parts(result: AnalyzeResult) -> Iterator[Part]:
+    """How samples were judged: by which score, against which reference, within which groups."""
+    facts = read_manifest(result.manifest).outliers
+    if facts is None:
+        return
+    pairs = [(brief(name, 80), brief(words, FACT_LIMIT)) for name, words in _facts(facts) if words]
+    yield Subtitle("How samples were judged")
+    yield Facts(pairs)
+    if facts.referenced and facts.caveats:
+        yield Bullets([brief(str(each), 400) for each in facts.caveats][:MAX_CAVEATS], "quiet")
+    if facts.groups.by is not None:
+        groups = group_table(facts, result.class_names)
+        yield Subtitle(groups.caption)
+        yield groups
+
+
+def _facts(facts: OutlierFacts) -> Iterator[tuple[str, str]]:
+    """(name, words), empty where nothing is known."""
+    tail = "smallest" if facts.tail == "lower" else "largest"
+    yield "Judged by", f"{score_words(str(facts.score))}, the {tail} first"
+    if facts.referenced:
+        reference = facts.reference
+        trusted = count(int(reference.size), "trusted sample")
+        yield "Reference", f"{reference.source} ({reference.kind}), {trusted}"
+        rate = "the share of false names among those named that is accepted, on average"
+        yield "False discovery rate", f"{number(facts.fdr)}: {rate}"
+        yield "Resolution limit", str(facts.resolution or "")
+    elif isinstance(facts.review_fraction, float):
+        yield "Review list", f"the first {100 * facts.review_fraction:.3g} % of the samples"
+    if rankings_of(facts) is None:  # else that is the page's first sentence
+        yield "Agreement", str(facts.loss_agreement.words)
+    yield "Separability", str(facts.separability.words)
+    for name, detector in facts.detectors.items():
+        flagged = "" if detector.flagged is None else f"; it would name {detector.flagged:,}"
+        yield str(detector.title or name), f"{detector.meaning}{flagged}"
+
+
+def group_table(facts: OutlierFacts, class_names: Sequence[str] | None) -> Table:
+    """A row a group, where samples were compared within groups."""
+    columns = [
+        Column("group", lambda pair: pair[0], key="group"),
+        Column("samples", lambda pair: cell(pair[1].samples), True, "samples"),
+    ]
+    if facts.referenced:
+        columns += [
+            Column("trusted samples", lambda pair: cell(pair[1].reference), True, "reference"),
+            Column(
+                "smallest p-value",
+                lambda pair: cell(pair[1].smallest_p),
+                True,
+                "smallest_p",
+                "the least that this group's reference can give (probability)",
+            ),
+            Column(
+                "smallest number that can be named",
+                lambda pair: cell(pair[1].smallest_flaggable),
+                True,
+                "smallest_flaggable",
+                "fewer outliers than that can't be told (samples)",
+            ),
+            Column(
+                "evaluable",
+                lambda pair: cell(pair[1].evaluable),
+                key="evaluable",
+                meaning="whether any sample of the group could be named",
+            ),
+        ]
+    by, each = facts.groups.by, facts.groups.each
+    shown = [(group_words(group, by, class_names), about) for group, about in list(each.items())[:MAX_GROUPS]]
+    note = f"{MAX_GROUPS} of {len(each):,} groups are shown." if len(each) > MAX_GROUPS else ""
+    caption = f"Groups by {words_of(by)}"
+    return table(
+        "groups",
+        caption,
+        columns,
+        shown,
+        lambda pair: Mark(only=("group", pair[0])),
+        note=note,
+        explained=True,
+    )

@@ -1,0 +1,57 @@
+"""What a run will take, as a table with its totals, or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TextIO
+
+from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.terminal import print_table, write_json
+from psgrad.reports.words import amount, count, duration, number, printable
+from psgrad.results import PlanResult
+from psgrad.wording import common_prefix, listed_names, parameter_names, prefix_note
+
+
+def write_plan(result: PlanResult, style: str, stream: TextIO) -> None:
+    """style: 'terminal', a table and its totals, or 'json', one object."""
+    if style == "json":
+        write_json(asdict(result) | {"total_bytes": result.total_bytes}, stream)
+        return
+    if prefix := common_prefix([row.parameter for row in result.parameters]):
+        stream.write(f"{prefix_note(prefix)}\n\n")
+    print_table(plan_table(result), stream)
+    stream.write("\n" + "\n".join(totals(result)) + "\n")
+
+
+def plan_table(result: PlanResult) -> Table:
+    """One row a parameter: its shape, its terms, how they are contracted, and what that takes a sample."""
+    names = parameter_names([row.parameter for row in result.parameters], 60)
+    columns = [
+        Column("parameter", lambda pair: pair[0]),
+        Column("shape", lambda pair: pair[1].shape, True),
+        Column("terms", lambda pair: pair[1].terms),
+        Column("way", lambda pair: pair[1].way),
+        Column("us a sample", lambda pair: number(pair[1].microseconds), True),
+        Column("bytes a sample", lambda pair: f"{pair[1].bytes:,}", True),
+    ]
+    return table("", "Parameters", columns, zip(names, result.parameters, strict=True))
+
+
+def totals(result: PlanResult) -> list[str]:
+    """The run as a whole, a line for each question."""
+    seconds, of_chunk = duration(result.seconds), duration(result.chunk_seconds)
+    chunks = count(-(-result.rows // result.chunk_size), "chunk")
+    materialised = listed_names([each.parameter for each in result.parameters if not each.factored])
+    lines = [
+        f"chunk size   {result.chunk_size:,}, {chunks} for {count(result.rows)}",
+        f"time         {seconds} for the gradients, {of_chunk} a chunk",
+        f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
+        f" a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
+        f"replay       {'yes' if result.replayed else 'no'}: {printable(result.replay_reason)}",
+        f"written out  {materialised or 'no parameter'}",
+        f"machine      {printable(result.machine)}",
+    ]
+    if result.obstacle is not None:
+        why = printable(result.obstacle)
+        lines.append(f"note         the pass was followed while the first rows ran: {why}")
+    return lines

@@ -1,0 +1,187 @@
+"""What stands on a page: typed parts in order, which page.html renders by their kind.
+
+A page is a list of sections, and a section a title with parts: text, facts, tables, figures, cards. A
+command's module says which sections its result has. The terminal prints the same tables and facts. Texts are
+escaped in HTML, unless they are `Markup`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import jinja2
+from markupsafe import Markup
+
+from psgrad.reports.drawing import Plot
+from psgrad.reports.pictures import data_uri
+from psgrad.reports.tables import Column, Pairs, Table
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph. style: 'quiet', 'failed', 'differs' or 'loud'."""
+
+    words: str
+    style: str = ""
+    id: str = ""
+    kind: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list of sentences."""
+
+    items: Sequence[str]
+    style: str = ""
+    kind: ClassVar[str] = "bullets"
+
+
+@dataclass(frozen=True)
+class Subtitle:
+    """A heading inside a section. style: 'quiet', 'helps' or 'hurts'."""
+
+    words: str
+    style: str = ""
+    kind: ClassVar[str] = "subtitle"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Pairs of (name, value)."""
+
+    pairs: Pairs
+    kind: ClassVar[str] = "facts"
+
+
+@dataclass(frozen=True)
+class Meanings:
+    """What columns say, and their units, to be unfolded."""
+
+    columns: Sequence[Column]
+    kind: ClassVar[str] = "meanings"
+
+
+@dataclass(frozen=True)
+class Image:
+    """A figure with its words. source: a data URI, or an SVG as Markup. plate: whether it has a white ground.
+    title: empty where the section's title is that of the figure.
+    """
+
+    title: str
+    caption: str
+    source: str
+    alt: str
+    plate: bool = False
+    kind: ClassVar[str] = "image"
+
+
+def image(plot: Plot) -> Image:
+    """A plot, closed as an image: nothing inside it reaches the page."""
+    if plot.vector:
+        return Image(plot.title, plot.caption, data_uri("image/svg+xml", plot.adaptive_svg()), plot.alt)
+    source = data_uri("image/png", plot.png(dpi=130, titled=False))
+    return Image(plot.title, plot.caption, source, plot.alt, plate=True)
+
+
+@dataclass(frozen=True)
+class Card:
+    """An input of the model: a picture (a data URI) or a text, with words below. sample: its row."""
+
+    words: str = ""
+    picture: str | None = None
+    alt: str = ""
+    text: str | None = None
+    sample: int | None = None
+    kind: ClassVar[str] = "card"
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Cards side by side."""
+
+    cards: Sequence[Card]
+    kind: ClassVar[str] = "cards"
+
+    @property
+    def pictures(self) -> bool:
+        return any(card.picture for card in self.cards)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Parts to be unfolded by a click on their summary."""
+
+    summary: str
+    parts: Sequence[Part]
+    style: str = ""
+    kind: ClassVar[str] = "fold"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Parts in a narrow column on the left, and others on the right of it."""
+
+    left: Sequence[Part]
+    right: Sequence[Part]
+    kind: ClassVar[str] = "beside"
+
+
+Part = Text | Bullets | Subtitle | Facts | Table | Meanings | Image | Card | Cards | Fold | Beside
+
+
+@dataclass(frozen=True)
+class Section:
+    """A box with a title. contents: how the page's list of contents names it, by its anchor; empty: not at
+    all.
+    """
+
+    title: str
+    parts: Sequence[Part]
+    anchor: str = ""
+    contents: str = ""
+    kind: ClassVar[str] = "section"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page. what: what it shows; private: what it reveals; made: when, and by which version. headline:
+    figures, (value, what it is). partial: which part of the dataset was looked at,
+    if not all. interactive: whether it has the script that sorts, filters and links.
+    """
+
+    title: str
+    what: str
+    private: str
+    headline: Pairs
+    sections: Sequence[Section | Text]
+    made: str = ""
+    partial: str = ""
+    interactive: bool = False
+
+
+_templates = jinja2.Environment(
+    loader=jinja2.PackageLoader("psgrad.reports", "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render(page: Page) -> str:
+    """The page as HTML that needs nothing else and opens offline."""
+    script, digest = _script()
+    return _templates.get_template("page.html").render(page=page, script=script, digest=digest)
+
+
+@cache
+def _script() -> tuple[Markup, str]:
+    """The page's script, and the hash by which a browser knows it: the policy lets no other one run."""
+    assert _templates.loader is not None
+    source, _, _ = _templates.loader.get_source(_templates, "page.js")
+    return Markup(source), base64.b64encode(hashlib.sha256(source.encode()).digest()).decode("ascii")
