@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
@@ -29,6 +28,7 @@ from psgrad.engine.influence.evaluation.retraining import (
 from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
+from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.inputs.models.factory import load_model, resolve_training
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.execution.pass_costs import Like, PassCosts, trace_pass
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 
 # Samples in the chunk from which `chunk_for` begins.
 _FIRST_CHUNK = 8

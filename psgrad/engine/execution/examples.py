@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Objective
@@ -17,6 +16,7 @@ from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
+from psgrad.engine.transforms.private_torch import tree_map
 
 Query = Callable[[PerSampleGradients], dict[str, torch.Tensor]]
 Tree = TypeVar("Tree")

@@ -16,13 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.precision_guard import flagging, unchecked
@@ -36,6 +29,16 @@ from psgrad.engine.transforms.capture_guard import (
 )
 from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.private_torch import (
+    DataDependentOutputException,
+    DispatchMode,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
 
 Kind = Literal[
     "view",
@@ -136,13 +139,13 @@ def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kerne
     """
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     made = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
-    name = op._schema.name.removeprefix("aten::").removesuffix("_") or op._schema.name
+    name = schema_of(op).name.removeprefix("aten::").removesuffix("_") or schema_of(op).name
     read, written = sum(map(_bytes, given)), sum(map(_bytes, made))
     dtype = next((x.dtype for x in given if x.dtype.is_floating_point), torch.float32)
     elements = sum(x.numel() for x in made)
     kind: Kind = "stream"
     operations, workspace, moved, sizes = 0.0, 0, read + written, (1, 1, 1, 1)
-    if not fresh and not op._schema.is_mutable:
+    if not fresh and not schema_of(op).is_mutable:
         kind, moved = "view", 0
     elif found := _product_sizes(name, args):
         kind, sizes, operations = "product", found, 2.0 * math.prod(found)
@@ -208,7 +211,7 @@ def _convolution(name: str, args: Any, made: list[torch.Tensor]) -> tuple[Kind, 
     wanted = (True, False, False) if forward else tuple(args[10])
     narrow = x if transposed else g
     each = 2.0 * narrow.shape[0] * math.prod(narrow.shape[2:]) * weight.numel()
-    # The way back through a stride is a convolution at every place of the input.
+    # The backward pass through a stride is a convolution at every place of the input.
     operations = each if forward else each * (wanted[0] + wanted[1]) * math.prod(args[4])
     # Operands that do not lie in order are copied: a weight of which only the shape counts is one element,
     # expanded.
@@ -322,11 +325,11 @@ class _Account:
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor, noted as one of outside."""
-        self._given[x.untyped_storage()._cdata] = x
+        self._given[storage_key(x.untyped_storage())] = x
         return x
 
     def given_unless_seen(self, x: Any) -> None:
-        if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._seen:
+        if isinstance(x, torch.Tensor) and storage_key(x.untyped_storage()) not in self._seen:
             self.given(x)
 
     def enter(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
@@ -340,7 +343,7 @@ class _Account:
     def _enter(self, x: torch.Tensor) -> int:
         """Bytes of memory that was not there before this tensor."""
         storage = x.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._given:
             return 0
         fresh = 0
@@ -360,7 +363,7 @@ class _Account:
 
     def costs(self, result: Any, arguments: Any) -> PassCosts:
         storages = (x.untyped_storage() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
-        given = {storage._cdata: storage.nbytes() for storage in storages}
+        given = {storage_key(storage): storage.nbytes() for storage in storages}
         return PassCosts(
             tuple(self.kernels), self.operators, self.peak, self.bytes, sum(given.values()), result
         )
@@ -386,16 +389,12 @@ class _Ledger(Watch):
         return result
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(DispatchMode):
     """Enters every kernel of a function that runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.account = _Account()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for the interpreter
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tracer) for kind in types):

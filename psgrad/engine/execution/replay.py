@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.precision_guard import flagging
@@ -18,6 +17,7 @@ from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.capture import Captured, capture
+from psgrad.engine.transforms.private_torch import register_pytree_node, tree_flatten
 from psgrad.engine.transforms.program import Compiler
 
 # From so many chunks on a record is worth its making, whatever the model: both go with its operators.
@@ -56,7 +56,7 @@ class Replay:
         function: (params, inputs, target) to what is found of a chunk.
         params: the same tensors for each chunk.
         compile: as for `capture`.
-        say: told why chunks are not replayed.
+        say: called with the reason why chunks are not replayed.
 
     Attributes:
         chunks: how many were replayed.

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, upright
 from psgrad.engine.gradients.inner import inner_products
@@ -19,6 +18,7 @@ from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.second_moments import sum_of_squares
 from psgrad.engine.gradients.terms import accumulating, blocks
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import TransformError
 
 Per = Literal["total", "parameter", "module"]
@@ -262,7 +262,7 @@ class SquareNorms:
         losses, aux: as in PerSampleGradients.
         computed_as: name -> how its norms were computed.
         absolute: name -> [n] float64, what the rounding of norms and sums is proportional to
-            (`bounded_sums.absolute_sum`); empty where nobody asked for it.
+            (`bounded_sums.absolute_sum`); empty if it was not asked for.
     """
 
     by_parameter: dict[str, torch.Tensor]

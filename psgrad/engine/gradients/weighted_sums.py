@@ -20,6 +20,7 @@ from psgrad.engine.gradients.per_sample import (
 from psgrad.engine.gradients.queries import SquareNorms
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.levels import Divergence
+from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import TransformError
 
 WeightsByName = Mapping[str, torch.Tensor]
@@ -65,9 +66,9 @@ def per_sample_weighted_sum(
     Large Model at Small Cost", 2023, call this book-keeping). Where that takes more than `memory` bytes
     (None: half of what is free), it is dropped, and a second pass sums each parameter's gradient as soon as
     it is complete. It takes as long as the gradient of the weighted loss, whose weights would be rounded with
-    every operator on the way back (with eight bits where those run in bfloat16), so that its sum is of other
-    gradients than the norms were. Both ways give the same numbers, to rounding, and draw the same random
-    numbers.
+    every operator of the backward pass (with eight bits where those run in bfloat16), so that its sum is of
+    other gradients than the norms were. Both ways give the same numbers, to rounding, and draw the same
+    random numbers.
 
     With `bounded`, sums are float64, and what a sample adds to a parameter's sum is no longer than its weight
     times the norm that the weight was made from, in spite of rounding (`bounded_sums`): the norm is measured
@@ -133,8 +134,8 @@ class _StoredGradients:
         for placed in gradient.terms:
             for factor in placed.term.factors:
                 storage = factor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
+                if storage_key(storage) not in self._seen:
+                    self._seen.add(storage_key(storage))
                     self._left -= storage.nbytes()
         if self._left < 0 and not self._asked:
             self._asked = True
@@ -215,9 +216,9 @@ def _sums(
 ) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
 
-    In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with
-    the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last layers'
-    factors.
+    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and goes
+    with the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last
+    layers' factors.
     """
     sums = {name: summing.of(name, stored.pop(name)) for name in list(stored)}
     return {name: sums[name] for name in names}

@@ -23,6 +23,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.base import key_of, normals, signs, streams, words_at
 from psgrad.engine.measures.measure import Arrays, Measure
+from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import MeasureError, TransformError
 
 # The share of the free memory (one in so many) for gradients that are kept for the second pass.
@@ -158,7 +159,7 @@ def _bytes(gradients: PerSampleGradients) -> int:
         for factor in placed.term.factors
     ]
     storages = [factor.untyped_storage() for factor in factors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 Inputs = tuple[torch.Tensor, ...]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.engine.privacy.reached import Cached, Globals, attributes, is_foreign, is_own, reached, slots_of
+from psgrad.engine.transforms.private_torch import write_count
 from psgrad.errors import ModelError
 
 # Tensors with more bytes are compared by PyTorch's count of writes, not by value, and can't be put back.
@@ -124,7 +125,7 @@ def _written(where: str, why: str) -> ModelError:
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     """Another one after each write that PyTorch counts, and for another memory."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    return 0 if tensor.is_inference() else write_count(tensor), tensor.data_ptr()
 
 
 def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, _Kept]], list[tuple[str, nn.Parameter]]]:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.own_generators import OwnGenerators
 from psgrad.engine.transforms import diagnostics, random_draws
 from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, is_random
+from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
 from psgrad.engine.transforms.random_draws import draw_by_label, drawing_by_label
 from psgrad.engine.transforms.state import state
 from psgrad.errors import ModelError
@@ -168,7 +168,7 @@ def without_draws() -> Iterator[None]:
     def refuse(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         if is_random(op, args, kwargs) and not drawing_by_label():
             raise _no_draws_by_record(
-                f"the model or the loss draws random numbers by {op._schema.name}{diagnostics.where()}"
+                f"the model or the loss draws random numbers by {schema_of(op).name}{diagnostics.where()}"
             )
 
     before, state.watchers = state.watchers, (*state.watchers, refuse)

@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.transforms import random_draws
+from psgrad.engine.transforms.private_torch import (
+    BatchNormBase,
+    NormBase,
+    buffer_store,
+    parameter_store,
+    tree_leaves,
+    tree_map,
+)
 from psgrad.errors import ConfigError, ModelError, PsgradError
 
 # What the end of the noise's tail may take of delta.
@@ -150,12 +156,12 @@ def _require_no_batch_statistics(model: nn.Module) -> None:
     rows lead through them.
     """
     for name, layer in model.named_modules():
-        if isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None:
+        if isinstance(layer, NormBase) and layer.training and layer.running_mean is not None:
             raise _updates(
                 f"the layer {_of(name, layer)} is in train mode, and its running statistics follow the data",
                 layer,
             )
-        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+        if isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None):
             raise ModelError(
                 f"the layer {_of(name, layer)} takes its statistics from the batch, on which every record's"
                 " output then depends",
@@ -416,7 +422,8 @@ class _State:
                 owner, _, leaf = name.rpartition(".")
                 tensor.copy_(before)
                 module = self._model.get_submodule(owner)
-                (module._buffers if name in self._buffers else module._parameters)[leaf] = tensor  # type: ignore[assignment]
+                store = buffer_store if name in self._buffers else parameter_store
+                store(module)[leaf] = tensor
 
 
 @contextmanager
@@ -442,7 +449,7 @@ def _of(name: str, layer: nn.Module) -> str:
 
 def _updates(arrived: str, layer: nn.Module) -> ModelError:
     steps = "set model.mode: eval, or compute it from what is public"
-    if isinstance(layer, _NormBase):
+    if isinstance(layer, NormBase):
         steps = "set model.mode: eval, build it with track_running_stats=False, or replace it by nn.GroupNorm"
     return ModelError(
         arrived,

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from psgrad.engine.transforms.interpreter import SEVERAL, TENSOR, TRACER, kinds, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
+from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
 Strides = tuple[int, ...]
 
@@ -52,7 +51,7 @@ def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
     """The strides that PyTorch gives a new tensor made after one of these: the same order of axes, without
     gaps.
     """
-    with _disable_current_modes():
+    with without_modes():
         return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
@@ -115,7 +114,7 @@ def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     except TypeError:  # an argument that can't be hashed
         return ()
     try:
-        with _disable_current_modes():
+        with without_modes():
             found = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
     except Exception:  # no meta kernel, or one that needs values
         found = ()

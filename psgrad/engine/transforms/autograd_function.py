@@ -14,9 +14,8 @@ its backward would be needed.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +24,20 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import Cotangents, Flat, Ruled, hand_down, kind_of, resting
 from psgrad.engine.transforms.levels import switches
+from psgrad.engine.transforms.private_torch import (
+    APPLIES_IN_TWO_STEPS,
+    FUNCTION_APPLY,
+    ForceDispatchKeys,
+    Function,
+    Replacement,
+    SingleLevelFunction,
+)
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
-_Base: Any = next(
-    kind for kind in torch._C._FunctionBase.__subclasses__() if kind.__name__ == "_SingleLevelFunction"
-)
-_Function: Any = next(kind for kind in _Base.__subclasses__() if kind.__name__ == "Function")
-_IN_TWO_STEPS = isinstance(
-    vars(_Function)["apply"], classmethod
-)  # the first in Python, which completes the arguments
-_Host: Any = _Base if _IN_TWO_STEPS else _Function
-if not _IN_TWO_STEPS:  # one that was bound before may run at any time
+if not APPLIES_IN_TWO_STEPS:  # one that was bound before may run at any time
     type(state).forwards = 1
 
 
@@ -101,16 +100,19 @@ class _Application(Ruled):
     def __init__(self, function: Any) -> None:
         self.kind = function
         self.single: bool | None = None  # whether the Function returned something else than a tuple
-        has_backward = function.backward is not _Base.backward or function.vjp is not _Base.vjp
+        has_backward = (
+            function.backward is not SingleLevelFunction.backward
+            or function.vjp is not SingleLevelFunction.vjp
+        )
         super().__init__(
             f"torch.autograd.Function {function.__name__}",
             self._forward,
             self._setup_for_backward if has_backward else None,
             self._backward if has_backward else None,
-            self._jvp if function.jvp is not _Base.jvp else None,
+            self._jvp if function.jvp is not SingleLevelFunction.jvp else None,
             value_first=True,
         )
-        self.batches = function.vmap is not _Function.vmap
+        self.batches = function.vmap is not Function.vmap
 
     def structured(self, outs: Flat) -> Any:
         return outs[0] if self.single else tuple(outs)
@@ -119,8 +121,8 @@ class _Application(Ruled):
         if state.attached and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             # PyTorch's autograd differentiates what comes out, and this it knows how to
             assert state.outside is not None
-            with read_only(args), torch._C._ForceDispatchKeyGuard(*state.outside):
-                return self._flat(super(_Base, self.kind).apply(*args))  # type: ignore[misc]
+            with read_only(args), ForceDispatchKeys(*state.outside):
+                return self._flat(super(SingleLevelFunction, self.kind).apply(*args))  # type: ignore[misc]
         return super().run(args)
 
     def _forward(self, args: Flat) -> Flat:
@@ -151,7 +153,9 @@ class _Application(Ruled):
                 torch.zeros_like(x) if g is None and isinstance(x, torch.Tensor) else g
                 for g, x in zip(cotangents, outs, strict=True)
             ]
-        backward = self.kind.backward if self.kind.backward is not _Base.backward else self.kind.vjp
+        backward = (
+            self.kind.backward if self.kind.backward is not SingleLevelFunction.backward else self.kind.vjp
+        )
         if _is_once_differentiable(backward):
             return self._counted(_once(self.name, backward.__wrapped__, context, cotangents), shapes)
         return self._counted(backward(context, *cotangents), shapes)
@@ -247,7 +251,7 @@ def _is_once_differentiable(backward: Any) -> bool:
     )
 
 
-_ONCE_FILE = _Base.forward.__code__.co_filename
+_ONCE_FILE = SingleLevelFunction.forward.__code__.co_filename
 
 
 def _once(name: str, backward: Callable[..., Any], context: Context, cotangents: Cotangents) -> Any:
@@ -285,14 +289,14 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if state.stack and cls.setup_context is not _Base.setup_context:
-        full, by_keyword = (args, kwargs) if _IN_TWO_STEPS else _completed(cls.forward, args, kwargs)
+    if state.stack and cls.setup_context is not SingleLevelFunction.setup_context:
+        full, by_keyword = (args, kwargs) if APPLIES_IN_TWO_STEPS else _completed(cls.forward, args, kwargs)
         if not by_keyword:
             return applied(cls, full)
     if not state.stack:
-        return super(_Base, cls).apply(*args, **kwargs)
+        return super(SingleLevelFunction, cls).apply(*args, **kwargs)
     with _forward_runs():
-        return super(_Base, cls).apply(*args, **kwargs)
+        return super(SingleLevelFunction, cls).apply(*args, **kwargs)
 
 
 @contextmanager
@@ -316,30 +320,5 @@ def _completed(
     return bound.args, bound.kwargs
 
 
-class _Interception(AbstractContextManager[None]):
-    """In place while a transform runs in any thread; where none runs in the calling thread, it goes on to
-    PyTorch's own.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.running = 0
-        self.own = vars(_Host).get("apply")
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.running == 0:
-                _Host.apply = classmethod(_apply)
-            self.running += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with self.lock:
-            self.running -= 1
-            if self.running == 0:
-                if self.own is None:
-                    del _Host.apply
-                else:
-                    _Host.apply = self.own
-
-
-switches.append(_Interception())
+# Where no transform runs in the calling thread, it goes on to PyTorch's own.
+switches.append(Replacement(FUNCTION_APPLY, lambda own: classmethod(_apply)))

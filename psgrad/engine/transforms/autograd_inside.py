@@ -8,19 +8,21 @@ which would end the process. torch.autograd.grad and .backward() object by thems
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.hooks import BackwardHook
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.levels import switches
+from psgrad.engine.transforms.private_torch import (
+    AUTOGRAD_FUNCTIONAL,
+    BACKWARD_HOOK,
+    FORWARD_MODE,
+    Replacement,
+)
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
@@ -54,37 +56,21 @@ def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
         )
 
 
-class _Refusing(AbstractContextManager[None]):
-    """While a transform runs in any thread, a function of PyTorch's asks `refuse` first."""
+def _refusing(place: tuple[Any, str], refuse: Callable[..., None]) -> Replacement:
+    """While a transform runs in any thread, a function of PyTorch calls `refuse` first."""
 
-    def __init__(self, owner: Any, name: str, refuse: Callable[..., None]) -> None:
-        self.owner, self.name, self.refuse = owner, name, refuse
-        self.lock = threading.Lock()
-        self.running = 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.running == 0:
-                self.own = getattr(self.owner, self.name)
-                setattr(self.owner, self.name, self._asking(self.own))
-            self.running += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with self.lock:
-            self.running -= 1
-            if self.running == 0:
-                setattr(self.owner, self.name, self.own)
-
-    def _asking(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def asking(*args: Any, **kwargs: Any) -> Any:
-            self.refuse(*args, **kwargs)
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            refuse(*args, **kwargs)
             return own(*args, **kwargs)
 
-        return asking
+        return refusing
+
+    return Replacement(place, make)
 
 
 switches += [
-    _Refusing(BackwardHook, "_apply_on_tensors", _refuse_hooks),
-    _Refusing(sys.modules["torch._functorch.eager_transforms"], "_jvp_with_argnums", _refuse_forward_mode),
-    _Refusing(sys.modules["torch.autograd.functional"], "_autograd_grad", _refuse_functional),
+    _refusing(BACKWARD_HOOK, _refuse_hooks),
+    _refusing(FORWARD_MODE, _refuse_forward_mode),
+    _refusing(AUTOGRAD_FUNCTIONAL, _refuse_functional),
 ]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms.interpreter import divides_by_sizes, written_for_autograd
 from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.private_torch import decomposition_table
 from psgrad.engine.transforms.rules.registry import decompose
 
 for _op in (

@@ -14,6 +14,7 @@ import torch
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.aliasing import laid_out
 from psgrad.engine.transforms.interpreter import Tracer, rewritten, strides_of
+from psgrad.engine.transforms.private_torch import make_wrapper
 
 
 class Deferred(Protocol):
@@ -59,9 +60,6 @@ class BatchTracer(Tracer):
 
     def rewritten(self, new: Any) -> Any:
         return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
-
-
-make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def traced(value: Any, level: SampleAxis) -> BatchTracer:

@@ -17,7 +17,7 @@ from psgrad.engine.transforms.aliasing import (
     lies_otherwise,
     strides_of_one_sample,
 )
-from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, make_wrapper, traced
+from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, traced
 from psgrad.engine.transforms.fresh_tensors import FreshTracer, content, process_fresh
 from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, strides_of
 from psgrad.engine.transforms.operators import (
@@ -31,6 +31,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
+from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
 from psgrad.engine.transforms.random_draws import Drawer
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
 from psgrad.engine.transforms.state import state
@@ -214,8 +215,8 @@ class BatchLevel(SampleAxis):
             return decompose(op, args, kwargs)
         for position, version in zip(operator.mutated, versions, strict=True):
             written = args[position].value
-            if version is not None and written._version == version:
-                torch._C._increment_version([written])  # below autograd, PyTorch does not count
+            if version is not None and write_count(written) == version:
+                count_write([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
     # -- random operators ------------------------------------------------------------------------------------
@@ -277,4 +278,4 @@ class BatchLevel(SampleAxis):
 
 def _version(physical: Any) -> int | None:
     """How often PyTorch has counted a write to a plain tensor; None for a tracer, which has no memory."""
-    return None if isinstance(physical, Tracer) else physical._version
+    return None if isinstance(physical, Tracer) else write_count(physical)

@@ -28,6 +28,7 @@ from psgrad.engine.transforms.forward import ForwardLevel, transpose
 from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, resurrect, tensors_in
 from psgrad.engine.transforms.levels import Divergence, Level, users_program
 from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.private_torch import DelayedError
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.rules.families import cast
@@ -371,7 +372,7 @@ class Ruled(Call):
             for i, x in enumerate(outs)
             if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
         ]
-        refusal = torch._C._functions.DelayedError(message.encode(), len(places))
+        refusal = DelayedError(message.encode(), len(places))
         refused = refusal(*[outs[i].detach().requires_grad_() for i in places])
         for i, x in zip(places, refused if isinstance(refused, tuple) else (refused,), strict=True):
             outs[i] = x

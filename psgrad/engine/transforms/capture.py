@@ -19,9 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from psgrad.engine.transforms.capture_guard import NotCapturable, looks
+from psgrad.engine.transforms.private_torch import (
+    autocast_is_on,
+    dispatch_modes,
+    function_modes,
+    torch_func_runs,
+    tree_flatten,
+)
 from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
@@ -158,16 +164,14 @@ def _followed_by_others() -> bool:
     return bool(
         state.stack
         or torch.is_inference_mode_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._dispatch_tls_is_dispatch_key_included(
-            torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-        )
+        or dispatch_modes()
+        or function_modes()
+        or torch_func_runs()
     )
 
 
 def _autocast() -> Autocast:
-    if not torch._C._is_any_autocast_enabled():
+    if not autocast_is_on():
         return ()
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)

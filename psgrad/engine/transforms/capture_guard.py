@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from psgrad.engine.transforms import diagnostics, random_draws
 from psgrad.engine.transforms.interpreter import Tracer, innermost, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
+from psgrad.engine.transforms.private_torch import (
+    DispatchMode,
+    FakeTensor,
+    buffer_store,
+    schema_of,
+    tree_flatten,
+    without_modes,
+)
 
 
 class NotCapturable(Exception):
@@ -47,14 +52,14 @@ def looks(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def writes(op: Any) -> bool:
-    return isinstance(op, Op) and op._schema.is_mutable
+    return isinstance(op, Op) and schema_of(op).is_mutable
 
 
 def draws(op: Any) -> bool:
     return isinstance(op, Op) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-class Watch(_Objector, TorchDispatchMode):
+class Watch(_Objector, DispatchMode):
     """Sees the kernels of a function that is being recorded, and objects to what a record would not repeat.
 
     inside: from a tensor of outside to what stands for it in the record.
@@ -67,10 +72,6 @@ class Watch(_Objector, TorchDispatchMode):
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.course: list[Any] = []  # the kernels and what is known of their arguments
         self._inside = inside
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for the interpreter: see levels.py
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tracer) for kind in types):
@@ -150,7 +151,7 @@ class RandomStates(_Objector):
             self.object("it sets PyTorch's random state")
 
     def drawn(self) -> None:
-        with _disable_current_modes():
+        with without_modes():
             if not self._unchanged():
                 self.object("it sets PyTorch's random state")
             for generator in random_draws.generators():
@@ -181,7 +182,7 @@ def modules_unchanged() -> Iterator[None]:
     stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def note(module: torch.nn.Module, args: Any) -> None:
-        for store in (module._buffers, module.__dict__):  # in this order: the second holds the first
+        for store in (buffer_store(module), module.__dict__):  # in this order: the second holds the first
             stores.setdefault(id(store), (store, dict(store)))
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)

@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
@@ -28,6 +26,13 @@ from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTrac
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
 from psgrad.engine.transforms.interpreter import map_tracers, resurrect
+from psgrad.engine.transforms.private_torch import (
+    DisableTorchFunction,
+    make_fx_runs,
+    tree_flatten,
+    tree_unflatten,
+    without_modes,
+)
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
@@ -226,7 +231,7 @@ class Circumstances:
     """
 
     def __init__(self) -> None:
-        with _disable_current_modes():
+        with without_modes():
             self.generators = random_draws.states()
         self.drawers = [
             (drawer, drawer.number)
@@ -254,8 +259,8 @@ class Circumstances:
             state.draws = before
         # a kernel may draw on the way without being known for it (dropout between the layers of an LSTM)
         with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
+            without_modes(),
+            DisableTorchFunction(),
         ):  # it is no data of the function's, whoever is watching
             self.drew = any(
                 not torch.equal(generator.get_state(), then) for generator, then in self.generators
@@ -286,7 +291,7 @@ class Circumstances:
             yield
 
     def _refuse_to_be_recorded(self) -> None:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        if make_fx_runs():
             raise TransformError(
                 "a function under checkpoint that draws random numbers is recorded by make_fx",
                 cause="both of its runs would be recorded, and draw differently when the record is replayed",

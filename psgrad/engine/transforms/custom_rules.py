@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
@@ -29,6 +28,7 @@ from psgrad.engine.transforms.calls import (
     wrong_cotangent,
 )
 from psgrad.engine.transforms.checkpoint import Recomputed
+from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.read_only import read_only
 from psgrad.errors import TransformError
 

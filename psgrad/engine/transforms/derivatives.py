@@ -35,6 +35,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
+from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
 from psgrad.engine.transforms.rules.view_writes import write_through
 from psgrad.engine.transforms.state import state
@@ -88,14 +89,13 @@ class DerivativeTracer(Tracer):
         return same
 
 
-_make = torch.Tensor._make_wrapper_subclass
 Held = TypeVar("Held", bound=DerivativeTracer)
 
 
 def hold(kind: type[Held], value: torch.Tensor, level: DerivativeLevel) -> Held:
     """A tracer of `value` at `level`, which is neither a view nor written to so far."""
     strides = strides_of(value)
-    tracer: Any = _make(kind, value.shape, strides, 0, dtype=value.dtype, device=value.device)
+    tracer: Any = make_wrapper(kind, value.shape, strides, 0, dtype=value.dtype, device=value.device)
     tracer.value, tracer.level, tracer.born = value, level, next(births)
     return tracer  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.private_torch import FunctionBase, functions_made
 from psgrad.errors import TransformError
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -90,7 +91,7 @@ def running_autograd_function(*, inside: bool) -> str | None:
 
     inside: only one that was called inside the innermost transform.
     """
-    forwards = _forwards(_made_so_far())
+    forwards = _forwards(functions_made())
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = id(frame.f_code)
@@ -102,28 +103,12 @@ def running_autograd_function(*, inside: bool) -> str | None:
     return None
 
 
-# PyTorch numbers the classes of autograd.Function. How far it has come tells in a tenth of the time that a
-# look at the classes takes.
-_numbers: Any = getattr(sys.modules["torch.autograd.function"], "AUTOGRAD_FUNCTION_COUNTER", None)
-
-
-def _made_so_far() -> Any:
-    """Something that changes whenever a class of autograd.Function is made."""
-    if _numbers is not None:
-        return repr(_numbers)
-    base: Any = torch._C._FunctionBase
-    # PyTorch makes one class for the backward of each.
-    return sum(len(kind.__subclasses__()) for kind in base.__subclasses__())
-
-
 @functools.lru_cache(maxsize=1)
 def _forwards(made_so_far: Any) -> dict[int, tuple[CodeType, str]]:
     """The forward of each class of autograd.Function that exists by now, by the id of its code, which is kept
     alive.
     """
-    classes = [
-        function for function in _subclasses(torch._C._FunctionBase) if hasattr(function.forward, "__code__")
-    ]
+    classes = [function for function in _subclasses(FunctionBase) if hasattr(function.forward, "__code__")]
     return {
         id(function.forward.__code__): (function.forward.__code__, function.__name__) for function in classes
     }

@@ -30,6 +30,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
+from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, taken_apart
 
 
@@ -49,7 +50,7 @@ class FreshTracer(Tracer):
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, level: SampleAxis) -> FreshTracer:
-        tracer = torch.Tensor._make_wrapper_subclass(
+        tracer = make_wrapper(
             cls,
             plain.shape,
             strides=strides_of(plain),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from psgrad.engine.transforms.private_torch import buffer_store, module_store, parameter_store
 from psgrad.errors import TransformArgumentError, TransformError
 
 
@@ -135,11 +136,11 @@ def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _add_names(module: nn.Module, prefix: str, names: dict[str, torch.Tensor]) -> None:
     """As nn.Module names them, in one walk and without its generators: this is done at each call."""
-    for store in (module._parameters, module._buffers):
+    for store in (parameter_store(module), buffer_store(module)):
         for key, tensor in store.items():
             if tensor is not None:
                 names[prefix + key] = tensor
-    for key, part in module._modules.items():
+    for key, part in module_store(module).items():
         if part is not None:
             _add_names(part, f"{prefix}{key}.", names)
 
@@ -184,13 +185,8 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
                 raise TransformError(
                     f"functional_call: the module has no part named {path!r} (for {name!r})"
                 ) from error
-        store: dict[str, Any] | None = (
-            owner._parameters
-            if key in owner._parameters
-            else owner._buffers
-            if key in owner._buffers
-            else None
-        )
+        stores = parameter_store(owner), buffer_store(owner)
+        store: dict[str, Any] | None = next((found for found in stores if key in found), None)
         if store is None and isinstance(owner.__dict__.get(key), torch.Tensor):
             store = owner.__dict__  # one that was never registered
         if store is None:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.interpreter import Tracer, rules_only
+from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, SavedValues, pull_back

@@ -19,10 +19,24 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from psgrad.engine.transforms import diagnostics, operators
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, contiguous, facts, is_random, written_by
+from psgrad.engine.transforms.private_torch import (
+    CONJUGATE,
+    NEGATIVE,
+    BelowAutograd,
+    DispatchMode,
+    ForceDispatchKeys,
+    autocast_is_on,
+    current_mode,
+    dispatch_modes,
+    exclude_layer,
+    excluded_layers,
+    included_layers,
+    no_torch_function,
+    without_innermost_mode,
+)
 from psgrad.engine.transforms.shape_checks import refuse_shapes
 from psgrad.engine.transforms.state import ActiveLevel, state
 from psgrad.errors import TransformError
@@ -37,7 +51,7 @@ class Tracer(torch.Tensor):
     value: Any
     carries_samples: ClassVar[bool] = False  # whether the value has a sample axis that the tracer hides
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -140,7 +154,7 @@ def rewritten(old: Any, new: Any) -> Any:
         return old.rewritten(new)
     if state.outside is None or not (state.attached and old.requires_grad):
         return new
-    with torch._C._ForceDispatchKeyGuard(*state.outside):
+    with ForceDispatchKeys(*state.outside):
         with torch.enable_grad():
             place = old.clone()
         return place.copy_(new)
@@ -171,7 +185,7 @@ def strides_of(value: torch.Tensor) -> tuple[int, ...]:
         ) from error
 
 
-_MARKS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+_MARKS = (CONJUGATE, NEGATIVE)
 
 
 def heed_marks() -> None:
@@ -181,7 +195,7 @@ def heed_marks() -> None:
     marked so would be taken for what it is marked from, without a word.
     """
     for mark in _MARKS:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(mark, False)
+        exclude_layer(mark, False)
 
 
 def meet(value: Any) -> None:
@@ -192,14 +206,8 @@ def meet(value: Any) -> None:
         state.attached = True
 
 
-class Interpreter(TorchDispatchMode):
+class Interpreter(DispatchMode):
     """Sees every operator of the user's function, also those on plain tensors."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would wrap the method below against its compiler, which costs microseconds a call and, once,
-        # its import.
-        return False
 
     def __enter__(self) -> Any:
         self.interpreting_before = state.interpreting
@@ -238,14 +246,10 @@ class Interpreter(TorchDispatchMode):
         return adopter.process_untraced(op, args, kwargs)
 
 
-class Attached(TorchDispatchMode):
+class Attached(DispatchMode):
     """While rules run: operators on plain tensors alone are recorded by PyTorch's autograd, as it was set
     outside of all transforms.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,7 +263,7 @@ class Attached(TorchDispatchMode):
             ):
                 with Attached():
                     return written(*args, **kwargs)
-        with _without_modes_of_ours(), torch._C._ForceDispatchKeyGuard(*state.outside):
+        with _without_modes_of_ours(), ForceDispatchKeys(*state.outside):
             for target in written_by(op, args, kwargs):
                 # PyTorch takes a view for a leaf, and refuses the write, until it is asked for what was
                 # written through other views.
@@ -273,8 +277,8 @@ def _without_modes_of_ours() -> Iterator[None]:
     recorded a second time.
     """
     with ExitStack() as exits:
-        while isinstance(_get_current_dispatch_mode(), (Interpreter, Attached)):
-            exits.enter_context(_pop_mode_temporarily())
+        while isinstance(current_mode(), (Interpreter, Attached)):
+            exits.enter_context(without_innermost_mode())
         yield
 
 
@@ -291,7 +295,7 @@ def attachable(recording: bool) -> Iterator[None]:
     if not recording:
         state.outside = None
     elif state.outside is None:  # else the pass back runs a transform of its own, and is recorded already
-        state.outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        state.outside = included_layers(), excluded_layers()
     state.attached = False
     try:
         yield
@@ -303,7 +307,7 @@ def below_autograd() -> Any:
     """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite
     operators stay whole.
     """
-    return torch._C._AutoDispatchBelowADInplaceOrView()
+    return BelowAutograd()
 
 
 @contextmanager
@@ -330,8 +334,8 @@ def rules_only() -> Iterator[None]:
     """While the pass back runs: what rules call is ours, so tracers find their level by themselves, and plain
     tensors need none.
     """
-    if isinstance(_get_current_dispatch_mode(), Interpreter):
-        with _pop_mode_temporarily():
+    if isinstance(current_mode(), Interpreter):
+        with without_innermost_mode():
             yield
     else:
         yield
@@ -352,7 +356,7 @@ def run(op: Op, *args: Any, **kwargs: Any) -> Any:
     """
     if positions := facts(op).contiguous:  # the plain tensors among the arguments go to the kernel from here
         args = contiguous(positions, args)
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
+    if dispatch_modes() or autocast_is_on():
         return op(*args, **kwargs)
     level = top_level(args, kwargs)
     return op(*args, **kwargs) if level is None else handed_on(level, op, args, kwargs)
@@ -369,7 +373,7 @@ def handed_on(
     # PyTorch's autograd must know of a view from the start: a value that it follows may be written through
     # the view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
-        with nullcontext() if isinstance(_get_current_dispatch_mode(), Attached) else Attached():
+        with nullcontext() if isinstance(current_mode(), Attached) else Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
     said = facts(op)
     if level is _DEAD or state.saved or said.is_random or said.contiguous:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms.grad import Argnums, positions_of, split_aux, vjp
 from psgrad.engine.transforms.jvp import jvp
+from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.vmap import vmap
 from psgrad.errors import TransformArgumentError
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms.forward import ForwardLevel, ForwardTracer
 from psgrad.engine.transforms.grad import lower, split_aux, vjp
+from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
 

@@ -13,18 +13,23 @@ where they do not.
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd
 from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.private_torch import (
+    current_mode,
+    forward_mode_runs,
+    set_grad_enabled,
+    torch_func_runs,
+    write_count,
+)
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
@@ -56,11 +61,11 @@ class WriteWatch:
 
     def __init__(self, tensors: list[Any]) -> None:
         self.versions = [
-            (x, x._version) for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()
+            (x, write_count(x)) for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()
         ]
 
     def saw_a_write(self) -> bool:
-        return any(x._version != version for x, version in self.versions)
+        return any(write_count(x) != version for x, version in self.versions)
 
 
 _level_ids = itertools.count(1)
@@ -191,7 +196,7 @@ class Body:
             self._enter(
                 torch.inference_mode(False)
             )  # which switches recording on, and when it is left, back to what it was
-            torch._C._set_grad_enabled(self.grad_mode)
+            set_grad_enabled(self.grad_mode)
             self._enter(below_autograd())
             if not state.switched:
                 self._enter(switched())
@@ -226,17 +231,12 @@ class Body:
             self.entered.pop().__exit__(None, None, None)
 
 
-_TORCHS_TRANSFORM_RUNS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-_forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
 _ONE_OF_SEVERAL_VIEWS = "output of a function that returns multiple views"
 _AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
 
 
 def _refuse_torchs_transforms() -> None:
-    if (
-        torch._C._dispatch_tls_is_dispatch_key_included(_TORCHS_TRANSFORM_RUNS)
-        or _forward_mode._current_level >= 0
-    ):
+    if torch_func_runs() or forward_mode_runs():
         raise TransformError(
             "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
             f" mode{diagnostics.where()}",
@@ -316,7 +316,7 @@ def users_program() -> Iterator[None]:
     with ExitStack() as exits:
         if not state.switched:
             exits.enter_context(switched())
-        if not isinstance(_get_current_dispatch_mode(), Interpreter):
+        if not isinstance(current_mode(), Interpreter):
             exits.enter_context(Interpreter())
         going_back, state.going_back = state.going_back, False
         try:

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Recorded, hand_down, own_values, resting
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError

@@ -24,9 +24,17 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.private_torch import (
+    DisableTorchDispatch,
+    can_decompose,
+    overload_name,
+    schema_of,
+    tree_flatten,
+    tree_map,
+)
+from psgrad.engine.transforms.private_torch import Op as Op
 from psgrad.errors import TransformError
 
 aten = torch.ops.aten
@@ -67,9 +75,6 @@ def _call(op: Any, positions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any
     return op(*contiguous(positions, args), **kwargs)
 
 
-Op = torch._ops.OpOverload
-
-
 class OpFacts(NamedTuple):
     """What an operator's schema says."""
 
@@ -80,9 +85,7 @@ class OpFacts(NamedTuple):
     is_view: bool
     is_random: bool
     draws_position: int | None  # of the argument that says whether an operator draws at all
-    contiguous: tuple[
-        int, ...
-    ]  # positions of the arguments that its kernel reads as contiguous memory (see dense.py)
+    contiguous: tuple[int, ...]  # positions of the arguments that its kernel reads as contiguous memory
 
 
 # By the operator's id, as hashing one takes longer than all the rest; the facts hold the operator, so that
@@ -98,7 +101,7 @@ def facts(op: Op) -> OpFacts:
 
 
 def _read(op: Op) -> OpFacts:
-    schema = op._schema
+    schema = schema_of(op)
     mutated, mutated_kwargs = [], []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -132,7 +135,7 @@ def _read(op: Op) -> OpFacts:
 def is_composite(op: Op) -> bool:
     """Whether PyTorch itself defines `op` as a program of other operators, for autograd too."""
     try:
-        return op._can_decompose()
+        return can_decompose(op)
     except RuntimeError:  # some legacy overloads can't even be asked
         return False
 
@@ -157,7 +160,7 @@ def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
         return True
     position = operator.draws_position
     return bool(
-        args[position] if position < len(args) else kwargs.get(op._schema.arguments[position].name, False)
+        args[position] if position < len(args) else kwargs.get(schema_of(op).arguments[position].name, False)
     )
 
 
@@ -181,8 +184,8 @@ def functional_variant(op: Op) -> Op | None:
     """The operator that returns what the in-place operator `op` would write: `add_.Tensor` ->
     `add.Tensor`.
     """
-    name = op._schema.name.removeprefix("aten::")
-    if not op._schema.name.startswith("aten::"):
+    name = schema_of(op).name.removeprefix("aten::")
+    if not schema_of(op).name.startswith("aten::"):
         return None
     special = {
         "bernoulli_.float": aten.bernoulli.p,
@@ -195,12 +198,12 @@ def functional_variant(op: Op) -> Op | None:
         "float_power_.Tensor": aten.float_power.Tensor_Tensor,
         "floor_divide_.Tensor": aten.floor_divide.default,
     }
-    key = name + ("." + op._overloadname if op._overloadname != "default" else "")
+    key = name + ("." + overload_name(op) if overload_name(op) != "default" else "")
     if key in special:
         return special[key]
     base = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")  # __iand__ -> __and__
     packet = getattr(aten, base, None)
-    return getattr(packet, op._overloadname, None) if packet is not None else None
+    return getattr(packet, overload_name(op), None) if packet is not None else None
 
 
 def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
@@ -246,7 +249,7 @@ def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory that could be
     touched.
     """
-    guard = torch._C._DisableTorchDispatch()
+    guard = DisableTorchDispatch()
     try:
         op(*args, **kwargs)
     finally:

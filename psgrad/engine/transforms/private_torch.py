@@ -1,88 +1,227 @@
-"""What the transforms take from PyTorch though it promises none of it: a PyTorch without it is refused at
-import, not in mid-run.
+# ruff: noqa: F401, I001
+# mypy: implicit-reexport
+"""All that psgrad takes from PyTorch without a promise: private names, and functions that it replaces.
+
+Other modules import from here, under a name without underscore. Each line says what the name is for, and
+`tests/engine/transforms/test_private_torch.py` has a test for each. A PyTorch without one of them is refused
+when psgrad is imported.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import reduce
+import re
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from psgrad.errors import TransformError
 
-PRIVATE: dict[str, tuple[str, ...]] = {
-    "torch._C": (
-        "DisableTorchFunction",
-        "DispatchKey.Conjugate",
-        "DispatchKey.FuncTorchDynamicLayerFrontMode",
-        "DispatchKey.Negative",
-        "_AutoDispatchBelowADInplaceOrView",
-        "_DisableTorchDispatch",
-        "_ForceDispatchKeyGuard",
-        "_FunctionBase",
-        "_TorchDispatchModeKey.PROXY",
-        "_disabled_torch_function_impl",
-        "_dispatch_get_all_op_names",
-        "_dispatch_tls_is_dispatch_key_included",
-        "_dispatch_tls_local_exclude_set",
-        "_dispatch_tls_local_include_set",
-        "_dispatch_tls_set_dispatch_key_excluded",
-        "_functions.DelayedError",
-        "_get_dispatch_mode",
-        "_increment_version",
-        "_is_any_autocast_enabled",
-        "_len_torch_dispatch_stack",
-        "_len_torch_function_stack",
-        "_set_grad_enabled",
-    ),
-    "torch._decomp": ("decomposition_table",),
-    "torch._prims_common": ("is_non_overlapping_and_dense_or_false",),
-    "torch._subclasses.fake_tensor": (
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-        "FakeTensor",
-        "FakeTensorMode",
-    ),
-    "torch.utils._python_dispatch": (
-        "TorchDispatchMode",
-        "_disable_current_modes",
-        "_get_current_dispatch_mode",
-        "_pop_mode_temporarily",
-    ),
-    "torch.utils._pytree": (
-        "_broadcast_to_and_flatten",
-        "register_pytree_node",
-        "tree_flatten",
-        "tree_leaves",
-        "tree_map",
-        "tree_unflatten",
-    ),
-}
+# The versions of PyTorch with which psgrad is tested, as (major, minor): the lowest and the newest.
+LOWEST, NEWEST = (2, 11), (2, 15)
 
 
-def missing() -> list[str]:
-    """The names above that this PyTorch does not have."""
-    return [
-        f"{module}.{name}" for module, names in PRIVATE.items() for name in names if not _has(module, name)
-    ]
+def _attribute(example: Any, name: str) -> Callable[[Any], Any]:
+    """The function that reads a private attribute, which `example` must have."""
+    getattr(example, name)
+    return attrgetter(name)
 
 
-def _has(module: str, name: str) -> bool:
-    try:
-        reduce(getattr, name.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-if absent := missing():
-    raise TransformError(
-        f"PyTorch {torch.__version__} has no {', '.join(absent)}",
-        expected="PyTorch 2.11 to 2.15, with which psgrad is tested",
+def _refusal(error: ImportError | AttributeError) -> TransformError:
+    """The error that names what this PyTorch lacks."""
+    if isinstance(error, AttributeError):
+        owner = error.obj if isinstance(error.obj, type | ModuleType) else type(error.obj)
+        place = (
+            owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        )
+        name = f"{place}.{error.name}"
+    else:
+        found = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+        name = f"{found[2]}.{found[1]}" if found else str(error.name)
+    return TransformError(
+        f"PyTorch {torch.__version__} has no {name}",
+        expected=(f"PyTorch {LOWEST[0]}.{LOWEST[1]} to {NEWEST[0]}.{NEWEST[1]}, with which psgrad is tested"),
         cause=(
             "psgrad's transforms work below PyTorch's autograd, by names that PyTorch does not promise to"
             " keep"
         ),
         next_step="install one of these versions, or a newer psgrad",
     )
+
+
+try:
+    from torch._C import (
+        DisableTorchFunction,  # guard: the operators inside are not shown to __torch_function__ modes
+        DispatchKey,  # the layers of the dispatcher
+        _AutoDispatchBelowADInplaceOrView as BelowAutograd,  # guard: operators inside skip autograd
+        _disabled_torch_function_impl as no_torch_function,  # tracers have __torch_dispatch__ alone
+        _DisableTorchDispatch as DisableTorchDispatch,  # guard: an operator changes the tracer itself
+        _dispatch_get_all_op_names as operator_names,  # the names of all operators, for the page of them
+        _dispatch_tls_is_dispatch_key_included as layer_is_included,  # whether a transform of torch.func runs
+        _dispatch_tls_local_exclude_set as excluded_layers,  # to set the dispatcher again as it was outside
+        _dispatch_tls_local_include_set as included_layers,  # to set the dispatcher again as it was outside
+        _dispatch_tls_set_dispatch_key_excluded as exclude_layer,  # kernels see computed conjugates
+        _ForceDispatchKeyGuard as ForceDispatchKeys,  # guard: the dispatcher as it was outside
+        _FunctionBase as FunctionBase,  # the classes of autograd.Function are found from here
+        _get_dispatch_mode as mode_of_kind,  # whether make_fx records the program
+        _increment_version as count_write,  # PyTorch counts no writes below autograd
+        _is_any_autocast_enabled as autocast_is_on,  # a rule's operator must then go through PyTorch
+        _len_torch_dispatch_stack as dispatch_modes,  # the same if a mode sees operators
+        _len_torch_function_stack as function_modes,  # a function that a mode sees is not replayed
+        _set_grad_enabled as set_grad_enabled,  # without the cost of a context manager
+        _TorchDispatchModeKey as ModeKind,  # PROXY is the mode of make_fx
+    )
+    from torch._decomp import decomposition_table  # operators without a rule, by others
+    from torch._ops import OpOverload as Op  # the type of an operator
+    from torch._ops import OpOverloadPacket  # the type of a name with several operators
+    from torch._prims_common import is_non_overlapping_and_dense_or_false  # when a result keeps strides
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,  # a program without values that asks for one
+        DynamicOutputShapeException,  # a program without values whose shapes depend on them
+        FakeTensor,  # a tensor without values
+        FakeTensorMode,  # runs a program on tensors without values
+    )
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # layers that mix the samples
+    from torch.nn.modules.batchnorm import _NormBase as NormBase  # layers with running statistics
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,  # sees all operators
+        _disable_current_modes as without_modes,  # operators inside are seen by no mode
+        _get_current_dispatch_mode as current_mode,  # whether the interpreter is the innermost mode
+        _pop_mode_temporarily as without_innermost_mode,  # operators inside are not seen by that mode
+    )
+    from torch.utils._pytree import (
+        _broadcast_to_and_flatten as broadcast_to_and_flatten,  # in_dims for a tree that its user registered
+        register_pytree_node,  # makes an argument of a captured function a tree
+        tree_flatten,  # the leaves of arguments and results
+        tree_leaves,  # the leaves alone
+        tree_map,  # a function applied to each leaf
+        tree_unflatten,  # the tree from its leaves
+    )
+    from torch.utils.hooks import BackwardHook  # the hooks of modules that a transform would skip
+
+    CONJUGATE = DispatchKey.Conjugate  # the layer that computes conjugates that are only marked
+    NEGATIVE = DispatchKey.Negative  # the same for negatives
+    TORCH_FUNC = DispatchKey.FuncTorchDynamicLayerFrontMode  # included while a transform of torch.func runs
+    DelayedError = torch._C._functions.DelayedError  # an error that comes in PyTorch's backward pass
+    make_wrapper = torch.Tensor._make_wrapper_subclass  # a tracer: a tensor without memory
+    can_decompose = Op._can_decompose  # whether PyTorch defines an operator by others
+    schema_of = _attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments and results
+    overload_name = _attribute(torch.ops.aten.add.Tensor, "_overloadname")  # the part behind the point
+    write_count = _attribute(torch.empty(0), "_version")  # how often a tensor was written to
+    storage_key = _attribute(torch.empty(0).untyped_storage(), "_cdata")  # tensors with one memory have one
+    # name -> tensor or module, as a module keeps them; in their order, and without a generator's cost.
+    parameter_store = _attribute(torch.nn.Module(), "_parameters")  # to put other tensors in their place
+    buffer_store = _attribute(torch.nn.Module(), "_buffers")  # to put other tensors in their place
+    module_store = _attribute(torch.nn.Module(), "_modules")  # to walk over a module's parts
+    _forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
+    _forward_mode._current_level  # noqa: B018
+except (ImportError, AttributeError) as error:
+    raise _refusal(error) from error
+
+
+def forward_mode_runs() -> bool:
+    """Whether PyTorch's forward mode is on, under which psgrad's transforms are refused."""
+    return bool(_forward_mode._current_level >= 0)
+
+
+def torch_func_runs() -> bool:
+    """Whether a transform of torch.func is on, under which psgrad's transforms are refused."""
+    return layer_is_included(TORCH_FUNC)
+
+
+def make_fx_runs() -> bool:
+    """Whether make_fx records the operators."""
+    return mode_of_kind(ModeKind.PROXY) is not None
+
+
+def inductor(module: torch.fx.GraphModule, tensors: list[Any]) -> Callable[..., Any]:
+    """The module, compiled by PyTorch's compiler. It draws what PyTorch's own kernels draw.
+
+    The compiler takes seconds to import.
+    """
+    from torch._inductor import compile
+
+    return compile(module, tensors, options={"fallback_random": True})  # type: ignore[return-value]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that PyTorch does not wrap against its compiler, which costs microseconds a call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# -- autograd.Function ---------------------------------------------------------------------------------------
+
+try:
+    # The classes from which users derive theirs. torch.autograd itself is not imported in psgrad.
+    SingleLevelFunction: Any = next(
+        kind for kind in FunctionBase.__subclasses__() if kind.__name__ == "_SingleLevelFunction"
+    )
+    Function: Any = next(kind for kind in SingleLevelFunction.__subclasses__() if kind.__name__ == "Function")
+except StopIteration:
+    raise _refusal(
+        AttributeError(name="_SingleLevelFunction", obj=sys.modules["torch.autograd.function"])
+    ) from None
+
+# Up to 2.13 `Function.apply` is Python code that completes the arguments and calls the `apply` of its base.
+APPLIES_IN_TWO_STEPS = isinstance(vars(Function)["apply"], classmethod)
+_function_count: Any = getattr(sys.modules["torch.autograd.function"], "AUTOGRAD_FUNCTION_COUNTER", None)
+
+
+def functions_made() -> Any:
+    """A value that changes whenever a class of autograd.Function is made."""
+    if _function_count is not None:  # ten times as fast as a look at the classes
+        return repr(_function_count)
+    return sum(len(kind.__subclasses__()) for kind in FunctionBase.__subclasses__())
+
+
+# -- functions of PyTorch that are replaced while a transform runs ------------------------------------------
+
+
+class Replacement(AbstractContextManager[None]):
+    """While a transform runs in any thread, `owner.name` is `make(what it was)`.
+
+    What the class or module has inherited, and not defined, is passed as None, and is deleted again.
+    """
+
+    def __init__(self, place: tuple[Any, str], make: Callable[[Any], Any]) -> None:
+        self.owner, self.name = place
+        self.make = make
+        self.lock = threading.Lock()
+        self.running = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.running == 0:
+                self.own = vars(self.owner).get(self.name)
+                setattr(self.owner, self.name, self.make(self.own))
+            self.running += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.running -= 1
+            if self.running == 0:
+                if self.own is None:
+                    delattr(self.owner, self.name)
+                else:
+                    setattr(self.owner, self.name, self.own)
+
+
+# A user's autograd.Function is called: its rules are used (autograd_function.py).
+FUNCTION_APPLY = (SingleLevelFunction if APPLIES_IN_TWO_STEPS else Function, "apply")
+# A module's backward hook is set up: refused, as it would not run (autograd_inside.py).
+BACKWARD_HOOK = (BackwardHook, "_apply_on_tensors")
+# torch.func's forward mode begins: refused, as it would end the process (autograd_inside.py).
+FORWARD_MODE = (sys.modules["torch._functorch.eager_transforms"], "_jvp_with_argnums")
+# torch.autograd.functional differentiates: refused, as its derivatives would be zero (autograd_inside.py).
+AUTOGRAD_FUNCTIONAL = (sys.modules["torch.autograd.functional"], "_autograd_grad")
+for _owner, _name in (FUNCTION_APPLY, BACKWARD_HOOK, FORWARD_MODE, AUTOGRAD_FUNCTIONAL):
+    if not hasattr(_owner, _name):
+        raise _refusal(AttributeError(name=_name, obj=_owner))

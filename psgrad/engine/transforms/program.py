@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.capture_guard import (
@@ -26,6 +24,13 @@ from psgrad.engine.transforms.capture_guard import (
     writes,
 )
 from psgrad.engine.transforms.interpreter import map_tracers
+from psgrad.engine.transforms.private_torch import (
+    FakeTensorMode,
+    inductor,
+    storage_key,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Compiler = Literal["none", "inductor"]
 Run = Callable[..., list[torch.Tensor]]
@@ -177,7 +182,7 @@ def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:
 def _memory(node: torch.fx.Node) -> Any:
     """Equal for values that share their memory."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+    return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else node
 
 
 class CudaGraph:
@@ -243,11 +248,7 @@ class Compiled:
     how = "inductor"
 
     def __init__(self, module: torch.fx.GraphModule, tensors: list[Any]) -> None:
-        from torch._inductor import compile as inductor  # takes seconds to import
-
-        self.run: Run = inductor(
-            module, tensors, options={"fallback_random": True}
-        )  # draws what PyTorch's own kernels draw
+        self.run: Run = inductor(module, tensors)
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return self.run(*tensors)

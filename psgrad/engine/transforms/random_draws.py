@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op, aten, facts
+from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
 from psgrad.engine.transforms.rules.registry import decompose, decomposition_of
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
@@ -237,7 +237,7 @@ def _by_name(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """All arguments of a call by their names, those that were left out by their defaults; None for a dtype,
     whose default is a code.
     """
-    schema = op._schema.arguments
+    schema = schema_of(op).arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
     return {
         argument.name: given.get(argument.name, None if argument.name == "dtype" else argument.default_value)

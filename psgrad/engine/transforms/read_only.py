@@ -10,6 +10,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, refuse_mutation, written_by
+from psgrad.engine.transforms.private_torch import DisableTorchFunction, storage_key
 from psgrad.engine.transforms.state import state
 
 
@@ -43,5 +44,5 @@ def memory_of(tensor: torch.Tensor) -> int:
     value = innermost(tensor)
     if not isinstance(value, torch.Tensor):
         return id(value)
-    with torch._C.DisableTorchFunction():  # nothing that the function depends on, whoever is watching
-        return value.untyped_storage()._cdata
+    with DisableTorchFunction():  # nothing that the function depends on, whoever is watching
+        return storage_key(value.untyped_storage())

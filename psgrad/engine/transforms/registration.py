@@ -12,6 +12,7 @@ from psgrad.engine.transforms.autograd_function import Context, VmapInfo
 from psgrad.engine.transforms.calls import program_on
 from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op, facts
+from psgrad.engine.transforms.private_torch import OpOverloadPacket, schema_of
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.registry import JointVJP, Maker
 from psgrad.errors import TransformError, UnsupportedOperatorError
@@ -102,7 +103,7 @@ def _overload(op: Any) -> Op:
                 expected='a name as in "mine::f" or "mine::f.overload"',
             )
         op = getattr(packet, overload) if overload else packet
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         names = op.overloads()
         if len(names) != 1:
             raise TransformError(
@@ -110,7 +111,7 @@ def _overload(op: Any) -> Op:
                 next_step=f"name one: {op}.{names[0]}",
             )
         op = getattr(op, names[0])
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, Op):
         raise TransformError(
             f"register_rule was given a {type(op).__name__}",
             expected="an operator, as torch.ops.mine.f",
@@ -123,7 +124,7 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
     """Rules by position. complete: tensor arguments that are not mentioned get a refusal, as zero would be a
     guess.
     """
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     positions = {argument.name: position for position, argument in enumerate(arguments)}
     found: dict[int, Maker | None] = {}
     for key, maker in makers.items():

@@ -11,6 +11,7 @@ from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTrac
 from psgrad.engine.transforms.fresh_tensors import is_shared
 from psgrad.engine.transforms.interpreter import handed_on, rewritten, tensors_in, top_level
 from psgrad.engine.transforms.operators import Op, facts
+from psgrad.engine.transforms.private_torch import set_grad_enabled
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.engine.transforms.tape import Closure, Edge, Node, SavedValues
 
@@ -118,7 +119,7 @@ class GradLevel(DerivativeLevel):
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
         grad_mode = torch.is_grad_enabled()
         if grad_mode != self.callers_grad_mode:
-            torch._C._set_grad_enabled(self.callers_grad_mode)
+            set_grad_enabled(self.callers_grad_mode)
         try:
             joint = rule.vjp if isinstance(rule.vjp, JointVJP) else None
             if joint is not None:
@@ -136,7 +137,7 @@ class GradLevel(DerivativeLevel):
                 )
         finally:
             if grad_mode != self.callers_grad_mode:
-                torch._C._set_grad_enabled(grad_mode)
+                set_grad_enabled(grad_mode)
         return node if node.edges else None
 
     def _keep(

@@ -13,10 +13,9 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts
+from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
 aten = torch.ops.aten
 
@@ -126,7 +125,7 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if not _is_asked(op):
         _never_asked[number] = op
         return
-    with _disable_current_modes():
+    with without_modes():
         if op in _MASKED and any(_is_mask(index) for index in args[1]):
             _ask_masked(op, *args)
         else:

@@ -34,6 +34,7 @@ from psgrad.engine.transforms.interpreter import (
     run,
 )
 from psgrad.engine.transforms.operators import Op, aten, written_by
+from psgrad.engine.transforms.private_torch import write_count
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
@@ -215,7 +216,7 @@ class SavedValues:
         """
         for tensor in map(innermost, values):
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
-                self._seen.append((weakref.ref(tensor), tensor._version))
+                self._seen.append((weakref.ref(tensor), write_count(tensor)))
 
     def depend_on(self, other: SavedValues) -> None:
         self._others.add(other)
@@ -239,7 +240,7 @@ class SavedValues:
     def check(self) -> None:
         for reference, version in self._seen:
             tensor = reference()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and write_count(tensor) != version:
                 self.written(tensor)
         changed = next((value for reference in self._changed if (value := reference()) is not None), None)
         if changed is not None:

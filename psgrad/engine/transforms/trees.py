@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_unflatten
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 

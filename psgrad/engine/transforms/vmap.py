@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten
 
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.private_torch import broadcast_to_and_flatten, tree_flatten
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import Structure, flatten, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
@@ -307,9 +307,7 @@ def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
     elif tree_flatten(prefix)[1].num_nodes == 1:
         return [prefix]
     else:
-        return _broadcast_to_and_flatten(
-            prefix, tree_flatten(tree)[1]
-        )  # a structure that its user registered
+        return broadcast_to_and_flatten(prefix, tree_flatten(tree)[1])  # a structure that its user registered
     leaves: list[Any] = []
     for part, sub in pairs:
         found = _prefix_leaves(part, sub)

@@ -21,6 +21,7 @@ from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.registry import batching_rule
 
 # Each is given the level's Batch, the operator, for each argument its deferred value or None, the arguments,
@@ -55,8 +56,8 @@ def _materialised(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str,
     )
     for tracer in tracers:
         tracer.below()
-    returns = op._schema.returns
-    if op._schema.is_mutable or len(returns) != 1 or str(returns[0].type) != "Tensor":
+    returns = schema_of(op).returns
+    if schema_of(op).is_mutable or len(returns) != 1 or str(returns[0].type) != "Tensor":
         return NotImplemented
     result = batch.level.process(op, args, kwargs)
     if (

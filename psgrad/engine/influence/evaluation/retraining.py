@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe, stacked_target
 from psgrad.engine.influence.evaluation.newton import minimise
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, stack_module_state, vmap
+from psgrad.engine.transforms.private_torch import BatchNormBase
 from psgrad.errors import InfluenceError, ModelError
 
 Array = np.ndarray[Any, Any]
@@ -193,7 +193,7 @@ def _require_finite(
 
 
 def _require_independent(model: nn.Module) -> None:
-    mixing = next((name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)), None)
+    mixing = next((name for name, layer in model.named_modules() if isinstance(layer, BatchNormBase)), None)
     if mixing is not None:
         raise ModelError(
             f"the built-in trainer can't train the layer {mixing or 'the model itself'} (batch"

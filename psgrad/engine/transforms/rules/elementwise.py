@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.torch_version import TorchVersion
 
 from psgrad.engine.transforms.interpreter import run
+from psgrad.engine.transforms.private_torch import is_non_overlapping_and_dense_or_false
 from psgrad.engine.transforms.rules.families import (
     aten,
     broadcasting,

@@ -9,6 +9,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.operators import aten as aten
+from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.registry import Maker, Op, Push, define
 
 
@@ -153,16 +154,16 @@ def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Calla
         for position in positions:
             if position - 1 >= len(full):
                 if defaults is None or position not in defaults:
-                    names = [a.name for a in op._schema.arguments]
+                    names = [a.name for a in schema_of(op).arguments]
                     if names[position] in kwargs:
                         full += [
-                            op._schema.arguments[p].default_value for p in range(len(full) + 1, position)
+                            schema_of(op).arguments[p].default_value for p in range(len(full) + 1, position)
                         ]
                         full.append(kwargs.pop(names[position]))
                     else:
                         continue
                 else:
-                    full += [op._schema.arguments[p].default_value for p in range(len(full) + 1, position)]
+                    full += [schema_of(op).arguments[p].default_value for p in range(len(full) + 1, position)]
                     full.append(defaults[position])
             value = full[position - 1]
             if isinstance(value, int):

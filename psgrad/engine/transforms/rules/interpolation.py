@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 
+from psgrad.engine.transforms.private_torch import decomposition_table
 from psgrad.engine.transforms.rules.families import aten, folded
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 

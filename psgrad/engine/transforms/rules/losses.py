@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.interpreter import run
+from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.families import aten, broadcasting, stretching, wrap_dim
 from psgrad.engine.transforms.rules.registry import Maker, Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
@@ -278,8 +279,8 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
     """Rules for a loss of pairs: that of each element has derivatives, weights and reductions are operators
     of their own.
     """
-    names = [argument.name for argument in op._schema.arguments]
-    defaults = [argument.default_value for argument in op._schema.arguments]
+    names = [argument.name for argument in schema_of(op).arguments]
+    defaults = [argument.default_value for argument in schema_of(op).arguments]
     reduction, weight = names.index("reduction"), names.index("weight") if "weight" in names else None
 
     def full(args: Any, kwargs: Any) -> list[Any]:

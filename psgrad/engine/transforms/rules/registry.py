@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.aliasing import laid_out_by_kernel
@@ -29,6 +28,7 @@ from psgrad.engine.transforms.interpreter import map_tracers, tensors_in
 from psgrad.engine.transforms.operators import Op as Op
 from psgrad.engine.transforms.operators import OpFacts, facts, on_contiguous_memory
 from psgrad.engine.transforms.operators import is_composite as is_composite
+from psgrad.engine.transforms.private_torch import decomposition_table, operator_names, schema_of
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.state import state
 from psgrad.errors import UnsupportedOperatorError
@@ -317,9 +317,9 @@ def coverage() -> list[Coverage]:
 
 def _operators() -> Iterator[Op]:
     """PyTorch's own operators, and those of other libraries that have rules."""
-    known = [_named(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    known = [_named(name) for name in operator_names() if name.startswith("aten::")]
     for op in {*known, *operators()}:
-        schema, operator = op._schema, facts(op)
+        schema, operator = schema_of(op), facts(op)
         takes_tensors = any("Tensor" in str(item.type) for item in (*schema.arguments, *schema.returns))
         if takes_tensors and not operator.mutated and not operator.mutated_kwargs:
             yield op
