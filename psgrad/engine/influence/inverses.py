@@ -5,7 +5,6 @@ query's loss at the output that a removal is predicted to lead to, in place of i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -82,11 +81,8 @@ class ByMatrix(Invertible):
             problem, loss_hessian(problem.training) if hessian else sum_of_outer_products(problem.rows())
         )
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByMatrix:
-        ends = self.inverse.smallest, self.inverse.largest
-        fitted = ByMatrix(self.problem.damped(damping, relative), self.matrix, ends)
-        fitted.facts = {**self.problem.chosen(self.facts), **fitted.facts}
-        return fitted
+    def refitted(self, problem: InverseProblem) -> ByMatrix:
+        return ByMatrix(problem, self.matrix, (self.inverse.smallest, self.inverse.largest))
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat = self.training.flat
@@ -94,11 +90,6 @@ class ByMatrix(Invertible):
 
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
         return Leverage.through(output_products(self.training, self.inverse.half), root, gradient)
-
-    def on(self, training: Examples, weights: torch.Tensor) -> ByMatrix:
-        other = copy.copy(self)
-        other.training = training
-        return other
 
 
 # A loss's gradient in the output may miss the span of its second derivatives by that share of the largest
@@ -135,10 +126,8 @@ class ByKernel(Invertible):
         rows = problem.rows()
         return cls(problem, rows, gram_matrix(rows), _coefficients(rows))
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByKernel:
-        fitted = ByKernel(self.problem.damped(damping, relative), self.rows, self.matrix, self.coefficients)
-        fitted.facts = {**self.problem.chosen(self.facts), **fitted.facts}
-        return fitted
+    def refitted(self, problem: InverseProblem) -> ByKernel:
+        return ByKernel(problem, self.rows, self.matrix, self.coefficients)
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat = self.training.flat
@@ -191,8 +180,7 @@ class ByKernel(Invertible):
         return Leverage.of(own, (own @ self.coefficients.to(own).unsqueeze(2)).squeeze(2))
 
     def on(self, training: Examples, weights: torch.Tensor) -> ByKernel:
-        other = copy.copy(self)
-        other.training = training
+        other = super().on(training, weights)
         other.coefficients = None if self.coefficients is None else self.coefficients + weights
         return other
 
@@ -240,15 +228,8 @@ class ByProducts(Invertible):
         )
         return cls(problem, products, solve, rough, seed)
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByProducts:
-        """The same curvature with another damping: an absolute one, or one relative to the mean
-        eigenvalue.
-        """
-        fitted = ByProducts(
-            self.problem.damped(damping, relative), self.products, self.solve, self.rough, self.seed
-        )
-        fitted.facts = {**self.problem.chosen(self.facts), **fitted.facts}
-        return fitted
+    def refitted(self, problem: InverseProblem) -> ByProducts:
+        return ByProducts(problem, self.products, self.solve, self.rough, self.seed)
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat = self.training.flat
@@ -275,11 +256,6 @@ class ByProducts(Invertible):
             f"{vectors} random vectors, and a solve for each of the {exact} examples of the largest leverage"
         )
         return found
-
-    def on(self, training: Examples, weights: torch.Tensor) -> ByProducts:
-        other = copy.copy(self)
-        other.training = training
-        return other
 
 
 def _worst(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

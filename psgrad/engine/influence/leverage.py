@@ -15,6 +15,7 @@ follow by Woodbury's identity.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -118,17 +119,12 @@ class InverseProblem:
         return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
 
     def damped(self, damping: float | None, relative: float | None) -> InverseProblem:
-        """The same with another damping, and with nothing to say that was said before."""
+        """The same with another damping, and without messages, which the first fit has given."""
         return replace(
             self,
             damping=Damping(damping) if relative is None else Damping(damping, relative),
             say=lambda _: None,
         )
-
-    @staticmethod
-    def chosen(facts: dict[str, Any]) -> dict[str, Any]:
-        """Of a fit's facts those that another damping leaves as they are: which solver it was, and why."""
-        return {name: facts[name] for name in ("solver", "solver_because") if name in facts}
 
     def shift(self, mean_eigenvalue: float) -> tuple[float, dict[str, Any]]:
         """n (weight_decay + lam), and facts. mean_eigenvalue: of C."""
@@ -235,16 +231,25 @@ class Invertible(Preconditioned):
         """The leverage of all n examples. root [n, C, R], gradient [n, C]: as `output_factors` has them."""
 
     @abstractmethod
+    def refitted(self, problem: InverseProblem) -> Self:
+        """The same curvature with the damping of this problem."""
+
     def on(self, training: Examples, weights: torch.Tensor) -> Self:
         """The same inverse for the same n examples with other gradients. weights [n, R]: of `Leverage`, by
         which they differ.
         """
+        other = copy.copy(self)
+        other.training = training
+        return other
 
-    @abstractmethod
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Self:
         """The same curvature with another damping: an absolute one, or one relative to the mean
         eigenvalue.
         """
+        fitted = self.refitted(self.problem.damped(damping, relative))
+        kept = {name: fact for name, fact in self.facts.items() if name in ("solver", "solver_because")}
+        fitted.facts = {**kept, **fitted.facts}
+        return fitted
 
 
 class Corrected(Fitted):

@@ -14,6 +14,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.errors import InfluenceError
 
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
@@ -189,6 +190,18 @@ def with_total(values: Scores) -> Scores:
 def flat_rows(value: torch.Tensor) -> torch.Tensor:
     """[k, numel] float64 of [k, *shape]."""
     return value.reshape(len(value), -1).double()
+
+
+def not_finite_gradients(arrived: str) -> InfluenceError:
+    """The error of a training set with gradients that are not finite."""
+    return InfluenceError(
+        arrived,
+        expected="finite gradients of all training examples",
+        cause=(
+            "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that diverged"
+        ),
+        next_step="find them with `psgrad analyze`, which names the rows, and leave them out of the data",
+    )
 
 
 @dataclass(frozen=True)

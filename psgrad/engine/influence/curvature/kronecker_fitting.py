@@ -25,6 +25,7 @@ from psgrad.engine.gradients.projections.base import key_of, signs, streams, wor
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, KroneckerBlock, sum_of_squares
 from psgrad.engine.influence.curvature.kronecker_factors import Covariances, FactorSums, Form, Use, cover
+from psgrad.engine.influence.method import not_finite_gradients
 from psgrad.errors import InfluenceError
 
 
@@ -127,14 +128,8 @@ def _of_factors(use: Use, shape: torch.Size, sums: FactorSums, bias: Bias | None
 def _eigenvectors(moment: torch.Tensor, name: str) -> torch.Tensor:
     """[g, a, a] of symmetric matrices [g, a, a]."""
     if not bool(torch.isfinite(moment).all()):
-        raise InfluenceError(
-            f"the gradients of {name} are not finite, or so large that their squares are not",
-            expected="finite gradients of all training examples",
-            cause=(
-                "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that"
-                " diverged"
-            ),
-            next_step="find them with `psgrad analyze`, which names the rows, and leave them out of the data",
+        raise not_finite_gradients(
+            f"the gradients of {name} are not finite, or so large that their squares are not"
         )
     return torch.linalg.eigh((moment + moment.transpose(1, 2)) / 2).eigenvectors
 

@@ -24,12 +24,11 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.terms import block_bytes
 from psgrad.engine.influence.curvature.row_blocks import Part, part_of
-from psgrad.engine.influence.solvers.spectrum import hutchinson_trace
+from psgrad.engine.influence.solvers.spectrum import Apply, hutchinson_trace
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.errors import InfluenceError
 
 Curvature = Literal["gauss_newton", "hessian", "fisher"]
-Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CurvatureProducts(ABC):

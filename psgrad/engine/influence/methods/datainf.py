@@ -22,6 +22,7 @@ from psgrad.engine.influence.method import (
     Preconditioned,
     SelfBlock,
     flat_rows,
+    not_finite_gradients,
 )
 from psgrad.errors import InfluenceError
 
@@ -55,7 +56,8 @@ class DataInf(Method):
             lambda gradients: {name: x.sum() for name, x in gradients.square_norms(per="parameter").items()}
         )
         for name, squares in total.items():
-            _assert_finite(name, float(squares))
+            if not math.isfinite(float(squares)):
+                raise not_finite_gradients(f"the training gradients of {name} are not finite")
         numbers = {name: max(parameter.numel(), 1) for name, parameter in training.params.items()}
         means = {name: float(squares) / len(training) / numbers[name] for name, squares in total.items()}
         convex = self.weight_decay > 0 and is_affine(training)
@@ -149,19 +151,6 @@ def _block(start: int, vectors: Vectors, prepared: Vectors) -> SelfBlock:
     ).sum(0)
     norms = torch.stack([flat_rows(value).square().sum(1) for value in prepared.values()]).sum(0).sqrt()
     return SelfBlock(start, start + len(products), products.cpu(), norms.cpu())
-
-
-def _assert_finite(name: str, squares: float) -> None:
-    if not math.isfinite(squares):
-        raise InfluenceError(
-            f"the training gradients of {name} are not finite",
-            expected="finite gradients of all training examples",
-            cause=(
-                "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that"
-                " diverged"
-            ),
-            next_step="find them with `psgrad analyze`, which names the rows, and leave them out of the data",
-        )
 
 
 def _assert_invertible(name: str, added: float, mean: float) -> None:

@@ -194,8 +194,8 @@ class Influence(Method):
             rough = replace(self, tolerance=max(self.tolerance, ROUGH))
             fitted = ByProducts.fit(
                 problem,
-                getattr(self, f"_{solver}")(checkpoint),
-                getattr(rough, f"_{solver}")(checkpoint),
+                self._solve(solver, checkpoint),
+                rough._solve(solver, checkpoint),
                 self.seed,
             )
         undamped = amounts and fitted.facts["damping"] == 0
@@ -265,55 +265,43 @@ class Influence(Method):
 
     # -- solvers that take products --------------------------------------------------------------------------
 
-    def _conjugate_gradient(self, checkpoint: Checkpoint) -> Solve:
+    def _solve(self, solver: str, checkpoint: Checkpoint) -> Solve:
+        """One of the solvers that take products: conjugate_gradient, lissa, arnoldi."""
+
         def solve(
             products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
         ) -> tuple[torch.Tensor, dict[str, Any]]:
+            iterations = _ITERATIONS[solver] if self.iterations is None else self.iterations
+            if solver == "arnoldi":
+                found = arnoldi(
+                    products.apply,
+                    rhs.shape[1],
+                    rank=self._rank("arnoldi", rhs),
+                    iterations=iterations,
+                    seed=self.seed,
+                    device=rhs.device,
+                )
+                return found.solve(rhs, damping), found.facts
+            if solver == "lissa":
+                return lissa(
+                    products.damped(damping),
+                    rhs,
+                    tolerance=self.tolerance,
+                    iterations=iterations,
+                    seconds=_LISSA_SECONDS if self.iterations is None else None,
+                    say=checkpoint.say,
+                )
             return conjugate_gradient(
                 products.damped(damping),
                 rhs,
                 tolerance=self.tolerance,
-                iterations=self._iterations("conjugate_gradient"),
+                iterations=iterations,
                 preconditioner=self._preconditioner(products, damping, rhs),
                 spectrum=spectrum,
                 say=checkpoint.say,
             )
 
         return solve
-
-    def _lissa(self, checkpoint: Checkpoint) -> Solve:
-        def solve(
-            products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
-        ) -> tuple[torch.Tensor, dict[str, Any]]:
-            return lissa(
-                products.damped(damping),
-                rhs,
-                tolerance=self.tolerance,
-                iterations=self._iterations("lissa"),
-                seconds=_LISSA_SECONDS if self.iterations is None else None,
-                say=checkpoint.say,
-            )
-
-        return solve
-
-    def _arnoldi(self, checkpoint: Checkpoint) -> Solve:
-        def solve(
-            products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
-        ) -> tuple[torch.Tensor, dict[str, Any]]:
-            found = arnoldi(
-                products.apply,
-                rhs.shape[1],
-                rank=self._rank("arnoldi", rhs),
-                iterations=self._iterations("arnoldi"),
-                seed=self.seed,
-                device=rhs.device,
-            )
-            return found.solve(rhs, damping), found.facts
-
-        return solve
-
-    def _iterations(self, solver: str) -> int:
-        return _ITERATIONS[solver] if self.iterations is None else self.iterations
 
     def _rank(self, of: str, rhs: torch.Tensor) -> int:
         return min(_RANKS[of], rhs.shape[1]) if self.rank is None else self.rank

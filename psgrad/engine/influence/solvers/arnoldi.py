@@ -4,16 +4,13 @@ than a solve.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from psgrad.engine.influence.solvers.spectrum import lanczos, random_block
+from psgrad.engine.influence.solvers.spectrum import Apply, lanczos, random_block
 from psgrad.errors import InfluenceError
-
-Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.solvers.spectrum import (
     ROUNDING,
+    Apply,
     assert_finite,
     assert_invertible,
     extremes,
@@ -20,8 +21,6 @@ from psgrad.engine.influence.solvers.spectrum import (
     not_finite,
     random_block,
 )
-
-Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Preconditioner(Protocol):

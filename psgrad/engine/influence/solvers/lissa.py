@@ -11,14 +11,13 @@ import torch
 
 from psgrad.engine.influence.solvers.spectrum import (
     ROUNDING,
+    Apply,
     assert_finite,
     extremes,
     negative_curvature,
     random_block,
 )
 from psgrad.errors import InfluenceError
-
-Apply = Callable[[torch.Tensor], torch.Tensor]
 
 # What the scale is above the estimated largest eigenvalue, which Lanczos finds from below.
 _MARGIN = 1.05

@@ -76,6 +76,7 @@ def negative_curvature(ritz: Ritz) -> InfluenceError:
 
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
+"""[k, p] to [k, p] float64: products of a symmetric matrix [p, p] with k vectors."""
 
 
 def random_block(k: int, size: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
