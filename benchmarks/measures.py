@@ -37,12 +37,12 @@ from norms import machine
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
-from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
+from psgrad.plugins import MEASURES, own_classes
 from psgrad.workflows.measures import joined_summary
 
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
@@ -126,7 +126,7 @@ def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
         "checkpoints": [],
     }
     for name in names:
-        measure = known_measures()[name]()
+        measure = own_classes(MEASURES)[name]()
         try:
             measure.prepare(problem.setting())
             own = bool(measure.passes()) or name in AFTERWARDS
@@ -144,7 +144,7 @@ def with_needed(names: Sequence[str]) -> list[Measure]:
     found: dict[str, Measure] = {}
 
     def add(name: str) -> None:
-        measure = known_measures()[name]()
+        measure = own_classes(MEASURES)[name]()
         for each in measure.needs:
             add(each)
         found.setdefault(name, measure)
@@ -181,8 +181,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time the measures of psgrad analyze against the norm pass.")
     parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
     parser.add_argument("--samples", type=int, help="how many of the digits (default: all)")
+    names = list(own_classes(MEASURES))
     parser.add_argument(
-        "--only", nargs="+", choices=list(known_measures()), default=list(known_measures()), metavar="NAME"
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()

@@ -35,7 +35,7 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine, per_sample_gradients, per_sample_square_norms
-from psgrad.inputs.losses import resolve_loss
+from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.sources.load import load_data
 

@@ -1,7 +1,7 @@
 """psgrad: look at a PyTorch model one training example at a time.
 
-The functions here are what the command line calls; docs/reference/api.md shows them. They are loaded when
-they are asked for.
+The functions here are those of psgrad/api.py; docs/reference/api.md shows them. They are loaded when they are
+asked for.
 """
 
 from __future__ import annotations
@@ -10,59 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from psgrad.api import (
-        analyze,
-        check,
-        diff,
-        dp_audit,
-        dp_plan,
-        dp_step,
-        evaluate_influence,
-        influence,
-        influence_index,
-        load_config,
-        load_run,
-        plan,
-        report,
-        save_baseline,
-        validate,
-    )
-    from psgrad.config import Config
-    from psgrad.errors import PsgradError
+    from psgrad.api import *  # noqa: F403
 
 __version__ = "0.2.0.dev0"
 
-__all__ = [
-    "Config",
-    "PsgradError",
-    "__version__",
-    "analyze",
-    "check",
-    "diff",
-    "dp_audit",
-    "dp_plan",
-    "dp_step",
-    "evaluate_influence",
-    "influence",
-    "influence_index",
-    "load_config",
-    "load_run",
-    "plan",
-    "report",
-    "save_baseline",
-    "validate",
-]
-
-_ELSEWHERE = {"Config": "psgrad.config", "PsgradError": "psgrad.errors"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_ELSEWHERE.get(name, "psgrad.api")), name)
+    api = importlib.import_module("psgrad.api")
+    names = ["__version__", *api.__all__]
+    if name not in (*names, "__all__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = names if name == "__all__" else getattr(api, name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(set(globals()) | set(__getattr__("__all__")))

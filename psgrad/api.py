@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from psgrad.config import Config, config_from
 from psgrad.config import load_config as _load
+from psgrad.errors import PsgradError
 
 if TYPE_CHECKING:
     from psgrad.config import EvaluationKind
@@ -33,6 +34,26 @@ if TYPE_CHECKING:
     from psgrad.results.influence import EvaluationResult
     from psgrad.workflows.report import WrittenReport
     from psgrad.workflows.validate import Validation
+
+__all__ = [
+    "Config",
+    "PsgradError",
+    "analyze",
+    "check",
+    "diff",
+    "dp_audit",
+    "dp_plan",
+    "dp_step",
+    "evaluate_influence",
+    "influence",
+    "influence_index",
+    "load_config",
+    "load_run",
+    "plan",
+    "report",
+    "save_baseline",
+    "validate",
+]
 
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
 AnyPath = str | PathLike[str]

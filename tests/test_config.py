@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.config import LOSS_OPTIONS, Config, LossConfig, load_config
+from psgrad.config import LOSS_OPTIONS, Config, LossConfig, config_from, load_config
 from psgrad.errors import EXIT_USAGE, ConfigError
 
 MINIMAL = """\
@@ -241,7 +241,7 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         (
             "train.parquet",
             "train.xlsx",
-            "data.path: 'train.xlsx' does not end in one of .npz, .csv, .parquet, .safetensors",
+            "data.path: 'train.xlsx' does not end in one of .csv, .npz, .parquet, .safetensors",
         ),
         (
             "path: train.parquet",
@@ -437,3 +437,16 @@ def test_any_override_is_accepted_or_told(tmp_path_factory: pytest.TempPathFacto
 def test_every_loss_option_is_a_field_of_the_config() -> None:
     options = set().union(*LOSS_OPTIONS.values())
     assert options == set(LossConfig.model_fields) - {"name"}
+
+
+def test_base_of_plain_values_and_of_a_copy(tmp_path: Path) -> None:
+    content = {
+        "version": 1,
+        "model": {"factory": "model.py:build"},
+        "loss": "mse",
+        "data": {"path": "rows.csv", "inputs": "a", "target": "y"},
+        "output": "out",
+    }
+    assert config_from(content).base == Path()
+    config = config_from(content, base=tmp_path)
+    assert config.base == config.model_copy(update={"output": Path("there")}).base == tmp_path

@@ -13,8 +13,8 @@ import yaml
 
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
 from psgrad.engine.influence.index.stored import IndexSpec
-from psgrad.engine.influence.methods import known_methods
 from psgrad.errors import ConfigError, InfluenceError
+from psgrad.plugins import METHODS, own_classes
 from psgrad.workflows.influence_setup import method_from, told_as_own
 from tests.test_config import MINIMAL
 
@@ -201,7 +201,7 @@ def options_error(name: str, **options: Any) -> str:
 
 
 def test_each_method_is_found_by_its_name_with_its_defaults() -> None:
-    for name, kind in known_methods().items():
+    for name, kind in own_classes(METHODS).items():
         assert method_from(MethodConfig(name=name), Path()) == kind()
         assert kind.unit.format(change="rise of the query's loss")
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 import psgrad
-from psgrad.config import Config
+from psgrad.config import Config, config_from
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import parse
 
@@ -134,8 +134,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_config_that_is_shown_runs(name: str, tmp_path: Path, begun: Path) -> None:
     """On a few of its rows, without a report. What parts of configs do, their pages' own tests show."""
-    config = psgrad.load_config({**SHOWN[name], "output": str(tmp_path / "run")})
-    config._base = begun if name.startswith("README.md") else CONFIGS
+    base = begun if name.startswith("README.md") else CONFIGS
+    config = config_from({**SHOWN[name], "output": str(tmp_path / "run")}, base=base)
     run = psgrad.analyze(config, limit=48, report=False)
     assert len(run.samples) == 48
     assert set(run.measures) >= {measure.name for measure in config.analyze.measures}

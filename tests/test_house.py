@@ -23,6 +23,8 @@ LAYERS = (
     ("workflows",),
     ("engine", "inputs", "quality", "reports", "storage"),
     ("results",),
+    ("plugins",),
+    ("user_code",),
     ("config",),
     ("yaml12",),
     ("errors",),

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from psgrad.cli.app import app
 from psgrad.config import IndexConfig, load_config
-from psgrad.engine.influence.methods import known_methods
+from psgrad.plugins import METHODS, own_classes
 from psgrad.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
 from psgrad.storage.folders import OWN_ENTRIES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "guides" / "influence.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-METHODS = (ROOT / "docs" / "explanation" / "influence.md").read_text(encoding="utf-8")
+METHODS_PAGE = (ROOT / "docs" / "explanation" / "influence.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "reference" / "influence-results.md").read_text(encoding="utf-8")
 CONFIG = ROOT / "configs" / "digits-influence.yaml"
 
@@ -96,11 +96,11 @@ def test_the_config_of_the_page_loads(tmp_path: Path) -> None:
 
 
 def test_every_method_and_option_is_on_the_page() -> None:
-    for name, kind in known_methods().items():
-        assert f"`{name}`" in METHODS
+    for name, kind in own_classes(METHODS).items():
+        assert f"`{name}`" in METHODS_PAGE
         if dataclasses.is_dataclass(kind):
             for option in dataclasses.fields(kind):
-                assert f"`{option.name}`" in METHODS, f"{name}: {option.name}"
+                assert f"`{option.name}`" in METHODS_PAGE, f"{name}: {option.name}"
     for option in IndexConfig.model_fields:
         assert f"`{option}`" in TEXT
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from psgrad.config import load_config
-from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
 from psgrad.errors import MeasureError
+from psgrad.plugins import MEASURES, own_classes
 from psgrad.storage.finished import load_run
 from psgrad.workflows.analyze import analyze
 from psgrad.workflows.measures import measures_of
@@ -86,7 +86,7 @@ def test_wrong_options_are_told(workplace: Workplace, measure: dict[str, Any], w
 
 
 def test_each_known_measure_can_be_named(workplace: Workplace) -> None:
-    for name, kind in known_measures().items():
+    for name, kind in own_classes(MEASURES).items():
         assert isinstance(measures(workplace, {"measures": [name]})[-1], kind)
 
 

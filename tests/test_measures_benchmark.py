@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.engine.measures.builtin import known_measures
+from psgrad.plugins import MEASURES, own_classes
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -20,8 +20,8 @@ def test_the_ways_run_and_every_measure_is_of_one_kind(monkeypatch: pytest.Monke
     try:
         script = importlib.import_module("measures")
         problem = script.Digits(12)
-        kinds = script.kinds(problem, list(known_measures()))
-        assert sorted(name for names in kinds.values() for name in names) == list(known_measures())
+        kinds = script.kinds(problem, list(own_classes(MEASURES)))
+        assert sorted(name for names in kinds.values() for name in names) == list(own_classes(MEASURES))
         assert {"margin", "cosine_to_class_mean", "noise_scale", "el2n"} <= set(kinds["one pass"])
         assert "input_gradient" in kinds["own passes"]
         assert kinds["second derivatives"] == ["hessian_top_eigenvalue", "hessian_trace"]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from psgrad.config import load_config
-from psgrad.engine.measures.builtin import known_measures
+from psgrad.plugins import MEASURES, own_classes
 from psgrad.workflows.analyze import analyze
 from psgrad.workflows.measures import RESERVED
 from tools import measures_page
@@ -51,9 +51,9 @@ def test_the_page_is_what_the_code_says() -> None:
     assert measures_page.page(TEXT) == TEXT, "run python -m tools.pages"
 
 
-@pytest.mark.parametrize("name", list(known_measures()))
+@pytest.mark.parametrize("name", list(own_classes(MEASURES)))
 def test_every_measure_says_what_it_is(name: str) -> None:
-    kind = known_measures()[name]
+    kind = own_classes(MEASURES)[name]
     for what in (kind.title, kind.formula, kind.unit, kind.source, kind.cost, kind.__doc__):
         assert what
     for column, meaning in kind.meanings.items():

@@ -116,6 +116,27 @@ SAME = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("section", "named", "valid"),
+    [
+        ("MeasureConfig", {"name": "hessian_trace", "probes": 3}, True),
+        ("MeasureConfig", {"name": "hessian_trace", "probes": "three"}, False),
+        ("MeasureConfig", {"name": "hessian_trace", "probe": 3}, False),
+        ("MeasureConfig", {"name": "own.py:Mine", "probe": 3}, True),
+        ("MeasureConfig", {"probes": 3}, False),
+        ("MethodConfig", {"damping": 0.1}, True),
+        ("MethodConfig", {"curvature": "hessan"}, False),
+        ("MethodConfig", {"name": "gradient_dot", "damping": 0.1}, False),
+        ("DetectorConfig", {"name": "nearest_neighbours", "metric": "cosine"}, True),
+        ("DetectorConfig", {"name": "nearest_neighbours", "metric": 3}, False),
+        ("LossConfig", {"name": "huber", "delta": 0}, False),
+    ],
+)
+def test_options_of_a_plugin(section: str, named: dict[str, Any], valid: bool) -> None:
+    whole = {**SCHEMA, "required": [], "properties": {"it": SCHEMA["definitions"][section]}}
+    assert jsonschema.Draft7Validator(whole).is_valid({"it": named}) == valid
+
+
 @pytest.mark.parametrize("change", SAME, ids=[json.dumps(change)[:60] for change in SAME])
 def test_it_takes_what_psgrad_takes_and_refuses_what_psgrad_refuses(change: dict[str, Any]) -> None:
     content = {**LEAST, **change}

@@ -12,8 +12,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Measure
+from psgrad.plugins import MEASURES, own_classes
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "measures.md"
 BEGIN, END = "<!-- made by tools/measures_page.py -->\n", "<!-- end of the made part -->\n"
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- made by tools/measures_page.py -->\n", "<!-- end of the made 
 
 def generated() -> str:
     """A table of all measures, and a section for each."""
-    measures = known_measures()
+    measures = own_classes(MEASURES)
     rows = [
         f"| [`{name}`](#{_anchor(kind)}) | {_cell(kind.title)} | {_cell(kind.unit)} | {_cell(kind.cost)} |"
         for name, kind in measures.items()

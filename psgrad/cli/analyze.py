@@ -10,6 +10,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import show_check
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK, ConfigError
@@ -59,6 +60,7 @@ Verbose = Annotated[
 ]
 
 
+@command(Panel.QUALITY, 1)
 def analyze(
     config: ConfigPath,
     limit: Limit = None,

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,19 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from psgrad import __version__
-from psgrad.cli.analyze import analyze
-from psgrad.cli.baseline import baseline_save
-from psgrad.cli.check import check
-from psgrad.cli.diff import diff
-from psgrad.cli.dp_audit import dp_audit
-from psgrad.cli.dp_step import dp_step
-from psgrad.cli.influence import influence, influence_index
-from psgrad.cli.init import init
-from psgrad.cli.ops import ops
-from psgrad.cli.plan import plan
-from psgrad.cli.report import report
-from psgrad.cli.schema import schema
-from psgrad.cli.validate import validate
+from psgrad.cli.command import registered_commands
 
 
 class _Commands(TyperGroup):
@@ -59,28 +49,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-BEGIN, QUALITY, INFLUENCE, PRIVACY, INSIDE = (
-    "Begin",
-    "Data quality",
-    "Influence",
-    "Private training",
-    "Inside",
-)
-
-app.command(rich_help_panel=BEGIN)(init)
-app.command(rich_help_panel=BEGIN)(validate)
-app.command(rich_help_panel=BEGIN)(schema)
-app.command(rich_help_panel=QUALITY)(analyze)
-app.command(rich_help_panel=QUALITY)(report)
-app.command(rich_help_panel=QUALITY)(check)
-app.command("baseline save", rich_help_panel=QUALITY)(baseline_save)
-app.command(rich_help_panel=QUALITY)(diff)
-app.command(rich_help_panel=INFLUENCE)(influence)
-app.command("influence index", rich_help_panel=INFLUENCE)(influence_index)
-app.command("dp-step", rich_help_panel=PRIVACY)(dp_step)
-app.command("dp-audit", rich_help_panel=PRIVACY)(dp_audit)
-app.command(rich_help_panel=INSIDE)(plan)
-app.command(rich_help_panel=INSIDE)(ops)
+for _module in pkgutil.iter_modules(importlib.import_module("psgrad.cli").__path__):
+    if _module.name != "app":
+        importlib.import_module(f"psgrad.cli.{_module.name}")
+for _command in registered_commands():
+    app.command(_command.name, rich_help_panel=str(_command.panel))(_command.function)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import Run
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ Grow = Annotated[
 ]
 
 
+@command(Panel.QUALITY, 4, "baseline save")
 def baseline_save(
     run: Run, output: BaselinePath = Path("psgrad-baseline.json"), grow: Grow = False, debug: Debug = False
 ) -> None:

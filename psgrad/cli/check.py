@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 from psgrad.errors import EXIT_OK
 
@@ -58,6 +59,7 @@ ExitZero = Annotated[
 ]
 
 
+@command(Panel.QUALITY, 3)
 def check(
     run: Run,
     baseline: BaselineFile = None,

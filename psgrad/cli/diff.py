@@ -10,6 +10,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import write_text
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ ToFile = Annotated[
 ]
 
 
+@command(Panel.QUALITY, 5)
 def diff(
     a: RunA,
     b: RunB,

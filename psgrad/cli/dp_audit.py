@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_GATE_FAILED
@@ -52,6 +53,7 @@ AuditOutput = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 
 
+@command(Panel.PRIVACY, 2)
 def dp_audit(
     config: ConfigPath,
     canaries: CanaryCount = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import ConfigError
@@ -50,6 +51,7 @@ AsJson = Annotated[
 ]
 
 
+@command(Panel.PRIVACY, 1)
 def dp_step(
     config: ConfigPath,
     steps: Steps = 1,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, complete_method, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
@@ -67,6 +68,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an index that w
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
 
 
+@command(Panel.INFLUENCE, 1)
 def influence(
     config: ConfigPath,
     method: MethodName = None,
@@ -106,6 +108,7 @@ def influence(
         _show(result, resolved.influence.top, style)
 
 
+@command(Panel.INFLUENCE, 2, "influence index")
 def influence_index(
     config: ConfigPath,
     resume: Resume = False,

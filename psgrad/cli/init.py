@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ KindOption = Annotated[Kind, typer.Option("--kind", help="What the samples are."
 OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")]
 
 
+@command(Panel.BEGIN, 1)
 def init(
     folder: Folder = Path(),
     kind: KindOption = Kind.image,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Format(StrEnum):
     markdown = "markdown"
 
 
+@command(Panel.INSIDE, 2)
 def ops(
     pattern: Pattern = None,
     style: Annotated[Format, typer.Option("--format", help="How the table is written.")] = Format.terminal,

@@ -23,11 +23,11 @@ _MEASURES = "analyze.measures=["
 def complete_setting(incomplete: str) -> list[str]:
     """Dotted keys for `--set`; behind `analyze.measures=[` the names of measures."""
     if incomplete.startswith(_MEASURES):
-        from psgrad.workflows.known_names import measure_options
+        from psgrad.config.plugin_options import plugin_names
 
         begun, _, last = incomplete.removeprefix(_MEASURES).rpartition(",")
         before = f"{_MEASURES}{begun}," if begun else _MEASURES
-        return [f"{before}{name}]" for name in measure_options() if name.startswith(last.strip())]
+        return [f"{before}{name}]" for name in plugin_names("measures") if name.startswith(last.strip())]
     from psgrad.config import Config
 
     return [f"{key}=" for key in _keys(Config, "") if key.startswith(incomplete)]
@@ -35,9 +35,9 @@ def complete_setting(incomplete: str) -> list[str]:
 
 def complete_method(incomplete: str) -> list[str]:
     """Names of influence methods."""
-    from psgrad.workflows.known_names import method_options
+    from psgrad.config.plugin_options import plugin_names
 
-    return [name for name in method_options() if name.startswith(incomplete)]
+    return [name for name in plugin_names("methods") if name.startswith(incomplete)]
 
 
 def _keys(section: type[Section], above: str) -> Iterator[str]:

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Settings, read_config
 
 
+@command(Panel.INSIDE, 1)
 def plan(
     config: ConfigPath,
     settings: Settings = None,

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 
 
+@command(Panel.QUALITY, 2)
 def report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a finished `psgrad analyze`.", show_default=False)

@@ -7,9 +7,11 @@ import json
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
 
 
+@command(Panel.BEGIN, 3)
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of a config, from which editors complete and check YAML.
 

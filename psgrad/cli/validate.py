@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Settings, settings_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ Deep = Annotated[
 ]
 
 
+@command(Panel.BEGIN, 2)
 def validate(
     config: ConfigPath,
     deep: Deep = False,

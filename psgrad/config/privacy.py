@@ -104,20 +104,10 @@ class PrivacyConfig(Section):
 
     steps: Annotated[int, Field(ge=1)]
     """How many steps are planned, and accounted."""
-    delta: Annotated[
-        Finite,
-        Field(gt=0, lt=1, description="the delta of (epsilon, delta), below one over the number of records"),
-    ]
-    expected_batch_size: Annotated[
-        Finite,
-        Field(
-            gt=0,
-            description=(
-                "the public number that the noisy sum is divided by; the size of the batch that was drawn is"
-                " private"
-            ),
-        ),
-    ]
+    delta: Annotated[Finite, Field(gt=0, lt=1)]
+    """The delta of (epsilon, delta), below one over the number of records."""
+    expected_batch_size: Annotated[Finite, Field(gt=0)]
+    """The public number that the noisy sum is divided by; the size of the batch that was drawn is private."""
     sampling: SamplingConfig
     """How the records of a step are drawn."""
     relation: RelationName

@@ -42,23 +42,20 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return _whole(path, read_config(path, overrides))
 
 
-def config_from(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The validated config of plain values, as the YAML file would have them; paths in it are relative to the
-    current directory.
+def config_from(content: Mapping[str, Any], overrides: Sequence[str] = (), base: Path = Path()) -> Config:
+    """The validated config of plain values, as the YAML file would have them; paths in it are relative to
+    `base`.
 
     Raises ConfigError with every problem found.
     """
-    return _whole(None, _read(_Document("the config", _plain(content)), overrides))
+    return _whole(None, _read(_Document("the config", _plain(content)), overrides, base))
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
     """As much of a config as there is, with its problems; see `load_config`. Raises ConfigError for a file
     that holds no config at all.
     """
-    reading = _read(_read_document(path), overrides)
-    if reading.config is not None:
-        reading.config._base = path.parent
-    return reading
+    return _read(_read_document(path), overrides, path.parent)
 
 
 def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> GateConfig:
@@ -100,11 +97,11 @@ def _whole(path: Path | None, reading: Reading) -> Config:
     return reading.config
 
 
-def _read(document: _Document, overrides: Sequence[str]) -> Reading:
+def _read(document: _Document, overrides: Sequence[str], base: Path) -> Reading:
     _name_in_full(document.content)
     problems = [problem for text in overrides for problem in document.override(text)]
     try:
-        config = Config.model_validate(document.content)
+        config = Config.model_validate(document.content, context={"base": base})
     except ValidationError as error:
         problems += [document.problem(details) for details in error.errors(include_url=False)]
         return Reading(None, _sections_of(document.content), problems)
@@ -270,8 +267,8 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 def _missing_key(path: KeyPath) -> str:
-    description = _section_at(path[:-1]).model_fields[str(path[-1])].description
-    return f"missing; it is required: {description}" if description else "missing; it is required"
+    description = " ".join((_section_at(path[:-1]).model_fields[str(path[-1])].description or "").split())
+    return f"missing; it is required: {description[:1].lower()}{description[1:].rstrip('.')}"
 
 
 def _section_at(path: KeyPath) -> type[Section]:

@@ -9,18 +9,16 @@ and its meaning.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from psgrad.config.plugin_options import Group, own_plugins
 from psgrad.config.sections import LOSS_OPTIONS
 from psgrad.config.values import Section
 from psgrad.config.whole import Config
@@ -30,16 +28,9 @@ FILLED_IN: Mapping[str, tuple[str, ...]] = {"PrivacyConfig": ("relation",)}
 """Keys without a default that validators fill in from others."""
 
 
-@cache
 def meanings(section: type[Section]) -> dict[str, str]:
-    """key -> what it means, of all keys of a section, those of the sections that it derives from included."""
-    found = {
-        name: _sentence(info.description) for name, info in section.model_fields.items() if info.description
-    }
-    for kind in section.__mro__:
-        if issubclass(kind, Section) and kind is not Section:
-            found = {**_documented(kind), **found}
-    return {name: found[name] for name in section.model_fields if name in found}
+    """key -> what it means, of all keys of a section."""
+    return {name: _sentence(info.description or "") for name, info in section.model_fields.items()}
 
 
 def takes_bare_text(section: type[Section]) -> bool:
@@ -56,23 +47,8 @@ def sections_in(annotation: object) -> Iterator[type[Section]]:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
-
-
-def _documented(section: type[Section]) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            not isinstance(field, ast.AnnAssign)
-            or not isinstance(field.target, ast.Name)
-            or not isinstance(below, ast.Expr)
-        ):
-            continue
-        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            found[field.target.id] = " ".join(below.value.value.split())
-    return found
+    words = " ".join(text.split())
+    return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
 
 
 _PLACE = "#/definitions/"
@@ -119,8 +95,10 @@ def schema() -> dict[str, Any]:
         if kind.__name__ in definitions:
             _finish(kind, definitions[kind.__name__])
     definitions["LossConfig"]["properties"]["name"]["examples"] = list(LOSS_OPTIONS)
+    for name, group in PLUGINS.items():
+        definitions[name] = _with_plugins(definitions[name], group)
     for kind in sections():
-        if kind.__name__ in definitions and takes_bare_text(kind):
+        if kind.__name__ in definitions and takes_bare_text(kind) and kind.__name__ not in PLUGINS:
             bare = (
                 {"type": "string", "examples": list(LOSS_OPTIONS)}
                 if kind.__name__ == "LossConfig"
@@ -130,6 +108,38 @@ def schema() -> dict[str, Any]:
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Config of psgrad"}
     found: dict[str, Any] = _for_draft_7({**whole, **head, "definitions": definitions})
     return found
+
+
+PLUGINS: Mapping[str, Group] = {
+    "MeasureConfig": "measures",
+    "MethodConfig": "methods",
+    "DetectorConfig": "detectors",
+}
+"""The sections that name a plugin, and its kind."""
+
+
+def _with_plugins(content: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The definition of a section that names a plugin: a bare name, or the name with options. Those of
+    psgrad's own plugins are known.
+    """
+    own, name = own_plugins(group), content["properties"]["name"]
+    default = name.get("default")
+    outside = {**content, "properties": {"name": {**name, "not": {"enum": list(own)}}}, "required": ["name"]}
+    return {
+        "anyOf": [
+            {"type": "string", "examples": list(own)},
+            outside,
+            *(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": each}, **plugin.options},
+                    "required": [] if each == default else ["name"],
+                    "additionalProperties": False,
+                }
+                for each, plugin in own.items()
+            ),
+        ]
+    }
 
 
 def sections(start: type[Section] = Config) -> list[type[Section]]:
@@ -155,7 +165,7 @@ def _finish(kind: type[Section], content: dict[str, Any]) -> None:
         if also is not None:
             found = {**({"default": found["default"]} if "default" in found else {}), **also}
         found.pop("title", None)
-        content["properties"][key] = {"description": meaning, **found}
+        content["properties"][key] = {**found, "description": meaning}
     required = [key for key in content.get("required", []) if key not in FILLED_IN.get(kind.__name__, ())]
     content.pop("required", None)
     if required:

@@ -7,23 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
-from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described, is_callable_spec, nearest
+from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names, type_of
+from psgrad.config.values import CallableSpec, FilePath, Section, described, is_callable_spec, nearest
 
-DATA_SUFFIXES = (".npz", ".csv", ".parquet", ".safetensors")
+DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
+"""Suffixes of the data files that psgrad reads by itself."""
 
 LOSS_OPTIONS: Mapping[str, frozenset[str]] = {
-    "cross_entropy": frozenset({"label_smoothing", "weight", "ignore_index"}),
-    "token_cross_entropy": frozenset({"label_smoothing", "weight", "ignore_index"}),
-    "nll": frozenset({"weight", "ignore_index"}),
-    "bce_with_logits": frozenset(),
-    "mse": frozenset(),
-    "l1": frozenset(),
-    "smooth_l1": frozenset({"beta"}),
-    "huber": frozenset({"delta"}),
+    name: frozenset(each.options) for name, each in own_plugins("losses").items()
 }
-"""The losses that a config may name, and the options that each of them takes."""
+"""The losses of psgrad, and the options that each of them takes."""
 
 
 def _chunk_size(value: object) -> object:
@@ -84,7 +79,8 @@ def _column_names(value: object) -> object:
 
 
 def _data_path(value: Path) -> Path:
-    if value.suffix.lower() not in DATA_SUFFIXES:
+    suffix = value.suffix.lower()
+    if suffix not in DATA_SUFFIXES and suffix[1:] not in installed_plugins("sources"):
         raise ValueError(
             f"{value.name!r} does not end in one of {', '.join(DATA_SUFFIXES)}; the suffix picks the reader"
         )
@@ -92,13 +88,14 @@ def _data_path(value: Path) -> Path:
 
 
 def _loss_name(value: str) -> str:
-    if value in LOSS_OPTIONS or is_callable_spec(value):
+    if value in LOSS_OPTIONS or is_callable_spec(value) or value in installed_plugins("losses"):
         return value
-    close = nearest(value, list(LOSS_OPTIONS))
+    known = plugin_names("losses")
+    close = nearest(value, known)
     suggestion = f"did you mean {close}? " if close else ""
     raise ValueError(
-        f"there is no loss {value!r}; {suggestion}known: {', '.join(LOSS_OPTIONS)}; or module:callable for"
-        " one of your own"
+        f"there is no loss {value!r}; {suggestion}known: {', '.join(known)}; or module:callable for one of"
+        " your own"
     )
 
 
@@ -125,23 +122,27 @@ class ModelConfig(Section):
         return self
 
 
-class LossConfig(Section):
+class _LossName(Section):
+    name: Annotated[str, AfterValidator(_loss_name)]
+    """A known loss, or module:callable(output, target) that returns one number for each sample."""
+
+
+def _loss_options() -> dict[str, Any]:
+    """The fields of all losses' options: name -> (type, FieldInfo)."""
+    found: dict[str, Any] = {}
+    for option in dict.fromkeys(option for each in own_plugins("losses").values() for option in each.options):
+        takers = [name for name, each in own_plugins("losses").items() if option in each.options]
+        schema = own_plugins("losses")[takers[0]].options[option]
+        listed = " and ".join(filter(None, (", ".join(takers[:-1]), takers[-1])))
+        described = Field(default=schema["default"], description=f"{schema['description']}; of {listed}")
+        found[option] = (type_of(schema), described)
+    return found
+
+
+class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_options())):  # type: ignore[misc]
     """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string
     is the name alone.
     """
-
-    name: Annotated[str, AfterValidator(_loss_name)]
-    """A known loss, or module:callable(output, target) that returns one number for each sample."""
-    label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the label spread over all classes; of cross_entropy and token_cross_entropy."""
-    weight: list[Annotated[Finite, Field(ge=0)]] | None = None
-    """A factor for each class; of cross_entropy, token_cross_entropy and nll."""
-    ignore_index: int | None = None
-    """Targets with this value don't count; of cross_entropy, token_cross_entropy and nll."""
-    beta: Annotated[Finite, Field(gt=0)] = 1.0
-    """The error at which smooth_l1 changes from squares to absolute values, in the target's unit."""
-    delta: Annotated[Finite, Field(gt=0)] = 1.0
-    """The error at which huber changes from squares to absolute values, in the target's unit."""
 
     @model_validator(mode="before")
     @classmethod

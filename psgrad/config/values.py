@@ -79,7 +79,7 @@ class Section(BaseModel):
 
     not_taken: ClassVar[Mapping[str, str]] = {}
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class NamedSection(Section):

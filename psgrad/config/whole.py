@@ -54,8 +54,11 @@ class Config(Section):
     """`psgrad influence`: which training examples made the model do this."""
     output: FilePath
     """The run folder, relative to the current directory."""
-    # Private, so that no file can set it.
-    _base: Path = PrivateAttr(default_factory=Path)
+    _base: Path = PrivateAttr(default_factory=Path)  # private, so that no file can set it
+
+    def model_post_init(self, context: Any) -> None:
+        """Takes `base` from the context: `Config.model_validate(content, context={"base": folder})`."""
+        self._base = (context or {}).get("base", Path())
 
     @property
     def base(self) -> Path:

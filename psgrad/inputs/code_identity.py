@@ -21,8 +21,8 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from psgrad.inputs.code import imported, imported_while_running, resolve
 from psgrad.inputs.sources.files import sha256_of
+from psgrad.user_code import imported, imported_while_running, resolve
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 
 from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.errors import ConfigError, LossError
-from psgrad.inputs.code import module_of, resolve
-from psgrad.inputs.losses import Criterion
+from psgrad.inputs.loss import Criterion
+from psgrad.user_code import module_of, resolve
 from psgrad.wording import LOSSES_IN_NATS
 
 

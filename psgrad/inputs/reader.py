@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.inputs.losses import Criterion, check_targets
+from psgrad.inputs.loss import Criterion
 from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.targets import check_targets
 
 
 class CheckedReader:

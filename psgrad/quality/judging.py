@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pandas as pd
 
 from psgrad.config import AnalyzeConfig
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
-from psgrad.quality.detectors import Opinion, opinions_of, require_score, robust_z
+from psgrad.quality.detector_scores import DetectorScores, detector_scores, require_score, robust_z
 from psgrad.quality.gates import (
     caveats_of,
     loss_agreement,
@@ -113,7 +114,11 @@ class Judged:
 
 
 def judge(
-    frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | None = None, rows: Array | None = None
+    frame: pd.DataFrame,
+    config: AnalyzeConfig,
+    reference: Reference | None = None,
+    rows: Array | None = None,
+    base: Path = Path(),
 ) -> Judged:
     """Rank all samples, and say who is an outlier.
 
@@ -127,15 +132,16 @@ def judge(
         frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
         reference: of trusted samples, with the scores that `outliers.score` names.
         rows: [n, k] projected gradients, where there are detectors.
+        base: the folder that the files of detectors are relative to.
 
     Raises ConfigError for a score or a group that is not there, or a detector without its rows.
     """
     outliers = config.outliers
-    opinions = opinions_of(frame, config, reference, rows)
-    frame = frame.assign(**{f"{each.name}_score": each.scores for each in opinions})
+    detected = detector_scores(config, reference, rows, base)
+    frame = frame.assign(**{f"{each.name}_score": each.scores for each in detected})
     require_score(frame, outliers.score)
     whole = reference
-    decides = next((each for each in opinions if outliers.score == f"{each.name}_score"), None)
+    decides = next((each for each in detected if outliers.score == f"{each.name}_score"), None)
     if decides is not None:
         reference = decides.reference
     labels, small = labels_of(frame, outliers.group_by), set[str]()
@@ -174,10 +180,10 @@ def judge(
         outlier_score=np.where(ranked["status"] == "nonfinite", 0.0, verdict.score),
         group=labels,
     )
-    for each in opinions:
+    for each in detected:
         ranked = ranked.assign(**_against(each, labels, small, verdict, outliers.tail))
     facts = _facts(ranked, config, reference, verdict, small)
-    detectors = {each.name: _said(each, ranked, outliers.fdr) for each in opinions}
+    detectors = {each.name: _said(each, ranked, outliers.fdr) for each in detected}
     facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
     known = [column for column in SAMPLE_COLUMNS if column in ranked]
     return Judged(ranked[known + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
@@ -231,22 +237,22 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
 
 
 def _against(
-    opinion: Opinion, labels: Array, small: set[str], verdict: _Verdict, tail: str
+    scores: DetectorScores, labels: Array, small: set[str], verdict: _Verdict, tail: str
 ) -> dict[str, Array]:
     """A detector's p- and q-values; none without a reference."""
-    if opinion.reference is None:
+    if scores.reference is None:
         return {}
-    known = _joined(opinion.reference.labels, small)
-    p = grouped_p_values(opinion.scores, labels, opinion.reference.scores, known)
-    return {f"{opinion.name}_p": p, f"{opinion.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
+    known = _joined(scores.reference.labels, small)
+    p = grouped_p_values(scores.scores, labels, scores.reference.scores, known)
+    return {f"{scores.name}_p": p, f"{scores.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
 
 
-def _said(opinion: Opinion, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
-    q = f"{opinion.name}_q"
+def _said(scores: DetectorScores, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
+    q = f"{scores.name}_q"
     return DetectorFacts(
-        title=opinion.title,
+        title=scores.title,
         flagged=int((ranked[q] <= fdr).sum()) if q in ranked else None,
-        reference=None if opinion.reference is None else len(opinion.reference),
+        reference=None if scores.reference is None else len(scores.reference),
         meaning="information; only analyze.outliers.score decides",
     )
 

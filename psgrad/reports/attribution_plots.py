@@ -10,16 +10,12 @@ from matplotlib.patches import Rectangle
 
 from psgrad.reports.attribution import (
     ADDITIVE,
-    LOWERS,
-    RAISES,
     Passage,
     attribution_measures,
     input_of,
     maps_of,
     passages_of,
     picture_of,
-    scale_of,
-    shade,
     shown_rows,
     unit_of,
     unit_words,
@@ -37,6 +33,7 @@ from psgrad.reports.drawing import (
     write,
 )
 from psgrad.reports.pictures import to_rgb
+from psgrad.reports.shades import LOWERS, RAISES, scale_of, shade
 from psgrad.reports.words import identifier, number, shorten_middle
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 

@@ -47,8 +47,8 @@ TITLE_IN, TITLE_LETTERS = 0.2, 96  # a line of a title: its height, and what fit
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its words. `vector`: few enough marks to be small as SVG. `alt`: what it shows, for who
-    can't see it.
+    """A figure with its words. `vector`: few enough marks to be small as SVG. `alt`: what it shows, for
+    readers who can't see it.
     """
 
     name: str

@@ -102,36 +102,19 @@ def cumulative(result: InfluenceResult) -> Plot:
     if not columns:
         say_empty(axes, "no score above zero")
         return Plot("cumulative_influence", "How many examples carry the influence", caption, figure)
+    first_single = next((query for query in columns if query != ALL_INDEX), None)
     for query, values in columns.items():
         curve = 100 * cumulative_influence(values)
         places = np.unique(np.geomspace(1, len(curve), _CURVE_POINTS).round().astype(int))
         whole = query == ALL_INDEX
-        words = (
-            "all queries"
-            if whole
-            else "single queries"
-            if query == next(key for key in columns if key != ALL_INDEX)
-            else None
-        )
-        axes.plot(
-            places,
-            curve[places - 1],
-            color=DARK if whole else REST,
-            linewidth=2.4 if whole else 1.2,
-            alpha=1.0 if whole else 0.75,
-            zorder=3 if whole else 2,
-            label=words,
-        )
+        words = "all queries" if whole else "single queries" if query == first_single else None
+        colour, size = (DARK, 5) if whole else (REST, 3.5)
+        width, alpha, order = (2.4, 1.0, 3) if whole else (1.2, 0.75, 2)
+        line = places, curve[places - 1]
+        axes.plot(*line, color=colour, linewidth=width, alpha=alpha, zorder=order, label=words)
         for share in (0.5, 0.9):
             place = carriers(values, share)
-            axes.plot(
-                [place],
-                [curve[place - 1]],
-                "o",
-                markersize=5 if whole else 3.5,
-                color=DARK if whole else REST,
-                zorder=4,
-            )
+            axes.plot([place], [curve[place - 1]], "o", markersize=size, color=colour, zorder=4)
     log_axis(axes, "x", whole=True)
     axes.set(
         ylim=(0, 103),
@@ -141,12 +124,8 @@ def cumulative(result: InfluenceResult) -> Plot:
     for share in (50, 90):
         axes.axhline(share, color=QUIET, linewidth=0.8, linestyle=(0, (1, 2)))
     legend_above(axes)
-    return Plot(
-        "cumulative_influence",
-        "How many examples carry the influence",
-        caption + carrier_words(columns),
-        figure,
-    )
+    caption += carrier_words(columns)
+    return Plot("cumulative_influence", "How many examples carry the influence", caption, figure)
 
 
 def carrier_words(columns: dict[int, Array]) -> str:
@@ -185,12 +164,9 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
         ):
             scatter(axes, rows, "self_influence", (colour, marker), words)
         log_axis(axes, "x", "y")
-        axes.set_xlabel(
-            textwrap.fill(f"self-influence (log scale): {own_words(result)}", 110), parse_math=False
-        )
-        axes.set_ylabel(
-            f"loss of the training example ({read_manifest(result.manifest).loss_unit}, log scale)"
-        )
+        across, unit = own_words(result), read_manifest(result.manifest).loss_unit
+        axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {across}", 110), parse_math=False)
+        axes.set_ylabel(f"loss of the training example ({unit}, log scale)")
         if wrong.any():
             legend_above(axes)
         if drawn["loss"].nunique() > 1 and drawn["self_influence"].nunique() > 1:

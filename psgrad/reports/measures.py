@@ -99,7 +99,7 @@ def _at(place: int, write: Writer) -> Writer:
 
 
 def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
-    """Each fact that is no mapping as (name, value in words); a nested one's name has all names on its way.
+    """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it.
     Matrices are left out: as figures they can be read.
     """
     found: list[tuple[str, str]] = []
@@ -117,7 +117,7 @@ def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[t
 
 
 def _interval(facts: Mapping[str, Any], key: str) -> str:
-    """What is told of a number's uncertainty beside it: its interval, at the level that is told once
+    """A number's uncertainty beside it: its interval, at the level that is written once
     for all.
     """
     bounds = facts.get(f"{key}_interval")

@@ -93,12 +93,8 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
         for name, (steps, spent) in curves.items():
             strong, unfinished = name == counts, step["steps"] < step["planned_steps"]
             if unfinished or not strong:
-                axes.plot(
-                    steps,
-                    spent,
-                    **_line(strong, planned=unfinished),
-                    label=f"{'planned' if unfinished else 'all steps'} ({name})",
-                )
+                words = f"{'planned' if unfinished else 'all steps'} ({name})"
+                axes.plot(steps, spent, **_line(strong, planned=unfinished), label=words)
         steps, spent = curves[counts]
         now = step.get(f"epsilon_{counts.lower()}")
         before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
@@ -108,12 +104,9 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
         for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
             if _is_number(step.get(key)):
                 words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
-                look: dict[str, Any] = (
-                    {"color": REVIEW, "markersize": 7}
-                    if name == counts
-                    else {"color": FAINT, "markersize": 5}
-                )
-                axes.plot([step["steps"]], [step[key]], marker, label=words, zorder=4, **look)
+                colour, size = (REVIEW, 7) if name == counts else (FAINT, 5)
+                place = [step["steps"]], [step[key]]
+                axes.plot(*place, marker, label=words, zorder=4, color=colour, markersize=size)
         _draw_target(axes, step.get("target_epsilon"))
         _finish(axes, step)
     axes.set_title(_setting_words(step), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
@@ -131,26 +124,14 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
         curves = _curves(row.curve, row.curve_pld, result.curve_accountant)
         colour = REVIEW if row.configured else next(others)
         for place, (name, (steps, spent)) in enumerate(curves.items()):
-            width = 2.6 if row.configured else 1.8
-            look = (
-                {"linewidth": width, "zorder": 3}
-                if not place
-                else {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
-            )
-            axes.plot(steps, spent, color=colour, **look)
+            strongly = {"linewidth": 2.6 if row.configured else 1.8, "zorder": 3}
+            axes.plot(steps, spent, color=colour, **(_FAINTLY if place else strongly))
             names = names if name in names else [*names, name]
         if curves:
             drawn.append((row, colour))
             if _is_number(row.epsilon_pld):
-                axes.plot(
-                    [setting["planned_steps"]],
-                    [row.epsilon_pld],
-                    "D",
-                    color=colour,
-                    markersize=6,
-                    clip_on=False,
-                    zorder=4,
-                )
+                end = [setting["planned_steps"]], [row.epsilon_pld]
+                axes.plot(*end, "D", color=colour, markersize=6, clip_on=False, zorder=4)
     if not drawn:
         say_empty(axes, "no finite epsilon to draw")
     else:
@@ -221,14 +202,8 @@ def losses_by_step(result: DPStepResult, unit: str = "") -> Plot:
     if _draw_by_step(axes, result, "mean_loss"):
         axes.set(ylabel=f"mean loss of the batch ({unit})" if unit else "mean loss of the batch")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    return _marked(
-        Plot(
-            "losses",
-            "Loss",
-            "Mean loss of each batch, before its step; batches are drawn at random. ",
-            figure,
-        )
-    )
+    caption = "Mean loss of each batch, before its step; batches are drawn at random. "
+    return _marked(Plot("losses", "Loss", caption, figure))
 
 
 # -- what they share -----------------------------------------------------------------------------------------

@@ -47,8 +47,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. name: unlike those of all others on the page; caption: what it holds, for who can't see it;
-    note: what is left out. tall: it scrolls within a box. explained: the columns' meanings stand below it.
+    """A table. name: unlike those of all others on the page; caption: what it holds, for readers who can't
+    see it; note: what is left out. tall: it scrolls within a box. explained: the columns' meanings stand
+    below it.
     """
 
     name: str

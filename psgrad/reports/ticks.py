@@ -1,4 +1,4 @@
-"""Ticks of axes: round places, as many as have room, told in plain numbers."""
+"""Ticks of axes: round places, as many as have room, in plain numbers."""
 
 from __future__ import annotations
 

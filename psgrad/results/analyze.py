@@ -111,11 +111,7 @@ class AnalyzeResult(ShortRepr):
     for, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in
     maps of attribution, where the dataset knows it.
 
-    `manifest` is what manifest.json holds. The reports read these keys, and do without the ones that are
-    missing: `config` (the resolved config), `versions` {name: version}, `model` {factory, parameters,
-    trainable, checkpoint, sha256, notes, modules_imported}, `data` {source, fingerprint}, `engine` {device,
-    dtype, chunk_size}, `self_check` {samples, worst_relative_error}, `timings` {phase: seconds}, `created`,
-    `command_line`, `revision`.
+    `manifest` is what manifest.json holds: `psgrad.results.manifest.read_manifest` gives its typed values.
     """
 
     samples: pd.DataFrame

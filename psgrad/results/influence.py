@@ -1,6 +1,6 @@
 """What `psgrad influence` yields: which training examples help and hurt each query, and what its tables say.
 
-What `psgrad influence --evaluate` yields: how well scores foretell what retraining does, beside those of
+What `psgrad influence --evaluate` yields: how well scores predict what retraining does, beside those of
 controls.
 """
 
@@ -129,7 +129,7 @@ class InfluenceResult(ShortRepr):
     `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `manifest`
-    is what manifest.json holds; the reports read the keys that `AnalyzeResult` names.
+    is what manifest.json holds: see `psgrad.results.manifest`.
     """
 
     scores: pd.DataFrame

@@ -3,7 +3,7 @@
 What `psgrad dp-audit` yields: a lower bound on epsilon beside the accounted one, and what was found about the
 noise and the bound.
 
-What `psgrad plan` foretells.
+What `psgrad plan` predicts.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class NoisePlan(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class DPPlanResult(ShortRepr):
-    """What `psgrad dp-step --plan` foretells, without the data: one NoisePlan a multiplier, smallest
+    """What `psgrad dp-step --plan` predicts, without the data: one NoisePlan a multiplier, smallest
     multiplier first.
 
     `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit,
@@ -288,7 +288,7 @@ class ParameterPlan:
 
     `terms` are the kinds of terms that the gradient is a sum of, `way` the order in which they are
     contracted. `microseconds` and `bytes` are a sample's, the factors that are kept and the largest
-    intermediate. `factored` is False where an operator needs the value, which is then written out for each
+    intermediate. `factored` is False where an operator needs the value, which is then materialised for each
     sample.
     """
 
@@ -303,7 +303,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True, repr=False)
 class PlanResult(ShortRepr):
-    """What `psgrad plan` foretells of a run.
+    """What `psgrad plan` predicts of a run.
 
     `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows.
     Bytes: `peak_bytes` is what the pass over a chunk has at its highest beyond the parameters

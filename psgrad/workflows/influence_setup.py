@@ -6,34 +6,28 @@ The method of a config: found by its name, its options checked against what it t
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec, nearest
-from psgrad.config.reading import explain
+from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
-from psgrad.engine.influence.methods import known_methods
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, ModelError, PsgradError
-from psgrad.inputs.code import describe_failure, resolve
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.load import load_data
+from psgrad.plugins import METHODS, configured
+from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import same_weights
 from psgrad.workflows.setup import Setup, class_count, draws_at_random, load, setup_of
 
@@ -42,21 +36,8 @@ def method_from(config: MethodConfig, base: Path) -> Method:
     """The method that a config names, with its options. Raises ConfigError for a name or options that are not
     known, or can't be.
     """
-    kind = _kind(config.name, base)
-    known: list[str] = (
-        [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    )
-    problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
-    if not problems:
-        try:
-            method: Method = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True)
-            return method
-        except ValidationError as error:
-            details = error.errors(include_url=False)
-            problems = [
-                f"influence.method.{'.'.join(map(str, each['loc']))}: {explain(each)}" for each in details
-            ]
-    raise ConfigError("\n  ".join([f"the method {config.name} does not take these options:", *problems]))
+    method: Method = configured(METHODS, config.name, config.options, base)
+    return method
 
 
 @contextmanager
@@ -80,46 +61,6 @@ def told_as_own(name: str) -> Iterator[None]:
             cause="a mistake in the method",
             next_step="--debug shows the line",
         ) from error
-
-
-def _kind(name: str, base: Path) -> type[Method]:
-    methods = known_methods()
-    if name in methods:
-        return methods[name]
-    if is_callable_spec(name):
-        kind: Any = resolve(name, base)
-        if not inspect.isclass(kind) or not issubclass(kind, Method):
-            raise ConfigError(
-                f"influence.method: {name} is no method",
-                expected=(
-                    "a class that derives from psgrad.engine.influence.method.Method, a dataclass of its"
-                    " options"
-                ),
-                next_step="docs/guides/influence.md shows one",
-            )
-        if inspect.isabstract(kind):
-            raise ConfigError(
-                f"influence.method: {name} does not define {', '.join(sorted(kind.__abstractmethods__))}",
-                expected=(
-                    "a method that can be made: psgrad.engine.influence.method.Method says what each has"
-                    " to do"
-                ),
-            )
-        return kind
-    close = nearest(name, list(methods))
-    raise ConfigError(
-        f"influence.method: there is no method {name!r}" + (f"; did you mean {close}?" if close else ""),
-        expected=f"one of {', '.join(methods)}; or module:Class",
-    )
-
-
-def _unknown(option: str, known: list[str], name: str) -> str:
-    close = nearest(option, known)
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    return (
-        f"influence.method.{option}: unknown option; {f'did you mean {close}? ' if close else ''}{name}:"
-        f" {takes}"
-    )
 
 
 @dataclass(frozen=True)
@@ -229,11 +170,9 @@ def _at(config: Config, number: int) -> Config:
     checkpoint = checkpoints_of(config)[number]
     if checkpoint is None:
         return config
-    there = config.model_copy(
+    return config.model_copy(
         update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})}
     )
-    there._base = config.base
-    return there
 
 
 def _require_another(views: list[CheckpointView], run: Setup) -> None:

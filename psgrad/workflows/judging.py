@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import Config, DataConfig, nearest
-from psgrad.engine.measures.builtin import known_measures
+from psgrad.config.plugin_options import own_plugins
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.load import load_data
 from psgrad.quality.baselines import read_baseline
-from psgrad.quality.detectors import detector_from
+from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import Judged, judge
 from psgrad.quality.references import (
     Reference,
@@ -53,7 +53,7 @@ class Judging:
         self._run, self._measures = run, measures
         self._outliers = run.config.analyze.outliers
         for each in self._outliers.detectors:
-            detector_from(each.name, each.options)
+            detector_from(each.name, each.options, run.config.base)
         self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
@@ -100,7 +100,8 @@ class Judging:
                 " the same score in two runs"
             )
             reference = replace(reference, caveats=(*reference.caveats, said))
-        return judge(frame, self._run.config.analyze, reference, _rows_of(measured))
+        config = self._run.config
+        return judge(frame, config.analyze, reference, _rows_of(measured), config.base)
 
     def _require_known(self) -> None:
         """Raises ConfigError for a score or a group that no column will be; columns that a measure does not
@@ -119,7 +120,7 @@ class Judging:
         unsaid = [
             measure
             for measure in self._measures
-            if not measure.meanings and measure.name not in known_measures()
+            if not measure.meanings and measure.name not in own_plugins("measures")
         ]
         if (
             outliers.score not in known
@@ -182,7 +183,6 @@ class Judging:
             return None
         trusted = load_data(source.data, run.config.base, self._of_data)
         config = run.config.model_copy(update={"data": source.data})
-        config._base = run.config.base
         return replace(run, config=config, samples=trusted).with_rows_described()
 
     def _measure(self, trusted: Setup, folder: RunFolder, say: Say) -> Reference:
@@ -224,9 +224,7 @@ def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
         {PROJECTED} if outliers.detectors else set()
     )
     kept = [each for each in config.analyze.measures if each.name in needed]
-    changed = config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
-    changed._base = config.base
-    return changed
+    return config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
 
 
 def _gives(measure: Measure, column: str) -> bool:

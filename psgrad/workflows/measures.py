@@ -6,8 +6,6 @@ checked before they count.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,23 +18,22 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from psgrad.config import Config, MeasureConfig, is_callable_spec, nearest
-from psgrad.config.reading import explain
+from psgrad.config import Config, MeasureConfig
+from psgrad.config.plugin_options import own_plugins, plugin_names
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.errors import ConfigError, MeasureError, PsgradError
-from psgrad.inputs.code import describe_failure, resolve
+from psgrad.plugins import MEASURES, configured, find
 from psgrad.results.analyze import SAMPLE_COLUMNS
+from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
@@ -229,12 +226,11 @@ def measures_of(config: Config) -> list[Measure]:
     Raises ConfigError for names or options that are not known.
     """
     found: dict[str, Measure] = {}
-    wanted, detectors = config.analyze.measures, config.analyze.outliers.detectors
-    known = known_measures() if wanted or detectors else {}  # which imports them all
-    for each in wanted:
+    own, known = own_plugins("measures"), plugin_names("measures")
+    for each in config.analyze.measures:
         measure = measure_from(each, config.base)
         same = next((name for name, other in found.items() if other.name == measure.name), None)
-        if same is not None or (measure.name in known and is_callable_spec(each.name)):
+        if same is not None or (measure.name in own and each.name not in own):
             raise ConfigError(
                 f"analyze.measures: {each.name} calls itself {measure.name}, and so does"
                 f" {same or 'a measure of psgrad'}",
@@ -243,7 +239,7 @@ def measures_of(config: Config) -> list[Measure]:
         found[each.name] = measure
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
-    if detectors and PROJECTED not in found:
+    if config.analyze.outliers.detectors and PROJECTED not in found:
         from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
 
         needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
@@ -255,7 +251,7 @@ def measures_of(config: Config) -> list[Measure]:
                     f"analyze.measures: a measure needs {name}, which is none",
                     expected=f"some of {', '.join(known)}",
                 )
-            needed[name] = known[name]()
+            needed[name] = find(MEASURES, name, config.base)()
             waiting += needed[name].needs
     return [*needed.values(), *found.values()]
 
@@ -264,33 +260,17 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
     """One measure with its options. Raises ConfigError for a name or options that are not known, or
     can't be.
     """
-    kind = _kind(config.name, base)
-    known: list[str] = (
-        [each.name for each in dataclasses.fields(kind) if each.init]
-        if dataclasses.is_dataclass(kind)
-        else []
-    )
-    problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
-    if not problems:
-        try:
-            measure: Measure = (
-                TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True) if known else kind()
-            )
-            return OwnMeasure(measure, config.name) if is_callable_spec(config.name) else measure
-        except ValidationError as error:
-            details = error.errors(include_url=False)
-            problems = [
-                f"analyze.measures: {'.'.join(map(str, [config.name, *each['loc']]))}: {explain(each)}"
-                for each in details
-            ]
-        except Exception as error:
-            if isinstance(error, PsgradError) or not is_callable_spec(config.name):
-                raise
-            raise MeasureError(
-                f"the measure {config.name} raised {describe_failure(error)} as it was made",
-                cause="a mistake in the measure, or options that it does not take",
-            ) from error
-    raise ConfigError("\n  ".join([f"the measure {config.name} does not take these options:", *problems]))
+    measure: Measure = configured(MEASURES, config.name, config.options, base)
+    if config.name in own_plugins("measures"):
+        return measure
+    kind = type(measure)
+    kind.name = kind.name or kind.__name__.lower()
+    if not re.fullmatch(r"[a-z0-9_]+", str(kind.name)):
+        raise ConfigError(
+            f"analyze.measures: {config.name} calls itself {kind.name!r}",
+            expected="lower-case letters, digits and _",
+        )
+    return OwnMeasure(measure, config.name)
 
 
 def prepare(
@@ -345,42 +325,3 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
                 " resamples: 0 looks once)"
             ),
         )
-
-
-def _kind(name: str, base: Path) -> type[Measure]:
-    known = known_measures()
-    if name in known:
-        return known[name]
-    if is_callable_spec(name):
-        kind: Any = resolve(name, base)
-        if not inspect.isclass(kind) or not issubclass(kind, Measure):
-            raise ConfigError(
-                f"analyze.measures: {name} is no measure",
-                expected=(
-                    "a class that derives from psgrad.engine.measures.measure.Measure, a dataclass of its"
-                    " options"
-                ),
-                next_step="docs/reference/measures.md shows one",
-            )
-        if not kind.name:
-            kind.name = name.rpartition(":")[2].lower()
-        if not re.fullmatch(r"[a-z0-9_]+", str(kind.name)):
-            raise ConfigError(
-                f"analyze.measures: {name} calls itself {kind.name!r}",
-                expected="lower-case letters, digits and _",
-            )
-        return kind
-    close = nearest(name, list(known))
-    raise ConfigError(
-        f"analyze.measures: there is no measure {name!r}" + (f"; did you mean {close}?" if close else ""),
-        expected=f"some of {', '.join(known)}; or module:Class",
-    )
-
-
-def _unknown(option: str, known: list[str], name: str) -> str:
-    close = nearest(option, known)
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    return (
-        f"analyze.measures: {option}: unknown option of {name};"
-        f" {f'did you mean {close}? ' if close else ''}{takes}"
-    )

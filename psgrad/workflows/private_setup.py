@@ -31,8 +31,8 @@ from psgrad.engine.privacy.refusals import (
 from psgrad.engine.privacy.sampling import Sampling, Schedule
 from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
-from psgrad.inputs.code import resolve
-from psgrad.inputs.losses import Criterion
+from psgrad.inputs.loss import Criterion
+from psgrad.user_code import resolve
 from psgrad.workflows.setup import Loss, Setup, load, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.

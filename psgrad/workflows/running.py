@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.self_check import SelfCheck
-from psgrad.inputs.code import module_of
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.storage.folders import RunFolder
+from psgrad.user_code import module_of
 from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.setup import Setup
 

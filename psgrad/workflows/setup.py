@@ -18,7 +18,7 @@ from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
-from psgrad.inputs.losses import Criterion, resolve_loss
+from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import LoadedModel, load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
 from psgrad.inputs.reader import CheckedReader

@@ -20,13 +20,10 @@ from psgrad.config import (
     Config,
     DataConfig,
     is_callable_spec,
-    nearest,
     read_config,
 )
+from psgrad.config.plugin_options import did_you_mean, installed_plugins, own_plugins, plugin_names
 from psgrad.config.values import NamedSection
-from psgrad.engine.execution.run_plan import plan_run
-from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients import machine
 from psgrad.errors import (
     EXIT_OK,
     EXIT_USAGE,
@@ -38,20 +35,18 @@ from psgrad.errors import (
     OutputError,
     PsgradError,
 )
-from psgrad.inputs.code import spec_problems
+from psgrad.inputs.code_checks import spec_problems
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
 from psgrad.inputs.sources.files import require_file
-from psgrad.inputs.sources.headers import DataHeader, data_header, header_problems
+from psgrad.inputs.sources.source import DataHeader, data_header, header_problems
+from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
-from psgrad.workflows.influence_setup import method_from
-from psgrad.workflows.known_names import measure_options, method_options
-from psgrad.workflows.measures import measures_of
-from psgrad.workflows.plan import plan_of
-from psgrad.workflows.setup import set_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from psgrad.engine.execution.streaming import Stream
 
 
 _CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
@@ -236,13 +231,13 @@ class _Checks:
         if analyze is None:
             return
         for measure in analyze.measures:
-            self._named("analyze.measures", "measure", measure, measure_options())
+            self._named("analyze.measures", MEASURES, measure)
         if analyze.outliers.detectors:
-            from psgrad.quality.detectors import detector_from
+            from psgrad.quality.detector import detector_from
 
             for detector in analyze.outliers.detectors:
                 with self.found.told("analyze.outliers.detectors"):
-                    detector_from(detector.name, detector.options)
+                    detector_from(detector.name, detector.options, self.base)
         if analyze.measures:
             self.found.facts["analyze.measures"] = ", ".join(measure.name for measure in analyze.measures)
         self._reference(analyze.outliers.reference)
@@ -284,37 +279,30 @@ class _Checks:
             ("influence.method", influence.method),
             *(("influence.evaluate.methods", m) for m in influence.evaluate.methods),
         ]:
-            self._named(where, "method", method, method_options())
+            self._named(where, METHODS, method)
         if influence.measurement.name not in MEASUREMENTS:
             self._code("influence.measurement", influence.measurement.name, ConfigError)
         if influence.evaluate.train.function is not None:
             self._code("influence.evaluate.train.function", influence.evaluate.train.function, ConfigError)
 
-    def _named(
-        self, where: str, what: str, section: NamedSection, known: Mapping[str, tuple[str, ...]]
-    ) -> None:
+    def _named(self, where: str, kind: Kind, section: NamedSection) -> None:
         """The name and the options' names of a measure or method; values are checked with --deep, by the
         thing itself.
         """
         if is_callable_spec(section.name):
             self._code(where, section.name, ConfigError)
             return
-        if section.name not in known:
-            close = nearest(section.name, list(known))
-            said = f"there is no {what} {section.name!r}" + (f"; did you mean {close}?" if close else "")
+        own = own_plugins(kind.group).get(section.name)
+        if own is None and section.name not in installed_plugins(kind.group):
+            known = plugin_names(kind.group)
+            said = f"there is no {kind.word} {section.name!r}{did_you_mean(section.name, known)}"
             self._add(where, [ConfigError(said, expected=f"one of {', '.join(known)}; or module:Class")])
-            return
-        takes = known[section.name]
+        takes = list(own.options) if own is not None else list(section.options)
         for option in section.options:
             if option not in takes:
-                close = nearest(option, takes)
-                said = f"{option}: unknown option of {section.name}" + (
-                    f"; did you mean {close}?" if close else ""
-                )
-                self._add(
-                    where,
-                    [ConfigError(said, expected=f"one of {', '.join(takes)}" if takes else "it takes none")],
-                )
+                said = f"{option}: unknown option of {section.name}{did_you_mean(option, takes)}"
+                expected = f"one of {', '.join(takes)}" if takes else "it takes none"
+                self._add(where, [ConfigError(said, expected=expected)])
 
     def _privacy(self) -> None:
         privacy = self.sections.get("privacy")
@@ -453,6 +441,13 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
     some rows, the self-check, and the memory that a run would take.
     """
+    from psgrad.engine.execution.run_plan import plan_run
+    from psgrad.engine.gradients import machine
+    from psgrad.workflows.influence_setup import method_from
+    from psgrad.workflows.measures import measures_of
+    from psgrad.workflows.plan import plan_of
+    from psgrad.workflows.setup import set_up
+
     with found.told("analyze.measures"):
         measures_of(config)
     with found.told("influence.method"):

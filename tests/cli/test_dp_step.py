@@ -30,9 +30,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """install(dp_step=function, dp_plan=function) makes these what the command calls."""
 
     def install(**functions: Callable[..., Any]) -> None:
-        modules = {"dp_step": "dp_step", "dp_plan": "plan"}
         for name, function in functions.items():
-            stand_in(monkeypatch, modules[name], **{name: function})
+            stand_in(monkeypatch, name, **{name: function})
 
     return install
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,6 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from psgrad.engine.influence.methods import known_methods
-from psgrad.engine.measures.builtin import known_measures
-from psgrad.workflows.known_names import measure_options, method_options
 from tests.workplace import ROWS, Outcome, Workplace
 
 
@@ -34,25 +29,6 @@ def refused(workplace: Workplace, code: int, *words: str, options: tuple[str, ..
     assert "Traceback" not in outcome.err
     assert "internal error" not in outcome.err
     return outcome.err
-
-
-# -- What is known without importing it ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(measure_options, known_measures), (method_options, known_methods)]
-)
-def test_names_and_options_are_those_of_the_code(
-    ours: Callable[[], Any], theirs: Callable[[], dict[str, Any]]
-) -> None:
-    def options(kind: Any) -> tuple[str, ...]:
-        return (
-            tuple(field.name for field in dataclasses.fields(kind) if field.init)
-            if dataclasses.is_dataclass(kind)
-            else ()
-        )
-
-    assert ours() == {name: options(kind) for name, kind in theirs().items()}
 
 
 # -- What is right -------------------------------------------------------------------------------------------

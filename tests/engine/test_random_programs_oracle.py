@@ -44,6 +44,14 @@ NOT_WRONG = {
     "the tangent of a padding row, beside an operator without forward mode": program(
         ("F.embedding_bag(torch.tensor([[0, 1]]), a0, mode='max')", PADDED), "vmap(jvp)"
     ),
+    "the Jacobian of a slope of NaN, beside an operator without forward mode": program(
+        (
+            "a0.rsqrt()",
+            "torch.cat([t0.flatten(), F.embedding_bag(torch.tensor([[0, 1]]), a0, mode='max')[0]])",
+        ),
+        "vmap(jacfwd)",
+        extreme=True,
+    ),
     "the Jacobian of a padding row": program(
         ("a0.index_reduce(0, torch.tensor([0, 1]), a0, 'prod')", PADDED), "vmap(jacfwd)"
     ),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import ConfigError
-from psgrad.inputs.code import call_factory
 from psgrad.inputs.code_identity import code_identity
+from psgrad.user_code import call_factory
 
 FILES = {
     "top.py": (

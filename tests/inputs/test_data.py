@@ -21,7 +21,7 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, PsgradError
-from psgrad.inputs.sources import tables
+from psgrad.inputs.sources.formats import csv
 from psgrad.inputs.sources.load import Samples, load_data
 
 ROWS = 11
@@ -361,7 +361,7 @@ def test_csv_with_all_its_oddities(tmp_path: Path) -> None:
 
 
 def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_CSV_BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv, "_CSV_BLOCK_BYTES", 64)
     rows = [f"{row},{row},{row}" for row in range(50)] + ["a50,50,0.5", "51,51,51"]
     samples = load(
         tmp_path, write_csv(tmp_path, "\n".join(["id,a,b", *rows])), inputs=["b"], target="a", id="id"
@@ -380,7 +380,7 @@ def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.M
 def test_csv_faults_far_from_the_start_are_told_with_their_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_CSV_BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv, "_CSV_BLOCK_BYTES", 64)
     good = [f"{row},{row}" for row in range(100)]
 
     def told(last: str, **options: Any) -> str:

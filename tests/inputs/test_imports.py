@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, ModelError
-from psgrad.inputs.code import call_factory, module_of, resolve
+from psgrad.user_code import call_factory, module_of, resolve
 
 
 def write(folder: Path, text: str, name: str = "code.py") -> str:

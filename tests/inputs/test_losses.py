@@ -14,7 +14,8 @@ from torch import Tensor
 from psgrad.config import LOSS_OPTIONS, LossConfig
 from psgrad.engine.transforms import grad, grad_and_value, vmap
 from psgrad.errors import EXIT_RUNTIME, ConfigError, DataError, LossError
-from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
+from psgrad.inputs.loss import Criterion, resolve_loss
+from psgrad.inputs.targets import check_targets
 
 CLASSES = 4
 WEIGHT = [0.5, 2.0, 0.0, 1.0]

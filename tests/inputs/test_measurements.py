@@ -12,7 +12,7 @@ from scipy.special import logit, softmax
 from psgrad.config import LossConfig, MeasurementConfig
 from psgrad.engine.transforms import vmap
 from psgrad.errors import ConfigError, LossError, PsgradError
-from psgrad.inputs.losses import resolve_loss
+from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 
 

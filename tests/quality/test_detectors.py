@@ -13,11 +13,20 @@ from hypothesis import strategies as st
 from sklearn.ensemble import IsolationForest
 
 from psgrad.errors import ConfigError
-from psgrad.quality import detectors
-from psgrad.quality.detectors import DETECTORS, detect, detector_from
+from psgrad.plugins import DETECTORS, own_classes
+from psgrad.quality.detector import detect as detect_with
+from psgrad.quality.detector import detector_from
+from psgrad.quality.detectors import nearest_neighbours
 
-NAMES = sorted(DETECTORS)
+NAMES = list(own_classes(DETECTORS))
 FEW: dict[str, dict[str, Any]] = {"isolation_forest": {"trees": 25}, "nearest_neighbours": {}}
+
+
+def detect(
+    name: str, options: dict[str, Any], rows: np.ndarray, reference: np.ndarray | None, seed: int
+) -> np.ndarray:
+    """The scores [n] of rows [n, k] by the detector of this name with these options."""
+    return detect_with(detector_from(name, options), rows, reference, seed)
 
 
 def drawn(n: int, k: int, seed: int = 0) -> np.ndarray:
@@ -154,7 +163,7 @@ def test_one_row_has_no_neighbour_and_no_rows_have_no_scores() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_seed_alone_decides_what_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detectors, "LARGEST_REFERENCE", 30)
+    monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 30)
     rows = drawn(100, 3)
     one = detect(name, FEW[name], rows, None, 1)
     np.testing.assert_array_equal(one, detect(name, FEW[name], rows, None, 1))
@@ -162,7 +171,7 @@ def test_the_seed_alone_decides_what_is_drawn(name: str, monkeypatch: pytest.Mon
 
 
 def test_of_many_rows_some_are_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detectors, "LARGEST_REFERENCE", 30)
+    monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 30)
     rows = drawn(100, 3)
     found = detect("nearest_neighbours", {"neighbours": 3}, rows, None, 5)
     chosen = np.random.default_rng(5).choice(100, 30, replace=False)
@@ -172,7 +181,7 @@ def test_of_many_rows_some_are_held_against(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_memory_grows_with_the_rows_not_with_their_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detectors, "LARGEST_REFERENCE", 1000)
+    monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 1000)
     rows = drawn(30_000, 8)
     detect("nearest_neighbours", {}, rows[:100], None, 0)  # what scikit-learn imports is not ours to count
     tracemalloc.start()
@@ -218,6 +227,6 @@ def test_a_reference_that_can_not_be_held_against_is_refused() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_detector_tells_what_it_is(name: str) -> None:
-    kind = DETECTORS[name]
+    kind = own_classes(DETECTORS)[name]
     assert all((kind.title, kind.unit, kind.source))
     assert all(f"{option}:" in str(kind.__doc__) for option in (each.name for each in fields(kind)))

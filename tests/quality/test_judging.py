@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
-from psgrad.quality.detectors import robust_z
+from psgrad.quality.detector_scores import robust_z
 from psgrad.quality.judging import judge
 from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.results import SAMPLE_COLUMNS

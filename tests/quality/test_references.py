@@ -11,7 +11,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality import references
-from psgrad.quality.detectors import opinions_of
+from psgrad.quality.detector_scores import detector_scores
 from psgrad.quality.judging import judge
 from psgrad.quality.references import (
     measured_as,
@@ -198,9 +198,9 @@ def test_a_detector_is_fitted_to_one_half_and_held_against_the_other() -> None:
     detectors = [{"name": "nearest_neighbours", "neighbours": 5}]
     given = config(detectors=detectors, score="nearest_neighbours_score", fdr=0.3)
     done = judge(samples(np.ones(30)), given, trusted(np.ones(200), rows=known), rows)
-    (opinion,) = opinions_of(samples(np.ones(30)), given, trusted(np.arange(200.0), rows=known), rows)
-    assert opinion.reference is not None
-    held = np.array([int(each.split()[1]) for each in opinion.reference.fingerprints])
+    (found,) = detector_scores(given, trusted(np.arange(200.0), rows=known), rows)
+    assert found.reference is not None
+    held = np.array([int(each.split()[1]) for each in found.reference.fingerprints])
     fitted = np.setdiff1d(np.arange(200), held)
     assert len(held) == len(fitted) == 100
     search = NearestNeighbors(n_neighbors=5, algorithm="brute").fit(known[fitted])

@@ -122,9 +122,8 @@ class Program:
         def f(*args: Tensor) -> tuple[Tensor, ...]:
             functional: Any = WrittenOut(inside) if written_out else Conventions() if plain else F
             if functional is not F and "jvp" not in self.mode and "jacfwd" not in self.mode:
-                functional.embedding = (
-                    F.embedding
-                )  # its double backward pass is no tangent here, but a second derivative
+                # double backward passes are no tangents here, but second derivatives
+                functional.embedding, functional.embedding_bag = F.embedding, F.embedding_bag
             modules = {"torch": WrittenOutTorch() if plain else torch, "F": functional}
             names: dict[str, Any] = {**modules, "again": again} | {
                 a.name: x for a, x in zip(self.arguments, args, strict=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 class Conventions:
-    """torch.nn.functional, but for one function whose derivatives in PyTorch are two: its tangent is the
-    forward mode's.
+    """torch.nn.functional, but for two functions: `embedding` has two derivatives in PyTorch, of which its
+    tangent is the forward mode's, and `embedding_bag` has neither forward mode nor a second derivative.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -26,6 +26,14 @@ class Conventions:
             if padding_idx is None
             else _Embedding.apply(weight, index, padding_idx)
         )
+
+    @staticmethod
+    def embedding_bag(index: Tensor, weight: Tensor, *, mode: str) -> Tensor:
+        """Of bags [b, k]."""
+        if not weight.isfinite().all():  # of NaN the kernel takes another maximum
+            return F.embedding_bag(index, weight, mode=mode)
+        rows = weight[index]
+        return rows.max(1).values if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
 class _Embedding(torch.autograd.Function):
@@ -65,8 +73,7 @@ class WrittenOut(Conventions):
     constants, so that third derivatives through them are wrong.
 
     moved: moves a value by rounding. The kernels of normalisations multiply the values first, and take the
-    mean times the scale off: what the two lose is of the size of the values. The mean is rounded, too: that
-    of equal numbers is another number.
+    mean times the scale off: what the two lose is of the size of the values.
     """
 
     def __init__(self, moved: Callable[[Tensor], Tensor] = lambda x: x) -> None:
@@ -136,7 +143,7 @@ class WrittenOut(Conventions):
         return _affine(out, _by_channel(weight, x), _by_channel(bias, x), x.dtype)
 
     def _normal(self, x: Tensor, axes: list[int], eps: float) -> Tensor:
-        centred = self.moved(x) - self.moved(x.mean(axes, keepdim=True))
+        centred = self.moved(x) - x.mean(axes, keepdim=True)
         return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
 
 

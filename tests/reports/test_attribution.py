@@ -16,21 +16,9 @@ import pytest
 from PIL import Image
 
 import psgrad.reports
-from psgrad.reports.attribution import (
-    LEVELS,
-    LOWERS,
-    MAX_POSITIONS,
-    MEASURES,
-    RAISES,
-    attribution_cards,
-    level_of,
-    overlaid,
-    pieces_of,
-    shade,
-    spans_of,
-    style_of,
-)
+from psgrad.reports.attribution import MAX_POSITIONS, MEASURES, attribution_cards, pieces_of, spans_of
 from psgrad.reports.attribution_plots import attribution_plots
+from psgrad.reports.shades import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from tests.reports.frames import MANIFEST, classification, parameters
 

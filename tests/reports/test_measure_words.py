@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psgrad.engine.measures.builtin import known_measures
 from psgrad.engine.measures.measure import Gathered
+from psgrad.plugins import MEASURES, own_classes
 from psgrad.reports.measure_plots import histograms
 from psgrad.reports.measures import measure_sections
 from psgrad.reports.sections import Facts, Subtitle
@@ -52,7 +52,7 @@ def test_facts_names_lose_what_all_begin_with() -> None:
 
 def test_sources_and_meanings_of_known_measures_are_whole() -> None:
     samples = frames.classification(20)
-    for kind in known_measures().values():
+    for kind in own_classes(MEASURES).values():
         measure = MeasureResult(
             kind.name, kind.title, kind.formula, kind.unit, kind.source, dict(kind.meanings)
         )
@@ -72,13 +72,13 @@ def test_sources_and_meanings_of_known_measures_are_whole() -> None:
     ("loss", "unit"), [("cross_entropy", "nats"), ("mse", "loss"), ("losses.py:own", "loss")]
 )
 def test_units_of_measures_are_those_of_the_loss(loss: str, unit: str) -> None:
-    for kind in known_measures().values():
+    for kind in own_classes(MEASURES).values():
         found = result_of(kind(), Gathered(), loss)
         assert not [each for each in (found.unit, *found.meanings.values()) if "{" in each]
-    found = result_of(known_measures()["grand"](), Gathered(), loss)
+    found = result_of(own_classes(MEASURES)["grand"](), Gathered(), loss)
     assert found.unit == f"{unit} per unit of parameter"
     assert f"({unit} per unit of parameter)" in found.meanings["grand"]
     assert (
         f"({unit} per checkpoint)"
-        in result_of(known_measures()["trajectory"](), Gathered(), loss).meanings["loss_slope"]
+        in result_of(own_classes(MEASURES)["trajectory"](), Gathered(), loss).meanings["loss_slope"]
     )

@@ -18,7 +18,7 @@ import torch
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.transforms import random_draws
 
-# How long the end of a run waits for a read that nobody wants any more.
+# How long the end of a run waits for a read whose rows are not needed any more.
 _PATIENCE_SECONDS = 5.0
 
 
@@ -90,7 +90,7 @@ class Loader:
         read: (start, stop) to the rows in between.
         device, dtype: where rows are wanted, and which type fractions have there. Whole numbers stay what
             they are.
-        say: told, once, why rows are not read ahead.
+        say: called once with the reason why rows are not read ahead, if they are not.
 
     It goes to a `with` statement, whose end sees the thread off.
     """
@@ -140,7 +140,7 @@ class Loader:
                 raise job.error
             return self._read_here(start, stop)  # fewer are wanted by now
         # A reader may be bound to the thread that made it (a database does that). If the row is at fault, it
-        # is told from here.
+        # the error is raised here.
         chunk = self._read_here(start, job.stop)
         self._read_between_chunks(f"beside the computation the reader raised {type(job.error).__name__}")
         return chunk
@@ -223,7 +223,7 @@ class Loader:
                 batch = self.read(job.start, job.stop)
                 job.chunk = Chunk(range(job.start, job.stop), batch.inputs, batch.target)
                 job.chunk.on_device = self._copied(job.chunk)
-            except BaseException as error:  # told where its rows are wanted
+            except BaseException as error:  # raised again where its rows are taken
                 job.error = error
             job.drew = before != random_draws.on_the_cpu()
             job.done.set()

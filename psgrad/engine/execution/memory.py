@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def chunk_budget(device: torch.device, allowed: int | None = None) -> int:
-    """Bytes that one chunk's computation may take beyond what is there already.
+    """Bytes that one chunk's computation may take beyond what is allocated already.
 
     allowed: what the user gives it; None for a share of the free memory. More than pays is never taken.
     """

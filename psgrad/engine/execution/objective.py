@@ -75,9 +75,9 @@ class Objective:
     def precision(self) -> AbstractContextManager[Any]:
         """What model and criterion run under.
 
-        The way back does not: it takes each cotangent in the type that the value had. Autocast keeps no casts
-        of weights either, as it would for weights that require a gradient: they would outlive a pass, and
-        belong to one that PyTorch's autograd follows.
+        The backward pass does not: it takes each cotangent in the type that the value had. Autocast keeps no
+        casts of weights either, as it would for weights that require a gradient: they would outlive a pass,
+        and belong to one that PyTorch's autograd follows.
         """
         if self.autocast is None:
             return nullcontext()

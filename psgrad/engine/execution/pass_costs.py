@@ -211,7 +211,7 @@ def _convolution(name: str, args: Any, made: list[torch.Tensor]) -> tuple[Kind, 
     wanted = (True, False, False) if forward else tuple(args[10])
     narrow = x if transposed else g
     each = 2.0 * narrow.shape[0] * math.prod(narrow.shape[2:]) * weight.numel()
-    # The way back through a stride is a convolution at every place of the input.
+    # The backward pass through a stride is a convolution at every place of the input.
     operations = each if forward else each * (wanted[0] + wanted[1]) * math.prod(args[4])
     # Operands that do not lie in order are copied: a weight of which only the shape counts is one element,
     # expanded.

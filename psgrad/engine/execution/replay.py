@@ -56,7 +56,7 @@ class Replay:
         function: (params, inputs, target) to what is found of a chunk.
         params: the same tensors for each chunk.
         compile: as for `capture`.
-        say: told why chunks are not replayed.
+        say: called with the reason why chunks are not replayed.
 
     Attributes:
         chunks: how many were replayed.

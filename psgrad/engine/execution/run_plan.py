@@ -28,7 +28,6 @@ from psgrad.engine.execution.chunk_plan import (
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.pass_costs import NotCapturable, PassCosts, observe_pass, trace_pass
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
-from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import Pass, per_sample_gradients, per_sample_square_norms
@@ -149,7 +148,7 @@ def _costs_at(
     on, known = machine(stream.device), dict[int, ChunkPlan]()
 
     def planned(costs: PassCosts, given: int) -> ChunkPlan:
-        return ChunkPlan(_price(costs, on), costs.peak_bytes, given, len(costs.kernels))
+        return ChunkPlan(seconds_of(costs, on, replayed=True), costs.peak_bytes, given, len(costs.kernels))
 
     def traced_at(rows: int) -> ChunkPlan:
         if rows not in known:
@@ -171,12 +170,8 @@ def _costs_at(
     return traced_at, None
 
 
-def _price(costs: PassCosts, on: Machine) -> float:
-    return sum(kernel.seconds(on) for kernel in costs.kernels)
-
-
 def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], inputs: Any, target: Any) -> int:
-    """The rows at a time that the stream itself would settle on."""
+    """The chunk size that the stream itself would choose."""
     if not stream.automatic:
         return min(stream.chunk_size, rows)
     if stream.memory is None and rows < PREDICTED_FROM:  # there a small chunk's factors are measured

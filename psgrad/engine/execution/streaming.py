@@ -80,8 +80,8 @@ class Stream:
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed from a record of the first ones, where there are
             many to come; 'off' runs each by itself.
-        compile: 'inductor' has the record compiled.
-        say: told about each retry, and why chunks are not replayed or read ahead, in a sentence.
+        compile: 'inductor' has the record compiled. say: called with a sentence at each retry, and with the
+        reason why chunks are not replayed or read ahead.
 
     Attributes:
         chunk_size: samples at a time, as things stand.
@@ -379,7 +379,7 @@ class Stream:
         self.automatic, self._measured = (
             False,
             self._passed < PREDICTED_FROM,
-        )  # else a prediction was tried, in vain
+        )  # else a prediction was tried and failed
         budget = chunk_budget(self.device, self.memory)
         self.chunk_size = chunk_for_factors(gradients, budget, LARGEST_AUTO_CHUNK)
 

@@ -5,7 +5,7 @@ A weight follows from a norm that was computed in one way, and the sum adds the 
 both are rounded, they differ, and where a sample's positions cancel, by any factor. So the norm is measured
 once more, of the numbers that are summed:
 
-- a value that costs little beside the products that it is made of, or that is there anyhow, is materialised
+- a value that costs little beside the products that it is made of, or that is stored, is materialised
   in the precision of its factors, a block of samples at a time. Norm and sum are then of one tensor, in
   float64;
 - else the factors are taken to float64, and so are norm and sum.

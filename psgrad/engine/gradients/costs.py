@@ -35,7 +35,7 @@ class Cost:
 
     Attributes:
         seconds: estimated, for one sample among many.
-        bytes: the largest intermediate of one sample, beside what is there anyway.
+        bytes: the largest intermediate of one sample, beyond its factors.
     """
 
     seconds: float
@@ -62,7 +62,7 @@ class Machine:
             samples as its groups.
         attention: share of the product rate that fused attention reaches.
         call_seconds: of one kernel on nearly nothing.
-        operator_seconds: of the Python of one operator in the transforms, forward and back, where a pass is
+        operator_seconds: of the Python of one operator in the transforms, in both passes, where a pass is
             not replayed.
         kernel_seconds: of the Python around one kernel there.
         asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.

@@ -1,4 +1,4 @@
-"""One pass forward and back over a batch, and each parameter's gradient as factors.
+"""One forward and one backward pass over a batch, and each parameter's gradient as factors.
 
 Which form of a per-sample gradient is kept: its factors, or its value where that is smaller.
 """
@@ -126,8 +126,8 @@ def per_sample_square_norms(
     """The squared norms alone, with the arguments of `per_sample_gradients`. absolute: whether
     `SquareNorms.absolute` is found, too.
 
-    Each parameter's gradient is contracted as soon as the pass back has all of it, and dropped: the factors
-    of all parameters never exist together.
+    Each parameter's gradient is contracted as soon as the backward pass has all of it, and dropped: the
+    factors of all parameters never exist together.
     """
     norms = NormsByName(absolute)
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
@@ -148,7 +148,7 @@ def per_sample_square_norms(
 
 
 class NormsByName:
-    """Squared norms, parameter by parameter as the pass back completes them."""
+    """Squared norms, parameter by parameter as the backward pass completes them."""
 
     def __init__(self, absolute: bool = False) -> None:
         self.found: dict[str, torch.Tensor] = {}
@@ -185,7 +185,7 @@ _SMALL = 1024
 
 
 class Pass:
-    """One pass forward and back over a batch, or over some samples of it."""
+    """One forward and one backward pass over a batch, or over some samples of it."""
 
     def __init__(
         self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str
@@ -199,7 +199,7 @@ class Pass:
         self.states = random_draws.states() if randomness == "same" else None
 
     def run(self, consume: Callable[[str, DeferredGradient], None]) -> tuple[torch.Tensor, Any]:
-        """(losses [n], aux); `consume` is told each parameter's gradient when it is complete."""
+        """(losses [n], aux); `consume` gets each parameter's gradient when it is complete."""
         level, names = self.level, list(self.params)
 
         def complete(number: int, cotangent: torch.Tensor | None) -> None:

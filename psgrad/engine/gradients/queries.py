@@ -262,7 +262,7 @@ class SquareNorms:
         losses, aux: as in PerSampleGradients.
         computed_as: name -> how its norms were computed.
         absolute: name -> [n] float64, what the rounding of norms and sums is proportional to
-            (`bounded_sums.absolute_sum`); empty where nobody asked for it.
+            (`bounded_sums.absolute_sum`); empty if it was not asked for.
     """
 
     by_parameter: dict[str, torch.Tensor]

@@ -66,9 +66,9 @@ def per_sample_weighted_sum(
     Large Model at Small Cost", 2023, call this book-keeping). Where that takes more than `memory` bytes
     (None: half of what is free), it is dropped, and a second pass sums each parameter's gradient as soon as
     it is complete. It takes as long as the gradient of the weighted loss, whose weights would be rounded with
-    every operator on the way back (with eight bits where those run in bfloat16), so that its sum is of other
-    gradients than the norms were. Both ways give the same numbers, to rounding, and draw the same random
-    numbers.
+    every operator of the backward pass (with eight bits where those run in bfloat16), so that its sum is of
+    other gradients than the norms were. Both ways give the same numbers, to rounding, and draw the same
+    random numbers.
 
     With `bounded`, sums are float64, and what a sample adds to a parameter's sum is no longer than its weight
     times the norm that the weight was made from, in spite of rounding (`bounded_sums`): the norm is measured
@@ -216,9 +216,9 @@ def _sums(
 ) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
 
-    In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with
-    the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last layers'
-    factors.
+    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and goes
+    with the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last
+    layers' factors.
     """
     sums = {name: summing.of(name, stored.pop(name)) for name in list(stored)}
     return {name: sums[name] for name in names}

@@ -13,8 +13,6 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.measures.passes import Inputs, plain_objective
 from psgrad.engine.transforms import grad, jvp, vmap
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-
 # What the products of one chunk may take: fixed, so that a run that goes on cuts its chunks where it did
 # before.
 _CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}

@@ -373,8 +373,5 @@ def _extent(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _sha256(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
-    if plain.numel():
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """The SHA-256 of a tensor's type, shape and bytes."""
+    return _digest("", {"": tensor.detach().cpu().contiguous()})

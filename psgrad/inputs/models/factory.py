@@ -23,10 +23,10 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, nearest
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.code import call_factory, describe_failure, module_of, resolve
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files
 from psgrad.inputs.models.checkpoints import load_into, read_state_dict
 from psgrad.inputs.sources.files import sha256_of
+from psgrad.user_code import call_factory, describe_failure, module_of, resolve
 
 _SHOWN = 8
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.inputs.code import without_digest
 from psgrad.inputs.code_identity import is_installed
+from psgrad.user_code import without_digest
 
 # What is copied at once from another device, or out of a tensor that is not contiguous.
 _BLOCK_BYTES = 16 << 20

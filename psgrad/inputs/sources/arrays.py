@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import DataError
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, to_tensor, unique_ids, unit_ids
 from psgrad.inputs.sources.files import (
     input_names,
-    is_archive,
-    named_columns,
-    require_columns,
     require_rows,
     sha256_of,
 )
-from psgrad.inputs.sources.headers import common_length, damaged_data, unreadable_npz
+from psgrad.inputs.sources.source import common_length
 
 
 class ArraySamples(Samples):
@@ -75,40 +71,6 @@ class ArraySamples(Samples):
             inputs,
             None if self._target is None else to_tensor(self._columns[self._target][rows], self._target),
         )
-
-
-def load_npz(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-    """An npz file; the columns that are named are held in memory, nothing in them is ever unpickled."""
-    columns: dict[str, Any] = {}
-    if not is_archive(path):
-        raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            require_columns(named_columns(config, unit), file.files, str(path))
-            for name in named_columns(config, unit):
-                columns[name] = file[name]
-    except (DataError, ConfigError):
-        raise
-    except (
-        Exception
-    ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
-        raise unreadable_npz(path, error) from error
-    return ArraySamples(columns, config, path, unit)
-
-
-def load_safetensors(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-    """A safetensors file; its rows are read from the disk when they are asked for."""
-    try:
-        file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
-        require_columns(named_columns(config, unit), sorted(file.keys()), str(path))
-        columns = {
-            name: file.get_tensor(name) for name in named_columns(config, unit)
-        }  # mapped: nothing is read yet
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise damaged_data(path, error) from error
-    return ArraySamples(columns, config, path, unit)
 
 
 def _decoded(values: Array | Tensor) -> Array:

@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.code import call_factory, describe_failure
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, to_tensor, unique_ids, unit_ids
 from psgrad.inputs.sources.files import input_names, require_columns, require_rows
+from psgrad.user_code import call_factory, describe_failure
 
 
 def load_dataset(config: DataConfig, base: Path, unit: str | None = None) -> Samples:

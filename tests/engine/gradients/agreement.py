@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
@@ -156,3 +159,22 @@ def check_layer(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.devi
     weights, vector = draw_weights_and_vector(expected, torch.float64)
     actual = answers(deferred_gradients(model, loss, inputs, target), weights, vector)
     assert_answers_agree(actual, expected, weights, vector, TOLERANCES[torch.float64])
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator returned. Arguments are not counted. A
+    view counts as its storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out

@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import TransformError
+from tests.engine.gradients.agreement import LargestTensor
 
 N = 3
 Params = dict[str, Tensor]
@@ -684,25 +683,6 @@ def test_tables_whose_gradient_is_none_of_the_loss_are_refused(
 # -- Memory --------------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor held which an operator returned; what was given to the program is not
-    counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return out
-
-
 WIDE, TALL, MANY = 48, 64, 60  # a weight's sizes, and samples: their product is what must not be made
 COUNT = 3000  # rows of a table
 WIDE_MASK = torch.rand(TALL, WIDE, generator=torch.Generator().manual_seed(0)).round().double()
@@ -762,7 +742,7 @@ def test_no_value_of_the_size_of_samples_times_weight_is_made(name: str) -> None
     params = {key: randn(*shape) for key, shape in shapes.items()}
     batch = (randn(MANY, WIDE),)
     vector = {key: torch.randn_like(value) for key, value in params.items()}
-    with Largest() as seen:
+    with LargestTensor() as seen:
         grads = per_sample_gradients(program.loss, params, *batch)
         grads.square_norms()
         grads.weighted_sum(torch.rand(MANY, dtype=torch.float64))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.execution.chunk_plan import predict
+from psgrad.engine.execution.chunk_plan import plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
@@ -164,7 +164,7 @@ def test_an_automatic_chunk_is_the_largest_whose_predicted_memory_fits(model: nn
         return per_sample_square_norms(stream.loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
 
     def takes(size: int) -> int:
-        prediction = predict(way, stream.params, *chunk, size)
+        prediction = plan_chunk(way, stream.params, *chunk, size)
         return prediction.peak_bytes + prediction.input_bytes
 
     assert 8 < stream.chunk_size < 1000

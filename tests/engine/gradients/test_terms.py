@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.execution.replay import Replay as Replay  # which makes terms pytrees
 from psgrad.engine.gradients import per_sample_gradients
@@ -34,7 +32,7 @@ from psgrad.engine.gradients.terms import (
     sum_of_products,
 )
 from psgrad.engine.transforms.rules.convolution import Geometry
-from tests.engine.gradients.agreement import check_layer
+from tests.engine.gradients.agreement import LargestTensor, check_layer
 
 samples = st.integers(0, 4)
 few = st.integers(1, 4)
@@ -331,27 +329,8 @@ def test_millions_of_products_keep_their_digits() -> None:
 # -- Bounded memory ------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operator returned: a view counts only what it
-    holds.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return out
-
-
 def largest_of(query: Callable[[], object]) -> int:
-    with Largest() as seen:
+    with LargestTensor() as seen:
         query()
     return seen.elements
 

@@ -55,7 +55,7 @@ def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.nda
     return found
 
 
-def test_scores_are_those_of_the_mean_of_inverses() -> None:
+def test_datainf_scores_are_those_of_the_mean_of_inverses() -> None:
     training, queries = problem()
     for options in ({}, {"relative_damping": 0.7, "weight_decay": 0.01}):
         method = fitted(training, **options)
@@ -78,7 +78,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.temperature
 
 
-def test_a_parameter_may_be_a_single_number() -> None:
+def test_datainf_parameter_may_be_a_single_number() -> None:
     x, y = classified(N, (6,))
     model = Scaled().double()
     training = examples(model, cross_entropy, x, y)
@@ -88,7 +88,7 @@ def test_a_parameter_may_be_a_single_number() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-def test_one_example_is_solved_exactly() -> None:
+def test_datainf_one_example_is_solved_exactly() -> None:
     """Of one example the mean of inverses is the inverse of the empirical Fisher, and the score that of an
     influence function.
     """
@@ -105,7 +105,7 @@ def test_one_example_is_solved_exactly() -> None:
     assert np.abs(found - expected).max() < 1e-12 * np.abs(expected).max()
 
 
-def test_self_influence_is_the_score_of_an_example_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datainf_self_influence_is_the_score_of_an_example_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     training, _ = problem(chunk_size=5)
     monkeypatch.setattr(datainf, "_BLOCK_NUMBERS", 3 * training.flat.size)
     method = fitted(training)
@@ -120,7 +120,7 @@ def test_self_influence_is_the_score_of_an_example_on_itself(monkeypatch: pytest
 
 @given(size=st.integers(1, N))
 @settings(max_examples=5, deadline=None)
-def test_scores_do_not_depend_on_chunks(size: int) -> None:
+def test_datainf_scores_do_not_depend_on_chunks(size: int) -> None:
     training, queries = problem(chunk_size=size)
     expected = sum(oracle().values())
     assert (
@@ -129,7 +129,7 @@ def test_scores_do_not_depend_on_chunks(size: int) -> None:
     )
 
 
-def test_float32_scores_are_near_those_of_float64() -> None:
+def test_datainf_float32_scores_are_near_those_of_float64() -> None:
     x, y = classified(N + M, (1, 6, 6))
     model = convolution().float()
     training, queries = (
@@ -142,7 +142,7 @@ def test_float32_scores_are_near_those_of_float64() -> None:
     )
 
 
-def test_another_damping_is_that_of_a_fit_with_it() -> None:
+def test_datainf_another_damping_is_that_of_a_fit_with_it() -> None:
     training, queries = problem()
     method = fitted(training)
     before = matrix(method, queries)[""]
@@ -158,13 +158,13 @@ def test_another_damping_is_that_of_a_fit_with_it() -> None:
     assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
-def test_a_damping_of_zero_is_refused_with_one_that_would_do() -> None:
+def test_datainf_damping_of_zero_is_refused_with_one_that_suffices() -> None:
     training, _ = problem()
     with pytest.raises(InfluenceError, match=r"no inverse for 0\.weight(?s:.*)method\.damping: "):
         fitted(training, damping=0.0)
 
 
-def test_gradients_that_are_not_finite_are_told() -> None:
+def test_datainf_gradients_that_are_not_finite_are_reported() -> None:
     x, y = classified(N, (1, 6, 6))
     x[3, 0, 0, 0] = torch.nan
     with pytest.raises(InfluenceError, match=r"training gradients of 0\.weight are not finite"):

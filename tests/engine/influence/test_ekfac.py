@@ -106,7 +106,7 @@ def oracle(case: str, relative: float = 0.1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_are_those_of_the_matrices_written_out(case: str) -> None:
+def test_ekfac_scores_are_those_of_the_matrices_materialised(case: str) -> None:
     _, training, queries = problem(case)
     found = matrix(fitted(training, fisher="empirical"), queries)[""].numpy()
     expected = oracle(case)
@@ -114,7 +114,7 @@ def test_scores_are_those_of_the_matrices_written_out(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_self_influence_is_the_score_of_an_example_on_itself(case: str) -> None:
+def test_ekfac_self_influence_is_the_score_of_an_example_on_itself(case: str) -> None:
     _, training, _ = problem(case)
     method = fitted(training, fisher="empirical")
     blocks = list(method.self_influence())
@@ -127,7 +127,7 @@ def test_self_influence_is_the_score_of_an_example_on_itself(case: str) -> None:
 
 
 @pytest.mark.parametrize("per", ["parameter", "module"])
-def test_layers_add_up_to_the_total(per: str) -> None:
+def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
     model, training, queries = problem("convolution")
     method = fitted(training)
     parts = matrix(method, queries, per)
@@ -148,7 +148,7 @@ def test_layers_add_up_to_the_total(per: str) -> None:
     fisher=st.sampled_from(["sampled", "exact", "empirical"]),
 )
 @settings(max_examples=4, deadline=None)
-def test_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
+def test_ekfac_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
     found, expected = (
         matrix(fitted(training, fisher=fisher), queries)[""]
         for _, training, queries in (problem(case, chunk_size=size), problem(case, chunk_size=N))
@@ -157,7 +157,7 @@ def test_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> No
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float32_scores_are_near_those_of_float64(case: str) -> None:
+def test_ekfac_float32_scores_are_near_those_of_float64(case: str) -> None:
     model, training, queries = problem(case)
     narrow = [
         examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)
@@ -172,7 +172,7 @@ def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
     return batch.inputs[0].float() if batch.inputs[0].is_floating_point() else batch.inputs[0], batch.target
 
 
-def test_squared_error_of_one_layer_is_solved_exactly() -> None:
+def test_ekfac_squared_error_of_one_layer_is_solved_exactly() -> None:
     """The layer's Gauss-Newton matrix, which is its Hessian, is a Kronecker product."""
     inputs, targets = torch.randn(N + M, 6, dtype=torch.float64), torch.randn(N + M, 3, dtype=torch.float64)
     model = nn.Linear(6, 3).double()
@@ -186,7 +186,7 @@ def test_squared_error_of_one_layer_is_solved_exactly() -> None:
     assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
 
 
-def test_blocks_of_a_weight_used_in_slices_are_inverted_together() -> None:
+def test_ekfac_blocks_of_a_weight_used_in_slices_are_inverted_together() -> None:
     torch.manual_seed(1)
     tokens, labels = torch.randint(7, (N, 5)), torch.randint(7, (N,))
     training = examples(Tied().double(), cross_entropy, tokens, labels)
@@ -201,7 +201,7 @@ def test_blocks_of_a_weight_used_in_slices_are_inverted_together() -> None:
     )
 
 
-def test_another_damping_shares_the_blocks_and_changes_nothing() -> None:
+def test_ekfac_another_damping_shares_the_blocks_and_changes_nothing() -> None:
     _, training, queries = problem("convolution")
     method = fitted(training, fisher="empirical")
     before = matrix(method, queries)[""]
@@ -223,7 +223,7 @@ def test_another_damping_shares_the_blocks_and_changes_nothing() -> None:
     assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
-def test_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() -> None:
+def test_ekfac_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() -> None:
     _, training, _ = problem("linear")
     facts = fitted(training, fisher="empirical", weight_decay=0.25, relative_damping=0.2).facts
     squares = training.materialise().square().mean(0)
@@ -235,7 +235,7 @@ def test_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() -> None:
         assert facts["damping"][label] == pytest.approx(0.2 * mean, rel=1e-12)
 
 
-def test_a_block_without_an_inverse_is_named_with_a_damping_that_would_do() -> None:
+def test_ekfac_block_without_an_inverse_is_named_with_a_damping_that_suffices() -> None:
     _, training, queries = problem("linear")
     with pytest.raises(InfluenceError, match=r"curvature of 2\.weight \+ 2\.bias has no inverse") as error:
         fitted(training, fisher="empirical", damping=0.0)
@@ -243,7 +243,7 @@ def test_a_block_without_an_inverse_is_named_with_a_damping_that_would_do() -> N
     assert torch.isfinite(matrix(fitted(training, fisher="empirical", damping=advised), queries)[""]).all()
 
 
-def test_a_layer_that_no_example_uses_is_named() -> None:
+def test_ekfac_layer_that_no_example_uses_is_named() -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()

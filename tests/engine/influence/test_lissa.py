@@ -15,7 +15,7 @@ SPECTRUM = torch.logspace(-1, 1, 40, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("damping", [0.05, 1.0, 30.0])
-def test_the_solution_is_the_dense_one_of_the_true_damping(damping: float) -> None:
+def test_lissa_solution_is_the_dense_one_of_the_true_damping(damping: float) -> None:
     matrix = symmetric(SPECTRUM) + damping * torch.eye(40, dtype=torch.float64)
     rhs = torch.randn(5, 40, dtype=torch.float64)
     rhs[2] = 0
@@ -29,7 +29,7 @@ def test_the_solution_is_the_dense_one_of_the_true_damping(damping: float) -> No
     )
 
 
-def test_it_is_the_recursion_of_koh_and_liang() -> None:
+def test_lissa_the_recursion_of_koh_and_liang() -> None:
     """x <- b + (1 - d) x - H x / s, which after as many steps gives s times our x, for lam = s d."""
     matrix, rhs = symmetric(SPECTRUM), torch.randn(2, 40, dtype=torch.float64)
     scale, share = 25.0, 0.04
@@ -41,7 +41,7 @@ def test_it_is_the_recursion_of_koh_and_liang() -> None:
     torch.testing.assert_close(ours, theirs / scale, rtol=1e-12, atol=1e-13)
 
 
-def test_a_scale_that_is_too_small_diverges_loudly() -> None:
+def test_lissa_scale_that_is_too_small_diverges_loudly() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(1, 40, dtype=torch.float64)
     with pytest.raises(
         InfluenceError, match=r"LiSSA diverges: after \d+ iterations the relative residual is"
@@ -52,7 +52,7 @@ def test_a_scale_that_is_too_small_diverges_loudly() -> None:
     assert facts["converged"]
 
 
-def test_too_few_terms_are_told() -> None:
+def test_lissa_too_few_terms_are_reported() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(3, 40, dtype=torch.float64)
     heard: list[str] = []
     x, facts = lissa(lambda v: v @ matrix, rhs, iterations=12, say=heard.append)
@@ -66,7 +66,7 @@ def test_too_few_terms_are_told() -> None:
     ]
 
 
-def test_negative_curvature_is_refused() -> None:
+def test_lissa_negative_curvature_is_refused() -> None:
     matrix = symmetric(torch.cat([torch.tensor([-0.5]), SPECTRUM[1:]]))
     with pytest.raises(InfluenceError, match="not positive definite"):
         lissa(lambda v: v @ matrix, torch.randn(1, 40, dtype=torch.float64))

@@ -58,7 +58,7 @@ def truth() -> Truth:
     return Truth(training, queries, removed, rises, scores(fitted, queries)[removed])
 
 
-def test_the_influence_function_predicts_left_out_losses(truth: Truth) -> None:
+def test_influence_function_predicts_left_out_losses(truth: Truth) -> None:
     for curvature in ("gauss_newton", "hessian"):  # the same matrix here
         method = Influence(curvature, damping=0.0, weight_decay=WEIGHT_DECAY)  # type: ignore[arg-type]
         found = scores(fit(method, truth.training), truth.queries)[truth.removed]
@@ -67,7 +67,7 @@ def test_the_influence_function_predicts_left_out_losses(truth: Truth) -> None:
         assert 0.9 < line.slope < 1.1
 
 
-def test_with_leverage_the_slope_is_one(truth: Truth) -> None:
+def test_influence_with_leverage_the_slope_is_one(truth: Truth) -> None:
     method = Influence(damping=0.0, weight_decay=WEIGHT_DECAY, leverage=True, change="output")
     found = scores(fit(method, truth.training), truth.queries)[truth.removed]
     for some in (slice(None), slice(20)):  # all removals, and those of the largest leverage alone
@@ -94,7 +94,9 @@ def slope_of(fitted: Any, truth: Truth) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"curvature": "hessian"}, {"solver": "conjugate_gradient"}], ids=str)
-def test_default_options_with_weight_decay_have_slope_one(truth: Truth, options: dict[str, Any]) -> None:
+def test_influence_default_options_with_weight_decay_have_slope_one(
+    truth: Truth, options: dict[str, Any]
+) -> None:
     method = Influence(weight_decay=WEIGHT_DECAY, **options)
     fitted = fit(method, truth.training)
     assert fitted.calibrated
@@ -104,7 +106,7 @@ def test_default_options_with_weight_decay_have_slope_one(truth: Truth, options:
     assert abs(slope_of(fitted, truth) - 1) < 0.01
 
 
-def test_without_leverage_scores_are_not_calibrated(truth: Truth) -> None:
+def test_influence_without_leverage_scores_are_not_calibrated(truth: Truth) -> None:
     method = Influence(weight_decay=WEIGHT_DECAY, leverage=False)
     fitted = fit(method, truth.training)
     assert not fitted.calibrated
@@ -144,7 +146,7 @@ class Few:
 
 
 @pytest.mark.parametrize("solver", ["exact", "dual", "conjugate_gradient"])
-def test_default_options_of_each_solver_have_slope_one(few: Truth, solver: Any) -> None:
+def test_influence_default_options_of_each_solver_have_slope_one(few: Truth, solver: Any) -> None:
     method = Influence(weight_decay=0.05, solver=solver)
     fitted = fit(method, few.training)
     assert fitted.calibrated
@@ -158,7 +160,7 @@ def few() -> Truth:
     return Few.of((inputs[:150], labels[:150]), (test_inputs[:100], test_labels[:100]), 0.05).truth
 
 
-def test_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
+def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
     """24 rows of high leverage: scores are one exact Newton step without the row, and a second step is what
     they miss.
     """
@@ -183,7 +185,7 @@ def test_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
             np.testing.assert_allclose(found, predicted, rtol=1e-6, atol=1e-9)
 
 
-def test_default_options_by_layer_have_slope_one(truth: Truth) -> None:
+def test_influence_default_options_by_layer_have_slope_one(truth: Truth) -> None:
     """Scores by layer are to first order in the query's output, and add up."""
     parts = [
         block.scores
@@ -195,7 +197,7 @@ def test_default_options_by_layer_have_slope_one(truth: Truth) -> None:
     assert abs(linregress(total.ravel(), truth.rises.ravel()).slope - 1) < 0.02
 
 
-def test_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
+def test_influence_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
     """Of another weight decay than that of training the weights are no minimum."""
     for wrong in (0.1 * WEIGHT_DECAY, 2 * WEIGHT_DECAY):
         heard: list[str] = []
@@ -204,7 +206,7 @@ def test_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
         assert "not at the minimum of the training objective" in heard[0]
 
 
-def test_added_damping_is_not_calibrated(truth: Truth) -> None:
+def test_influence_added_damping_is_not_calibrated(truth: Truth) -> None:
     for method in (
         Influence(),
         Influence(weight_decay=WEIGHT_DECAY, relative_damping=1.0),

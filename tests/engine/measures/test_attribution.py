@@ -26,8 +26,8 @@ from psgrad.engine.measures.builtin.attribution import (
 )
 from psgrad.engine.measures.passes import random_normals
 from psgrad.errors import MeasureError
-from psgrad.inputs.code import resolve
-from psgrad.inputs.losses import resolve_loss
+from psgrad.inputs.loss import resolve_loss
+from psgrad.user_code import resolve
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
 
@@ -65,7 +65,7 @@ def maps_of(measure: Attribution, setting: object, norms: Tensor | None = None) 
 
 @BOTH
 @pytest.mark.parametrize("of", ["target", "prediction"])
-def test_gradients_of_logits_are_captums(dtype: torch.dtype, of: str) -> None:
+def test_attribution_gradients_of_logits_are_captums(dtype: torch.dtype, of: str) -> None:
     model, inputs, target = classifier(dtype)
     chosen = target if of == "target" else model(inputs).argmax(1)
     setting = of_classes(model, inputs, target)
@@ -86,7 +86,7 @@ def test_gradients_of_logits_are_captums(dtype: torch.dtype, of: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize(("of", "baseline"), [("target", 0.0), ("prediction", 0.5)])
-def test_integrated_gradients_are_captums_and_the_gap_is_its_delta(
+def test_attribution_integrated_gradients_are_captums_and_the_gap_is_its_delta(
     dtype: torch.dtype, of: str, baseline: float
 ) -> None:
     model, inputs, target = classifier(dtype)
@@ -115,7 +115,7 @@ def test_integrated_gradients_are_captums_and_the_gap_is_its_delta(
 
 
 @BOTH
-def test_integrated_gradients_are_the_sum_over_the_steps(dtype: torch.dtype) -> None:
+def test_attribution_integrated_gradients_are_the_sum_over_the_steps(dtype: torch.dtype) -> None:
     model, inputs, target = classifier(dtype)
     nodes, weights = np.polynomial.legendre.leggauss(5)
     total = torch.zeros_like(inputs, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_integrated_gradients_are_the_sum_over_the_steps(dtype: torch.dtype) -> 
 
 
 @BOTH
-def test_smooth_gradients_are_the_mean_over_the_noise_that_was_drawn(dtype: torch.dtype) -> None:
+def test_attribution_smooth_gradients_are_the_mean_over_the_noise_that_was_drawn(dtype: torch.dtype) -> None:
     model, inputs, target = classifier(dtype)
     total = torch.zeros_like(inputs)
     for sample in range(5):
@@ -147,7 +147,7 @@ def test_smooth_gradients_are_the_mean_over_the_noise_that_was_drawn(dtype: torc
     torch.testing.assert_close(maps_of(measure, setting), total.float())
 
 
-def test_the_noise_is_normal_and_its_own_for_every_row_and_copy() -> None:
+def test_attribution_noise_is_normal_and_its_own_for_every_row_and_copy() -> None:
     drawn = random_normals(0, "smooth_grad 0", torch.arange(40), 500, 0, 3)
     assert abs(float(drawn.mean())) < 5 / math.sqrt(drawn.numel())
     assert abs(float(drawn.std()) - 1) < 5 / math.sqrt(2 * drawn.numel())
@@ -158,7 +158,7 @@ def test_the_noise_is_normal_and_its_own_for_every_row_and_copy() -> None:
 @pytest.mark.parametrize(
     "architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name
 )
-def test_every_architecture_has_its_loss_gradient(architecture: Architecture) -> None:
+def test_attribution_every_architecture_has_its_loss_gradient(architecture: Architecture) -> None:
     model = architecture.build()
     (inputs,), target = architecture.batch(N)
     expected = []
@@ -172,7 +172,7 @@ def test_every_architecture_has_its_loss_gradient(architecture: Architecture) ->
 # -- what must hold ------------------------------------------------------------------------------------------
 
 
-def test_many_steps_close_the_gap() -> None:
+def test_attribution_many_steps_close_the_gap() -> None:
     model, inputs, target = classifier()
     setting = of_classes(model, inputs, target)
     gaps = [
@@ -191,7 +191,7 @@ def test_many_steps_close_the_gap() -> None:
 @each_measure
 @settings(deadline=None, max_examples=5)
 @given(chunk=st.integers(1, 20), start=st.integers(0, N - 1))
-def test_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(
+def test_attribution_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(
     measure: Attribution, chunk: int, start: int
 ) -> None:
     setting = of_classes(*classifier())
@@ -201,7 +201,9 @@ def test_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(
 
 
 @each_measure
-def test_rows_that_are_not_finite_are_nan_and_leave_the_others_alone(measure: Attribution) -> None:
+def test_attribution_rows_that_are_not_finite_are_nan_and_leave_the_others_alone(
+    measure: Attribution,
+) -> None:
     model, inputs, target = classifier()
     dirty = inputs.clone()
     dirty[1, 0, 2, 2], dirty[4] = math.nan, math.inf
@@ -215,7 +217,7 @@ def test_rows_that_are_not_finite_are_nan_and_leave_the_others_alone(measure: At
 
 
 @each_measure
-def test_maps_are_of_the_largest_norms_and_agree_with_the_columns(measure: Attribution) -> None:
+def test_attribution_maps_are_of_the_largest_norms_and_agree_with_the_columns(measure: Attribution) -> None:
     setting = of_classes(*classifier())
     found = columns_of(measure, setting)
     norms = torch.tensor([3.0, 9, math.nan, 1, 7, 5], dtype=torch.float64)
@@ -228,13 +230,13 @@ def test_maps_are_of_the_largest_norms_and_agree_with_the_columns(measure: Attri
 
 
 @each_measure
-def test_no_map_is_kept_where_inputs_may_not_be(measure: Attribution) -> None:
+def test_attribution_no_map_is_kept_where_inputs_may_not_be(measure: Attribution) -> None:
     setting = of_classes(*classifier(), shows_inputs=False)
     columns_of(measure, setting)
     assert not gathered_of(measure, setting, torch.ones(N)).arrays
 
 
-def test_a_label_that_counts_for_nothing_has_no_output() -> None:
+def test_attribution_label_that_counts_for_nothing_has_no_output() -> None:
     model, inputs, target = classifier()
     target[2] = -100
     found = columns_of(InputGradient(of="target"), of_classes(model, inputs, target))["input_gradient"]
@@ -281,7 +283,7 @@ def loss_parts(
     return [value.detach().requires_grad_() for value in values], loss
 
 
-def test_several_inputs_have_their_own_numbers_and_maps() -> None:
+def test_attribution_several_inputs_have_their_own_numbers_and_maps() -> None:
     model, inputs, target = two_inputs()
     said: list[str] = []
     setting = setting_of(model, F.cross_entropy, inputs, target, say=said.append)
@@ -314,7 +316,7 @@ def test_several_inputs_have_their_own_numbers_and_maps() -> None:
     assert said == [f"{name}: {why}" for name in ("input_gradient", "gradient_x_input", "gradient_x_input")]
 
 
-def test_a_baseline_may_be_a_token() -> None:
+def test_attribution_baseline_may_be_a_token() -> None:
     model, inputs, target = two_inputs()
     inputs = (inputs[0] % 3, inputs[1] % 3, *inputs[2:])
     found = columns_of(
@@ -331,7 +333,7 @@ def test_a_baseline_may_be_a_token() -> None:
 # -- ids -----------------------------------------------------------------------------------------------------
 
 
-def test_a_tied_embedding_counts_by_way_of_the_input_alone() -> None:
+def test_attribution_tied_embedding_counts_through_the_input_alone() -> None:
     """configs/text.yaml: the head is the embedding. The model is run by hand from what is looked up, on
     weights that stay as they are.
     """
@@ -370,7 +372,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize(
     "view", [lambda ids: ids, lambda ids: ids.unsqueeze(1), lambda ids: ids.view(len(ids), 2, 3)]
 )
-def test_ids_may_be_viewed_before_they_are_looked_up(view: Callable[[Tensor], Tensor]) -> None:
+def test_attribution_ids_may_be_viewed_before_they_are_looked_up(view: Callable[[Tensor], Tensor]) -> None:
     setting = setting_of(
         Shifted(view), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
     )
@@ -383,7 +385,7 @@ def test_ids_may_be_viewed_before_they_are_looked_up(view: Callable[[Tensor], Te
     "shift",
     [lambda ids: ids.clamp(max=7), lambda ids: ids[:, 1:], lambda ids: ids[:, :-1], lambda ids: ids.roll(1)],
 )
-def test_ids_that_are_changed_first_are_refused(shift: Callable[[Tensor], Tensor]) -> None:
+def test_attribution_ids_that_are_changed_first_are_refused(shift: Callable[[Tensor], Tensor]) -> None:
     setting = setting_of(
         Shifted(shift), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
     )
@@ -393,7 +395,7 @@ def test_ids_that_are_changed_first_are_refused(shift: Callable[[Tensor], Tensor
 
 
 @each_measure
-def test_the_model_is_as_before_also_after_an_error(measure: Attribution) -> None:
+def test_attribution_model_is_as_before_also_after_an_error(measure: Attribution) -> None:
     class Failing(Shifted):
         calls = 0
 
@@ -423,14 +425,14 @@ def test_the_model_is_as_before_also_after_an_error(measure: Attribution) -> Non
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_logits_need_classes() -> None:
+def test_attribution_logits_need_classes() -> None:
     setting = setting_of(nn.Linear(3, 1), F.mse_loss, (torch.randn(4, 3),), torch.randn(4, 1), kind="value")
     with pytest.raises(MeasureError, match="looks at the class of each sample, and this loss has a value"):
         InputGradient(of="prediction").prepare(setting)
     InputGradient().prepare(setting)
 
 
-def test_a_path_needs_one_function() -> None:
+def test_attribution_path_needs_one_function() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 4)).train()
     setting = setting_of(model, F.cross_entropy, (torch.randn(4, 3),), torch.arange(4))
     with pytest.raises(MeasureError, match="integrated_gradients needs derivatives in the input") as refused:
@@ -447,12 +449,12 @@ def test_a_path_needs_one_function() -> None:
         (lambda: SmoothGrad(noise=0.0), "noise of 0.0"),
     ],
 )
-def test_options_out_of_range_are_refused(make: Callable[[], Attribution], words: str) -> None:
+def test_attribution_options_out_of_range_are_refused(make: Callable[[], Attribution], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_gauss_legendre_is_exact_for_polynomials() -> None:
+def test_attribution_gauss_legendre_is_exact_for_polynomials() -> None:
     """A cubic loss of one number: the attribution is the rise, with two steps."""
     setting = setting_of(
         nn.Linear(1, 1).double(),

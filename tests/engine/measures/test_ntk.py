@@ -57,7 +57,7 @@ def alignment(kernel: np.ndarray, labels: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name
 )
-def test_the_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None:
+def test_ntk_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None:
     inputs, target = architecture.batch(6, dtype=torch.float64)
     rows = jacobians(architecture.build(dtype=torch.float64), inputs)
     n, outputs, size = rows.shape
@@ -85,7 +85,7 @@ def test_the_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None
 
 @given(n=st.integers(1, 12), outputs=st.integers(1, 4), chunk_size=st.integers(1, 12))
 @settings(max_examples=15)
-def test_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(
+def test_ntk_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(
     n: int, outputs: int, chunk_size: int
 ) -> None:
     model, inputs, targets = (
@@ -124,7 +124,7 @@ def test_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(
     assert found.numbers["condition_number"] is None or n <= sum(p.numel() for p in model.parameters())
 
 
-def test_blocks_of_classes_are_means_over_pairs_without_oneself() -> None:
+def test_ntk_blocks_of_classes_are_means_over_pairs_without_oneself() -> None:
     model, inputs, targets = (
         mlp(3),
         torch.randn(9, 3, dtype=torch.float64),
@@ -160,7 +160,7 @@ def test_blocks_of_classes_are_means_over_pairs_without_oneself() -> None:
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
 
 
-def test_a_single_logit_is_aligned_with_class_one() -> None:
+def test_ntk_single_logit_is_aligned_with_class_one() -> None:
     model, inputs = mlp(1), torch.randn(8, 3, dtype=torch.float64)
     target = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1], dtype=torch.float64)
 
@@ -177,7 +177,7 @@ def test_a_single_logit_is_aligned_with_class_one() -> None:
     assert found.numbers["condition_number"] == found.numbers["condition_number_of_all_outputs"]
 
 
-def test_where_there_are_no_classes_nothing_is_said_of_them() -> None:
+def test_ntk_where_there_are_no_classes_nothing_is_said_of_them() -> None:
     model, inputs = mlp(2), torch.randn(5, 3, dtype=torch.float64)
     target = torch.randn(5, 2, dtype=torch.float64)
     found = found_of(
@@ -190,7 +190,7 @@ def test_where_there_are_no_classes_nothing_is_said_of_them() -> None:
     assert found.tables["outputs"]["alignment"] == [None, None]
 
 
-def test_one_class_has_no_alignment() -> None:
+def test_ntk_one_class_has_no_alignment() -> None:
     targets = torch.ones(5, dtype=torch.int64)
     setting = setting_of(
         mlp(2),
@@ -205,7 +205,7 @@ def test_one_class_has_no_alignment() -> None:
     assert found.tables["classes"]["class"] == [1]
 
 
-def test_positions_of_a_sequence_are_outputs() -> None:
+def test_ntk_positions_of_a_sequence_are_outputs() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
     tokens, target = torch.randint(5, (4, 2)), torch.randint(5, (4, 2))
     setting = setting_of(
@@ -220,7 +220,7 @@ def test_positions_of_a_sequence_are_outputs() -> None:
     assert found.numbers["alignment"] is None
 
 
-def test_spoilt_samples_are_not_chosen_and_equal_ones_make_a_kernel_of_rank_one() -> None:
+def test_ntk_spoilt_samples_are_not_chosen_and_equal_ones_make_a_kernel_of_rank_one() -> None:
     inputs = torch.ones(6, 3, dtype=torch.float64)
     inputs[2] = math.nan
     setting = setting_of(mlp(1), lambda output, target: output.sum(), (inputs,), None)
@@ -230,14 +230,14 @@ def test_spoilt_samples_are_not_chosen_and_equal_ones_make_a_kernel_of_rank_one(
     assert found.numbers["condition_number"] is None
 
 
-def test_a_model_without_a_sample_to_look_at_says_nothing() -> None:
+def test_ntk_model_without_a_sample_to_look_at_says_nothing() -> None:
     setting = setting_of(
         mlp(1), lambda output, target: output.sum(), (torch.full((2, 3), math.nan).double(),), None
     )
     assert found_of(setting).numbers == {"samples": 0, "outputs": 1}
 
 
-def test_what_is_too_large_is_refused_with_what_would_fit() -> None:
+def test_ntk_what_is_too_large_is_refused_with_what_would_fit() -> None:
     class Wide(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -259,7 +259,7 @@ def test_what_is_too_large_is_refused_with_what_would_fit() -> None:
     NTK().prepare(setting(100))
 
 
-def test_outputs_that_are_no_tensor_are_refused() -> None:
+def test_ntk_outputs_that_are_no_tensor_are_refused() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -275,7 +275,7 @@ def test_outputs_that_are_no_tensor_are_refused() -> None:
         NTK(samples=0)
 
 
-def test_some_of_many_are_as_many_of_each_class() -> None:
+def test_ntk_some_of_many_are_as_many_of_each_class() -> None:
     model, said = mlp(3), []
     targets = torch.tensor([0] * 30 + [1] * 5 + [2] * 2)
     inputs = torch.randn(37, 3, dtype=torch.float64)
@@ -308,7 +308,7 @@ def test_some_of_many_are_as_many_of_each_class() -> None:
     usable=st.integers(1, 10),
 )
 @settings(max_examples=40)
-def test_chosen_rows_are_usable_balanced_and_the_seeds(
+def test_ntk_chosen_rows_are_usable_balanced_and_the_seeds(
     n: int, count: int, classes: int, seed: int, usable: int
 ) -> None:
     labels, good = torch.randint(classes, (n,)), torch.rand(n) < usable / 10
@@ -326,7 +326,7 @@ def test_chosen_rows_are_usable_balanced_and_the_seeds(
             assert taken[one] >= taken.max() - 1
 
 
-def test_without_labels_all_rows_are_as_likely() -> None:
+def test_ntk_without_labels_all_rows_are_as_likely() -> None:
     counts = torch.zeros(8)
     for seed in range(400):
         counts[chosen_rows(torch.ones(8, dtype=torch.bool), 2, seed)] += 1

@@ -47,11 +47,11 @@ def value_of(events: Any, delta: float = 1e-5, coarse: bool = False) -> float:
     ],
     ids=lambda part: part.sample_rate if isinstance(part, StepEvent) else None,
 )
-def test_known_runs(event: StepEvent, steps: int, delta: float, epsilon: float) -> None:
+def test_pld_known_runs(event: StepEvent, steps: int, delta: float, epsilon: float) -> None:
     assert value_of([(event, steps)], delta) == pytest.approx(epsilon, abs=5.1e-5)
 
 
-def test_one_noise_under_four_schemes() -> None:
+def test_pld_one_noise_under_four_schemes() -> None:
     # The noise is C, whatever the scheme: the multiplier is 1 where S = C, and 1/2 where a record is replaced
     # and S = 2C.
     schemes = [poisson(1.0, 0.01), poisson(0.5, 0.01, "replace_one"), truncated(1.0, 0.01, 140, 10_000)]
@@ -60,7 +60,7 @@ def test_one_noise_under_four_schemes() -> None:
     )
 
 
-def test_it_lies_inside_of_the_interval_of_another_accountant() -> None:
+def test_pld_lies_inside_of_the_interval_of_another_accountant() -> None:
     # prv-accountant 0.2.0: lower end, estimate, upper end. Opacus's constant, from its own copy of it, is the
     # upper end a step earlier.
     lower, upper = 6.7584, 6.7791
@@ -71,7 +71,7 @@ def test_it_lies_inside_of_the_interval_of_another_accountant() -> None:
 # -- the factor 2 of replaced records ------------------------------------------------------------------------
 
 
-def test_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
+def test_pld_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
     """Where a record is replaced, S = 2C is in the noise already. RDP takes noise / S; PLD takes noise / C,
     and doubles C itself.
 
@@ -88,7 +88,7 @@ def test_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
 
 @pytest.mark.parametrize("relation", ["replace_one", "zero_out"])
 @pytest.mark.parametrize(("multiplier", "steps"), [(1.5, 1), (4.0, 16), (30.0, 1000), (500.0, 3)])
-def test_gaussians_compose_to_their_closed_form(relation: Any, multiplier: float, steps: int) -> None:
+def test_pld_gaussians_compose_to_their_closed_form(relation: Any, multiplier: float, steps: int) -> None:
     exact = gaussian_epsilon(1e-5, math.sqrt(steps) / multiplier)
     for coarse in (False, True):
         value = value_of([(fixed(multiplier, relation), steps)], coarse=coarse)
@@ -134,7 +134,7 @@ def integrated_delta(event: StepEvent, side: str, epsilon: float) -> float:
     ids=lambda part: f"{part.relation}-{part.noise_multiplier}" if isinstance(part, StepEvent) else None,
 )
 @pytest.mark.parametrize("delta", [1e-3, 1e-5])
-def test_one_sampled_step_is_the_integral_of_its_densities(
+def test_pld_one_sampled_step_is_the_integral_of_its_densities(
     event: StepEvent, sides: list[str], delta: float
 ) -> None:
     value = value_of([(event, 1)], delta)
@@ -144,7 +144,7 @@ def test_one_sampled_step_is_the_integral_of_its_densities(
 
 
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
-def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None:
+def test_pld_no_other_replacement_costs_more(multiplier: float, rate: float) -> None:
     """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one
     side.
     """
@@ -179,7 +179,7 @@ def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None
 
 @pytest.mark.parametrize(("multiplier", "steps"), [(20.0, 1_000), (50.0, 10_000), (200.0, 100_000)])
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9, 1e-11, 1e-13])
-def test_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: int, delta: float) -> None:
+def test_pld_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: int, delta: float) -> None:
     """A record that is nearly always drawn is composed by transforms, and costs what a Gaussian does, whose
     composition is known. Where transforms are too coarse for delta there is no figure.
     """
@@ -193,7 +193,7 @@ def test_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: in
         assert delta < 1e-8 or found.value <= exact * 1.002
 
 
-def test_epsilon_is_below_that_of_moments() -> None:
+def test_pld_epsilon_is_below_that_of_moments() -> None:
     for event, steps in (
         (poisson(0.7, 0.03), 500),
         (poisson(3.0, 0.2), 1_000),
@@ -207,7 +207,7 @@ def test_epsilon_is_below_that_of_moments() -> None:
 # -- many unlike steps ---------------------------------------------------------------------------------------
 
 
-def test_many_unlike_steps_are_what_dp_accounting_says() -> None:
+def test_pld_many_unlike_steps_are_what_dp_accounting_says() -> None:
     counts = {poisson(2.0 + place / 10, 0.05): 3 + place for place in range(composition._FEW + 4)}
     found = epsilon_pld(list(counts.items()), 1e-5)
     assert found.interval is not None
@@ -216,7 +216,7 @@ def test_many_unlike_steps_are_what_dp_accounting_says() -> None:
     assert fine <= found.value <= fine * 1.001  # type: ignore[operator]
 
 
-def test_a_schedule_lies_between_its_ends() -> None:
+def test_pld_schedule_lies_between_its_ends() -> None:
     schedule = Schedule("exponential", factor=0.999)
     events = [(poisson(multiplier, 0.02), steps) for multiplier, steps in schedule.runs(2.0, 300)]
     found = epsilon_pld(events, 1e-5)
@@ -226,7 +226,7 @@ def test_a_schedule_lies_between_its_ends() -> None:
     assert found.value < epsilon_rdp(events, 1e-5).value  # type: ignore[operator]
 
 
-def test_rounding_down_keeps_the_steps_and_takes_noise() -> None:
+def test_pld_rounding_down_keeps_the_steps_and_takes_noise() -> None:
     counts = {poisson(1.0 + place / 1000, 0.1): 1 + place % 3 for place in range(1000)}
     fewer, note = rounded_down(counts)
     assert len(fewer) == 35  # powers of 1.02 from 1 to 2
@@ -239,7 +239,7 @@ def test_rounding_down_keeps_the_steps_and_takes_noise() -> None:
     assert rounded_down({poisson(1.0, 0.1): 3}) == ({poisson(1.0, 0.1): 3}, None)
 
 
-def test_gaussians_over_all_records_are_gathered() -> None:
+def test_pld_gaussians_over_all_records_are_gathered() -> None:
     counts = {fixed(3.0): 9, fixed(4.0): 16, fixed(20.0): 400}
     (one,) = gathered(counts)
     assert one.noise_multiplier == pytest.approx(3**-0.5)
@@ -255,14 +255,14 @@ def test_gaussians_over_all_records_are_gathered() -> None:
 # -- edges ---------------------------------------------------------------------------------------------------
 
 
-def test_no_noise_and_no_steps() -> None:
+def test_pld_no_noise_and_no_steps() -> None:
     assert value_of([(poisson(0.0, 0.1), 1), (poisson(1.0, 0.1), 5)]) == math.inf
     assert value_of([(fixed(0.0), 1)]) == math.inf
     assert value_of([]) == 0.0
     assert value_of([(poisson(0.0, 0.1), 0)]) == 0.0
 
 
-def test_epsilon_is_not_negative() -> None:
+def test_pld_epsilon_is_not_negative() -> None:
     for coarse in (False, True):
         assert value_of([(poisson(50.0, 0.01), 1)], 0.5, coarse) == 0.0
     # A record that is rarely drawn: delta pays for all of it.
@@ -270,7 +270,7 @@ def test_epsilon_is_not_negative() -> None:
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "zero_out", "replace_one"])
-def test_a_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
+def test_pld_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
     exact = gaussian_epsilon(1e-5, math.sqrt(7) / 5)
     assert value_of([(poisson(5.0, 1.0, relation), 7)]) == pytest.approx(exact, rel=1e-5)
     assert value_of([(poisson(5.0, 1.0, relation), 7)], coarse=True) == pytest.approx(exact, rel=1e-3)
@@ -280,7 +280,7 @@ def test_a_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
     ("multiplier", "rate", "steps"),
     [(1e4, 0.01, 1000), (0.05, 0.5, 20), (0.02, 1.0, 1000), (1e-3, 0.5, 1), (1e6, 1.0, 1)],
 )
-def test_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: float, steps: int) -> None:
+def test_pld_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: float, steps: int) -> None:
     counts = {poisson(multiplier, rate): steps}
     width = 2 * (10 * multiplier + 1) / multiplier**2  # of the losses at ten standard deviations
     assert width / interval_for(counts) < 5e5
@@ -289,25 +289,25 @@ def test_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: float, s
     assert 0 <= value <= rdp * 1.01  # type: ignore[operator]
 
 
-def test_truncation_that_never_happens_is_plain_sampling() -> None:
+def test_pld_truncation_that_never_happens_is_plain_sampling() -> None:
     assert value_of([(truncated(3.0, 0.001, 500, 1_000), 50)], coarse=True) == value_of(
         [(poisson(3.0, 0.001, "zero_out"), 50)], coarse=True
     )
 
 
-def test_discrete_noise_has_a_reason() -> None:
+def test_pld_discrete_noise_has_a_reason() -> None:
     found = epsilon_pld([(poisson(1.0, 0.1, mechanism="discrete_gaussian"), 3)], 1e-5)
     assert found.value is None
     assert "noise on the integers" in (found.why_not or "")
 
 
-def test_a_delta_too_small_for_so_many_steps_has_a_reason() -> None:
+def test_pld_delta_too_small_for_so_many_steps_has_a_reason() -> None:
     found = epsilon_pld([(poisson(1.0, 0.01), 1_000_000)], 1e-10)
     assert found.value is None
     assert found.why_not == "delta is 1e-10, and loss distributions of 1000000 steps are exact to 2e-09 only"
 
 
-def test_too_many_steps_have_a_reason() -> None:
+def test_pld_too_many_steps_have_a_reason() -> None:
     found = epsilon_pld([(poisson(1000.0, 0.01), 1_000_000_000)], 1e-5)
     assert found.value is None
     assert (
@@ -316,13 +316,13 @@ def test_too_many_steps_have_a_reason() -> None:
     )
 
 
-def test_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pld_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ConfigError, match=r"next step: pip install 'dp-accounting>=0.6'"):
         epsilon_pld([(poisson(1.0, 0.1), 1)], 1e-5)
 
 
-def test_the_closed_form_of_these_tests_is_right() -> None:
+def test_pld_closed_form_of_these_tests_is_right() -> None:
     for epsilon, distance in ((0.5, 1.0), (3.0, 0.7), (8.0, 2.5)):
         true = special.ndtr(distance / 2 - epsilon / distance) - math.exp(epsilon) * special.ndtr(
             -distance / 2 - epsilon / distance
@@ -330,7 +330,7 @@ def test_the_closed_form_of_these_tests_is_right() -> None:
         assert gaussian_delta(epsilon, distance) == pytest.approx(true, rel=1e-9)
 
 
-def test_curve_at_a_few_places_is_near_enough_to_be_drawn_between_them() -> None:
+def test_pld_curve_at_a_few_places_is_near_enough_to_be_drawn_between_them() -> None:
     """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are
     the hardest.
     """

@@ -69,7 +69,9 @@ def test_clipped_sums_are_those_of_a_loop_over_records(
         assert (found.records.factors > 0.99).any()
 
 
-def test_automatic_clipping_divides_by_the_norm_and_the_stability(architecture: Architecture) -> None:
+def test_clipped_sum_automatic_clipping_divides_by_the_norm_and_the_stability(
+    architecture: Architecture,
+) -> None:
     model, batch = architecture.build(dtype=torch.float64), architecture.batch(RECORDS, dtype=torch.float64)
     gradients = gradients_of(architecture, model, batch)
     norms = torch.cat([value.flatten(1) for value in gradients.values()], 1).norm(dim=1)
@@ -84,7 +86,7 @@ def test_automatic_clipping_divides_by_the_norm_and_the_stability(architecture: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_the_order_of_records_and_the_chunk_size_do_not_show(
+def test_clipped_sum_order_of_records_and_the_chunk_size_do_not_show(
     architecture: Architecture, dtype: torch.dtype
 ) -> None:
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
@@ -177,7 +179,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_what_a_record_adds_keeps_to_the_bound_at_every_scale(architecture: Architecture, kind: str) -> None:
+def test_clipped_sum_what_a_record_adds_keeps_to_the_bound_at_every_scale(
+    architecture: Architecture, kind: str
+) -> None:
     """Without any tolerance. bfloat16 is mixed precision: the factors of gradients are in halves, the weights
     may not be.
     """
@@ -203,7 +207,9 @@ def test_what_a_record_adds_keeps_to_the_bound_at_every_scale(architecture: Arch
 
 
 @pytest.mark.parametrize("positions", [16, 64, 256])
-def test_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said(positions: int) -> None:
+def test_clipped_sum_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said(
+    positions: int,
+) -> None:
     """The worst that was found: inputs and cotangents that are one number each, whose products all err to the
     same side.
     """
@@ -223,7 +229,9 @@ def test_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said
         )
 
 
-def test_a_second_pass_in_halves_sums_the_gradients_that_the_norms_are_of(architecture: Architecture) -> None:
+def test_clipped_sum_second_pass_in_halves_sums_the_gradients_that_the_norms_are_of(
+    architecture: Architecture,
+) -> None:
     """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every
     operator on the way back.
     """

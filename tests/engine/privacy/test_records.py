@@ -66,7 +66,7 @@ def whole(gradients: dict[str, Tensor]) -> Tensor:
 
 
 @given(units=st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), cap=st.none() | st.integers(1, 4))
-def test_a_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(
+def test_records_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(
     units: list[str], cap: int | None
 ) -> None:
     records = Records.of_units(np.array(units), cap)
@@ -80,14 +80,14 @@ def test_a_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(
     assert records.rows_of_each(chosen).tolist() == [row for record in chosen for row in expected[record]]
 
 
-def test_a_row_may_be_a_record() -> None:
+def test_records_row_may_be_a_record() -> None:
     records = Records.of_rows(7)
     assert (len(records), records.longest) == (7, 1)
     assert records.rows_of(4).tolist() == [4]
     assert records.rows_of_each(np.array([1, 5])).tolist() == [1, 5]
 
 
-def test_a_unit_of_many_rows_needs_a_cap() -> None:
+def test_records_unit_of_many_rows_needs_a_cap() -> None:
     units = np.array(["eve"] * 1001 + ["bob"])
     with pytest.raises(DataError) as caught:
         Records.of_units(units)
@@ -97,7 +97,7 @@ def test_a_unit_of_many_rows_needs_a_cap() -> None:
     assert Records.of_units(units[1:]).longest == 1000
 
 
-def test_another_unit_changes_no_unit() -> None:
+def test_records_another_unit_changes_no_unit() -> None:
     def rows(units: list[str]) -> dict[str, list[int]]:
         records = Records.of_units(np.array(units), 2)
         return {units[found[0]]: found.tolist() for found in map(records.rows_of, range(len(records)))}
@@ -111,7 +111,7 @@ def test_another_unit_changes_no_unit() -> None:
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_is_that_of_the_rows_before_the_clipping(name: str, combine: str) -> None:
+def test_records_gradient_is_that_of_the_rows_before_the_clipping(name: str, combine: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_the_rows_before_the_clipping(name: str, combine
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_rows_are_positions_and_nothing_is_written_out(name: str) -> None:
+def test_records_rows_are_positions_and_nothing_is_materialised(name: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     inputs, target = architecture.batch(len(USERS))
     reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
@@ -140,7 +140,7 @@ def test_the_rows_are_positions_and_nothing_is_written_out(name: str) -> None:
     assert gradients.unfactored == []
 
 
-def test_a_layer_keeps_a_factor_of_each_side() -> None:
+def test_records_layer_keeps_a_factor_of_each_side() -> None:
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 4))
     inputs, target = (torch.randn(14, 50),), torch.randint(4, (14,))
     reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
@@ -167,7 +167,7 @@ def test_records_of_one_row_are_read_the_plain_way() -> None:
     assert batch.target.tolist() == [1, 4]
 
 
-def test_what_is_read_depends_neither_on_chunks_nor_on_company() -> None:
+def test_records_what_is_read_depends_neither_on_chunks_nor_on_other_records() -> None:
     x, y = torch.arange(14.0)[:, None] * torch.ones(3), torch.arange(14)
     reader = RecordReader(Records.of_units(USERS), taking((x,), y))
     reader.draw([1, 3, 0, 4])
@@ -189,7 +189,7 @@ def test_what_is_read_depends_neither_on_chunks_nor_on_company() -> None:
             assert weights[place].tolist() == [1 / len(own)] * len(own) + [0] * (rows.shape[1] - len(own))
 
 
-def test_without_a_target() -> None:
+def test_records_without_a_target() -> None:
     x = torch.randn(14, 3, dtype=torch.float64)
     model = nn.Linear(3, 2, dtype=torch.float64)
     reader = RecordReader(Records.of_units(USERS), taking((x,), None))
@@ -202,7 +202,7 @@ def test_without_a_target() -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("row", [0, 13])
-def test_a_poisoned_row_spoils_its_own_record_alone(poison: float, row: int) -> None:
+def test_records_poisoned_row_spoils_its_own_record_alone(poison: float, row: int) -> None:
     x = torch.randn(14, 6)
     x[row, 2] = poison
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -214,7 +214,7 @@ def test_a_poisoned_row_spoils_its_own_record_alone(poison: float, row: int) -> 
     assert sum(spoiled) == 1
 
 
-def test_rows_draw_at_random_each_for_itself() -> None:
+def test_records_rows_draw_at_random_each_for_itself() -> None:
     x = torch.ones(14, 400)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 1))
     reader = RecordReader(Records.of_units(USERS), taking((x,), None))
@@ -231,7 +231,7 @@ def test_rows_draw_at_random_each_for_itself() -> None:
     assert (kept - kept.round()).abs().max() < 1e-5
 
 
-def test_a_loss_without_aux() -> None:
+def test_records_loss_without_aux() -> None:
     def loss(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: None) -> Tensor:
         return (params["w"] * inputs[0]).sum()
 
@@ -244,7 +244,7 @@ def test_a_loss_without_aux() -> None:
 # -- Augmentation --------------------------------------------------------------------------------------------
 
 
-def test_copies_are_averaged_inside_the_record() -> None:
+def test_records_copies_are_averaged_inside_the_record() -> None:
     x, y = torch.randn(14, 3, dtype=torch.float64), torch.randn(14, 2, dtype=torch.float64)
     model = nn.Linear(3, 2, dtype=torch.float64)
     seen: list[Tensor] = []
@@ -278,7 +278,7 @@ def test_copies_are_averaged_inside_the_record() -> None:
             assert len(own) == 3 * records.sizes[record]
 
 
-def test_one_copy_takes_the_place_of_its_row() -> None:
+def test_records_one_copy_takes_the_place_of_its_row() -> None:
     reader = RecordReader(
         Records.of_rows(3), taking((torch.arange(3.0)[:, None],), None), augment=lambda row: (row * 10,)
     )
@@ -287,7 +287,7 @@ def test_one_copy_takes_the_place_of_its_row() -> None:
     assert [x.tolist() for x in reader(0, 2).inputs] == [[[0.0], [20.0]]]
 
 
-def test_a_row_is_not_changed_by_its_copy() -> None:
+def test_records_row_is_not_changed_by_its_copy() -> None:
     x = torch.ones(2, 3)
     reader = RecordReader(
         Records.of_rows(2), lambda rows: RowBatch((x,), None), augment=lambda row: row.zero_(), copies=2
@@ -312,7 +312,7 @@ def test_a_row_is_not_changed_by_its_copy() -> None:
         ),
     ],
 )
-def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expected: str) -> None:
+def test_records_augmentations_invalid_used(augment: Callable[..., Any], expected: str) -> None:
     x = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     reader = RecordReader(Records.of_rows(2), taking((x,), None), augment=augment, source="my.py:crop")
     reader.draw([0, 1])
@@ -326,7 +326,7 @@ def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expecte
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_clipped_is_a_user(name: str, combine: str) -> None:
+def test_records_what_is_clipped_is_a_user(name: str, combine: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
@@ -350,7 +350,7 @@ def test_what_is_clipped_is_a_user(name: str, combine: str) -> None:
     torch.testing.assert_close(found.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)
 
 
-def test_a_poisoned_row_takes_its_user_out_of_the_sum() -> None:
+def test_records_poisoned_row_takes_its_user_out_of_the_sum() -> None:
     x, y = torch.randn(14, 6), torch.randint(4, (14,))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     objective = Objective(model, nn.functional.cross_entropy)
@@ -380,7 +380,7 @@ class Summed:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, "auto"])
-def test_a_stream_draws_again_and_again(chunk_size: Any) -> None:
+def test_records_stream_draws_again_and_again(chunk_size: Any) -> None:
     architecture: Architecture = ARCHITECTURES[1]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)

@@ -32,7 +32,7 @@ from tests.models import ARCHITECTURES, Architecture
 # -- Numbers -------------------------------------------------------------------------------------------------
 
 
-def test_delta_is_below_one_over_the_records() -> None:
+def test_refusal_delta_is_below_one_over_the_records() -> None:
     require_small_delta(1e-5, 50_000)
     with pytest.raises(ConfigError) as caught:
         require_small_delta(1e-3, 1000)
@@ -49,7 +49,7 @@ def test_delta_is_below_one_over_the_records() -> None:
 
 
 @given(delta=st.floats(1e-12, 0.999), records=st.integers(1, 10**9))
-def test_what_is_advised_for_delta_is_let_pass(delta: float, records: int) -> None:
+def test_refusal_what_is_advised_for_delta_is_let_pass(delta: float, records: int) -> None:
     try:
         require_small_delta(delta, records)
     except ConfigError as error:
@@ -74,7 +74,9 @@ TRUNCATED = Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=50, da
         (110, TRUNCATED, "batches will have about 50 records (max_batch_size 50)"),
     ],
 )
-def test_a_divisor_that_is_far_from_the_batches(divisor: float, sampling: Sampling, expected: str) -> None:
+def test_refusal_divisor_that_is_far_from_the_batches(
+    divisor: float, sampling: Sampling, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         require_expected_batch_size(divisor, sampling, 1000)
     assert expected in str(caught.value)
@@ -84,7 +86,7 @@ def test_a_divisor_that_is_far_from_the_batches(divisor: float, sampling: Sampli
 @pytest.mark.parametrize(
     ("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)]
 )
-def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> None:
+def test_refusal_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> None:
     require_expected_batch_size(divisor, sampling, 1000)
 
 
@@ -105,7 +107,7 @@ def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> No
         ([(0.0, 5)], 1e-12, 0.1, False),
     ],
 )
-def test_require_tail_refuses_noise_that_ends_too_early(
+def test_refusal_require_tail_refuses_noise_that_ends_too_early(
     steps: list[tuple[float, int]], delta: float, reach: float, refused: bool
 ) -> None:
     exact = sum(count * mpmath.erfc((reach - 1 / z) / mpmath.sqrt(2)) / 2 for z, count in steps if z)
@@ -210,7 +212,7 @@ def refusal(model: nn.Module, loss: Callable[..., Tensor] = F.cross_entropy, **o
 
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
-def test_the_networks_that_people_train_pass(architecture: Architecture, mode: bool) -> None:
+def test_refusal_networks_that_people_train_pass(architecture: Architecture, mode: bool) -> None:
     inputs, target = architecture.batch(4)
     require_separate_records(Objective(architecture.build().train(mode), architecture.loss), inputs, target)
 
@@ -228,11 +230,11 @@ def test_the_networks_that_people_train_pass(architecture: Architecture, mode: b
     ids=["batch-norm-in-eval", "dropout", "cache", "layer-norm", "spectral-norm-in-eval", "nan"],
 )
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_what_leaves_records_apart_passes(middle: nn.Module, rows: int) -> None:
+def test_refusal_what_leaves_records_apart_passes(middle: nn.Module, rows: int) -> None:
     check(Around(middle), rows=rows)
 
 
-def test_mixed_precision_passes() -> None:
+def test_refusal_mixed_precision_passes() -> None:
     check(Around(nn.GELU()), autocast=torch.bfloat16)
 
 
@@ -243,7 +245,7 @@ def test_mixed_precision_passes() -> None:
         (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True)), "Instance"),
     ],
 )
-def test_running_statistics_in_train_mode(layer: nn.Module, kind: str) -> None:
+def test_refusal_running_statistics_in_train_mode(layer: nn.Module, kind: str) -> None:
     message = refusal(Around(layer))
     assert f"({kind}" in message
     assert "is in train mode, and its running statistics follow the data" in message
@@ -258,7 +260,7 @@ def test_running_statistics_in_train_mode(layer: nn.Module, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_statistics_of_the_batch(mode: bool) -> None:
+def test_refusal_statistics_of_the_batch(mode: bool) -> None:
     message = refusal(Around(nn.BatchNorm1d(6, track_running_stats=False)).train(mode))
     assert (
         "the layer middle (BatchNorm1d) takes its statistics from the batch, on which every record's output"
@@ -271,7 +273,7 @@ def test_statistics_of_the_batch(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_buffer_that_the_data_updates(replace: bool) -> None:
+def test_refusal_buffer_that_the_data_updates(replace: bool) -> None:
     model = Around(RunningMean(replace=replace))
     buffer = model.middle.mean
     assert "a forward pass changes the buffer middle.mean of the layer middle (RunningMean)" in refusal(model)
@@ -279,21 +281,21 @@ def test_a_buffer_that_the_data_updates(replace: bool) -> None:
     assert not buffer.any()
 
 
-def test_a_buffer_that_the_first_batch_makes() -> None:
+def test_refusal_buffer_that_the_first_batch_makes() -> None:
     model = Around(FirstBatch())
     assert "a forward pass changes the buffer middle.scale of the layer middle (FirstBatch)" in refusal(model)
     assert not dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_power_iteration_in_train_mode(old: bool) -> None:
+def test_refusal_power_iteration_in_train_mode(old: bool) -> None:
     wrap = nn.utils.spectral_norm if old else parametrizations.spectral_norm
     message = refusal(Around(wrap(nn.Linear(6, 6))))
     assert "a forward pass changes the buffer middle." in message
     assert "power iteration (spectral norm) in train mode" in message
 
 
-def test_a_parameter_that_a_forward_pass_changes() -> None:
+def test_refusal_parameter_that_a_forward_pass_changes() -> None:
     class Projected(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.weight.data.div_(self.weight.data.norm() + x.data.norm())
@@ -307,7 +309,7 @@ def test_a_parameter_that_a_forward_pass_changes() -> None:
     assert torch.equal(model.middle.weight, before)
 
 
-def test_a_memory_bank() -> None:
+def test_refusal_memory_bank() -> None:
     message = refusal(Around(Bank()))
     assert "the loss of row " in message
     assert (
@@ -320,7 +322,7 @@ def test_a_memory_bank() -> None:
     )
 
 
-def test_a_loss_with_a_memory() -> None:
+def test_refusal_loss_with_a_memory() -> None:
     seen: list[float] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -342,7 +344,7 @@ def test_a_loss_with_a_memory() -> None:
         (nn.TransformerEncoderLayer(6, 2, 12, batch_first=False).eval(), "middle"),
     ],
 )
-def test_a_model_that_mixes_records(middle: nn.Module, layer: str) -> None:
+def test_refusal_model_that_mixes_records(middle: nn.Module, layer: str) -> None:
     message = refusal(Around(middle))
     assert "what the model makes of a row changes with the other rows of its batch, by " in message
     assert f"of its size, first in the layer {layer}" in message
@@ -350,7 +352,7 @@ def test_a_model_that_mixes_records(middle: nn.Module, layer: str) -> None:
     assert "next step: use layers that look at one sample, such as nn.GroupNorm" in message
 
 
-def test_a_model_that_depends_on_the_size_of_the_batch() -> None:
+def test_refusal_model_that_depends_on_the_size_of_the_batch() -> None:
     message = refusal(Around(Function(lambda x: x * len(x))))
     assert "changes with the other rows of its batch, by " in message
     assert "first in the layer" not in message
@@ -369,7 +371,7 @@ class Balanced(nn.Module):
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
-def test_a_loss_over_the_batch_that_the_model_computes(drop: float) -> None:
+def test_refusal_loss_over_the_batch_that_the_model_computes(drop: float) -> None:
     def balanced(output: dict[str, Tensor], target: Tensor) -> Tensor:
         return F.cross_entropy(output["logits"], target) + output["balance"]
 
@@ -379,7 +381,7 @@ def test_a_loss_over_the_batch_that_the_model_computes(drop: float) -> None:
     )  # of which the loss makes no use
 
 
-def test_a_number_for_each_row() -> None:
+def test_refusal_number_for_each_row() -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
 
@@ -401,7 +403,7 @@ def test_a_number_for_each_row() -> None:
             require_separate_records(Objective(score, constant), (x,), y)
 
 
-def test_what_fails_alone_is_told_and_what_takes_no_batch_passes() -> None:
+def test_refusal_what_fails_alone_is_reported_and_what_takes_no_batch_passes() -> None:
     message = refusal(Around(nn.Linear(5, 6)))
     assert (
         "the model or the loss raised RuntimeError on row 0 of the rows looked at: mat1 and mat2 shapes"
@@ -416,7 +418,7 @@ def test_what_fails_alone_is_told_and_what_takes_no_batch_passes() -> None:
     check(Around(Function(one)))
 
 
-def test_an_output_that_is_an_object_of_its_own_passes() -> None:
+def test_refusal_output_that_is_an_object_of_its_own_passes() -> None:
     class Output:
         def __init__(self, logits: Tensor) -> None:
             self.logits = logits
@@ -428,7 +430,7 @@ def test_an_output_that_is_an_object_of_its_own_passes() -> None:
     check(Wrapped(6, 3), lambda output, target: F.cross_entropy(output.logits, target[None]))
 
 
-def test_generators_and_weights_are_left_as_they_were() -> None:
+def test_refusal_generators_and_weights_are_left_as_they_were() -> None:
     model = Around(nn.Dropout(0.5))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = torch.get_rng_state()
@@ -458,7 +460,7 @@ class LayerDrop(nn.Module):
     ("rate", "by_an_if", "training"),
     [(0.5, True, True), (0.0, True, True), (0.5, True, False), (0.5, False, True)],
 )
-def test_a_branch_on_a_random_draw_is_no_harm(rate: float, by_an_if: bool, training: bool) -> None:
+def test_refusal_branch_on_a_random_draw_is_no_harm(rate: float, by_an_if: bool, training: bool) -> None:
     """A record's draws are its own, also where the batch splits by what was drawn: see
     test_record_draws.py.
     """
@@ -469,7 +471,7 @@ def test_a_branch_on_a_random_draw_is_no_harm(rate: float, by_an_if: bool, train
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_numbers_from_numpy_and_python_are_no_memory() -> None:
+def test_refusal_numbers_from_numpy_and_python_are_no_memory() -> None:
     """What a model draws there is the same in each of its runs in a step."""
 
     def noisy(x: Tensor) -> Tensor:

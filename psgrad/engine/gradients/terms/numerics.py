@@ -141,8 +141,8 @@ def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     """[n] norms that are products of squares, of which the largest in each factor are given, [n].
 
     Squares near the smallest number of a type have lost their digits, and a large second factor would hide
-    it. Zero says so: whoever asked takes it again in a wider type. What is no number (nothing times infinity)
-    stays that.
+    it. Zero marks it: the caller computes it again in a wider type. What is no number (nothing times
+    infinity) stays that.
     """
     kind = torch.finfo(norms.dtype)
     return norms.masked_fill((torch.minimum(left, right) < kind.tiny / kind.eps) & ~norms.isnan(), 0)

@@ -239,12 +239,9 @@ class Rows(Term):
         """The rows of each sample that have the same index added up; rows of zeros (padding) are left out."""
         columns = self.rows.shape[2]
         rows = self.rows.reshape(-1, columns)
-        keys = (
-            self.index + torch.arange(self.samples, device=self.device).unsqueeze(1) * self.count
-        ).reshape(-1)
-        kept = (rows != 0).any(1)
-        keys, places = keys[kept].unique(return_inverse=True)
-        merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[kept])
+        nonzero = (rows != 0).any(1)
+        keys, places = self._keys()[nonzero].unique(return_inverse=True)
+        merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[nonzero])
         return Entries(torch.div(keys, self.count, rounding_mode="floor"), keys % self.count, merged)
 
     @property
@@ -287,9 +284,8 @@ class Rows(Term):
 
     def listed(self) -> tuple[torch.Tensor, torch.Tensor]:
         columns = self.rows.shape[2]
-        places = self.index.unsqueeze(-1) * columns + torch.arange(
-            columns, device=self.device
-        )  # [n, t, columns]
+        within = torch.arange(columns, device=self.device)
+        places = self.index.unsqueeze(-1) * columns + within  # [n, t, columns]
         return places.flatten(1), self.rows.flatten(1)
 
     def matrix_places(self) -> tuple[torch.Tensor, int] | None:

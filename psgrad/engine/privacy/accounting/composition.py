@@ -178,30 +178,22 @@ def _tidy(interval: float) -> float:
     return float(f"{digit}e{power}")
 
 
-def epsilon_curve(events: Events, delta: float, points: int | Sequence[int] = 50) -> list[tuple[int, float]]:
+def epsilon_curve(events: Events, delta: float, places: Sequence[int]) -> list[tuple[int, float]]:
     """(steps, epsilon after so many of them), by moments, or where these don't cover the steps by loss
     distributions on a coarse grid.
 
-    events: in the order in which they are taken. points: after how many steps, or how many evenly spaced
-    numbers of steps, the last one among them; numbers beyond the last step are left out.
+    events: in the order in which they are taken. places: after how many steps; numbers beyond the last step
+    are left out.
 
     Raises ConfigError as `epsilon_rdp` does, and where neither accountant covers the steps.
     """
     assert_delta(delta)
-    if isinstance(points, int) and points < 1:
-        raise ConfigError(f"{points} points of a curve were asked for", expected="at least 1")
     runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
-    kinds = merged(runs)
-    total = sum(kinds.values())
-    chosen = np.linspace(1, total, min(points, total)).round() if isinstance(points, int) else points
-    places = sorted({int(place) for place in chosen if 1 <= place <= total})
+    total = sum(merged(runs).values())
+    places = sorted({int(place) for place in places if 1 <= place <= total})
     if curve_accountant(events) == "RDP":
         return _by_moments(runs, delta, places)
-    curve = []
-    for place in _thinned(places, points):
-        epsilon = coarse_epsilon_pld(_first(runs, place), delta)
-        curve.append((place, _known(epsilon)))
-    return curve
+    return [(place, _known(coarse_epsilon_pld(_first(runs, place), delta))) for place in places]
 
 
 # Each point by loss distributions takes a hundredth of a second for equal steps, and up to some seconds for
@@ -229,13 +221,6 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     )
     found = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
     return [(place, epsilon) for place, epsilon in found if epsilon is not None]
-
-
-def _thinned(places: list[int], points: int | Sequence[int]) -> list[int]:
-    """Fewer places, where it was left open which: the first, the last and some between."""
-    if not isinstance(points, int) or len(places) <= _FEW_POINTS:
-        return places
-    return [places[round(at)] for at in np.linspace(0, len(places) - 1, _FEW_POINTS)]
 
 
 def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:

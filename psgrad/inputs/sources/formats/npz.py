@@ -1,0 +1,90 @@
+"""Datasets in npz: one array for each column, held in memory. Nothing in it is ever unpickled."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from psgrad.config import DataConfig
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.sources.files import is_archive, named_columns, require_columns
+from psgrad.inputs.sources.source import Column, DataHeader, Source, row_count
+
+if TYPE_CHECKING:
+    from psgrad.inputs.rows import Samples
+
+_KINDS = {"b": "boolean", "i": "integer", "u": "integer", "f": "fraction", "U": "text", "S": "text"}
+
+
+class NPZ(Source):
+    """Named arrays, as numpy.savez writes them."""
+
+    name: ClassVar[str] = "npz"
+
+    def header(self, path: Path) -> DataHeader:
+        if not is_archive(path):
+            raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
+        columns = {}
+        try:
+            with zipfile.ZipFile(path) as archive:
+                for entry in archive.namelist():
+                    with archive.open(entry) as file:
+                        version = np.lib.format.read_magic(file)
+                        read = (
+                            np.lib.format.read_array_header_1_0
+                            if version == (1, 0)
+                            else np.lib.format.read_array_header_2_0
+                        )
+                        shape, _, dtype = read(file)
+                    columns[entry.removesuffix(".npy")] = Column(
+                        _KINDS.get(dtype.kind, dtype.name), str(dtype), shape
+                    )
+        except (
+            Exception
+        ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+            raise unreadable(path, error) from error
+        objects = {
+            name: unreadable(path, ValueError("allow_pickle"))
+            for name, column in columns.items()
+            if column.dtype == "object"
+        }
+        return DataHeader(path, list(columns), columns, row_count(columns), unusable=objects)
+
+    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
+        """An npz file; the columns that are named are held in memory, nothing in them is ever unpickled."""
+        from psgrad.inputs.sources.arrays import ArraySamples
+
+        columns: dict[str, Any] = {}
+        if not is_archive(path):
+            raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                require_columns(named_columns(config, unit), file.files, str(path))
+                for name in named_columns(config, unit):
+                    columns[name] = file[name]
+        except (DataError, ConfigError):
+            raise
+        except (
+            Exception
+        ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+            raise unreadable(path, error) from error
+        return ArraySamples(columns, config, path, unit)
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The error for an npz file of which numpy reads no arrays."""
+    if "allow_pickle" in str(error):
+        return DataError(
+            f"{path} holds an array of Python objects, which is a pickle; it was not opened",
+            expected="arrays of numbers, or of fixed-width text for ids",
+            cause="rows of unequal length, or texts, put into one array",
+            next_step=(
+                "pad the rows to one length before numpy.savez; save ids with numpy.array(ids, dtype=str)"
+            ),
+        )
+    return DataError(
+        f"{path} is damaged: {error}", expected="a whole npz archive", cause="an interrupted copy or download"
+    )

@@ -1,0 +1,165 @@
+"""A source reads one format of data files: what a file says of itself before its rows are read, and its rows.
+
+The header needs no torch, so that a config is checked at once; rows are tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from psgrad.config import DataConfig
+from psgrad.errors import DataError, PsgradError
+from psgrad.inputs.sources.files import (
+    input_names,
+    named_columns,
+    not_numbers,
+    require_columns,
+    require_file,
+    require_rows,
+    require_single_names,
+)
+from psgrad.plugins import SOURCES, configured
+
+if TYPE_CHECKING:
+    from psgrad.inputs.rows import Samples
+
+
+class Source(ABC):
+    """A format of data files. A subclass is a dataclass in `psgrad/inputs/sources/formats`.
+
+    Attributes:
+        name: the suffix of its files, without the dot.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def header(self, path: Path) -> DataHeader:
+        """What the file says of itself, without torch and without its rows. Raises DataError."""
+
+    @abstractmethod
+    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
+        """The rows of the columns that `config` names. unit: the column that says whom a row belongs to.
+
+        Raises ConfigError for a column that is not there, DataError for data that can't be used.
+        """
+
+
+@dataclass(frozen=True)
+class Column:
+    """kind: 'integer', 'fraction', 'boolean', 'text', or another word for what is no number; None where the
+    header does not say. dtype: in the words of the file's format. shape: of all rows together; None where it
+    is known from the rows alone.
+    """
+
+    kind: str | None
+    dtype: str
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DataHeader:
+    """columns: by name, in the file's order; where a name is there twice, once. names: all of them. rows:
+    None where they would have to be counted. texts: the first cells that are no numbers, (row, cell) by
+    column, of a csv file. unusable: columns that can't be read at all, with the reason.
+    """
+
+    path: Path
+    names: list[str]
+    columns: Mapping[str, Column]
+    rows: int | None
+    texts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    unusable: Mapping[str, DataError] = field(default_factory=dict)
+
+
+def data_header(config: DataConfig, base: Path) -> DataHeader:
+    """The header of the file that a config names. Raises ConfigError where there is none, DataError where it
+    can't be read.
+    """
+    source, path = source_of(config, base)
+    return source.header(path)
+
+
+def source_of(config: DataConfig, base: Path) -> tuple[Source, Path]:
+    """(the source that reads the file that a config names, the file). Raises ConfigError and DataError."""
+    assert config.path is not None
+    path = require_file(base / config.path, "dataset", DataError)
+    return configured(SOURCES, path.suffix.lower().removeprefix("."), {}, base), path
+
+
+def header_problems(header: DataHeader, config: DataConfig, unit: str | None = None) -> Iterator[PsgradError]:
+    """All that is wrong with the columns that a config names, as loading would tell it, one after the
+    other.
+    """
+    wanted = named_columns(config, unit)
+    yield from _told(require_rows, header.rows if header.rows is not None else 1, str(header.path))
+    for name in wanted:
+        yield from _told(require_columns, [name], header.names, str(header.path))
+    yield from _told(require_single_names, header.names, wanted, header.path)
+    for name in wanted:
+        if name in header.unusable:
+            yield header.unusable[name]
+            return
+    for name in dict.fromkeys([*input_names(config), *([] if config.target is None else [config.target])]):
+        column = header.columns.get(name)
+        if column is not None and name in header.texts:
+            row, cell = header.texts[name]
+            yield not_numbers(name, "text", f"row {row} holds {cell!r}")
+        elif column is not None and column.kind not in (None, "integer", "fraction", "boolean"):
+            yield not_numbers(name, column.dtype)
+    for identifier in (config.id, unit):
+        shape = (
+            header.columns[identifier].shape
+            if identifier is not None and identifier in header.columns
+            else None
+        )
+        if shape is not None and len(shape) != 1:
+            yield DataError(
+                f"the ids {identifier!r} in {header.path} have the shape {list(shape)}",
+                expected="one per row",
+            )
+    yield from _told(_require_one_length, header, wanted)
+
+
+def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
+    shapes = {
+        name: shape
+        for name in wanted
+        if name in header.columns and (shape := header.columns[name].shape) is not None
+    }
+    common_length(shapes, header.path)
+
+
+def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> int | None:
+    """How many rows there are; None where no column has a shape. Raises DataError where columns differ, or
+    where one has no rows.
+    """
+    for name, shape in shapes.items():
+        if not shape:
+            raise DataError(
+                f"{name!r} in {path} is a single number", expected="an array with one row per sample"
+            )
+    lengths = {name: shape[0] for name, shape in shapes.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise DataError(
+            f"the columns of {path} have different numbers of rows: {listed}",
+            expected="one row per sample in each",
+        )
+    return next(iter(lengths.values()), None)
+
+
+def _told(check: Callable[..., object], *arguments: Any) -> Iterator[PsgradError]:
+    try:
+        check(*arguments)
+    except PsgradError as error:
+        yield error
+
+
+def row_count(columns: Mapping[str, Column]) -> int | None:
+    """How many rows arrays with these headers have; None where none has an axis."""
+    return next((column.shape[0] for column in columns.values() if column.shape), None)

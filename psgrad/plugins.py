@@ -1,0 +1,208 @@
+"""Finds and configures plugins: measures, influence methods, detectors, losses and sources.
+
+A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own,
+which are found by their files; that of an entry point of another package (psgrad/config/plugin_options.py);
+or `module:Class` or `file.py:Class`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from psgrad.config import is_callable_spec, nearest
+from psgrad.config.plugin_options import Group, did_you_mean, installed_plugins, own_plugins, plugin_names
+from psgrad.config.reading import explain
+from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, MeasureError, PsgradError
+from psgrad.user_code import describe_failure, resolve
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plugin.
+
+    Attributes:
+        word: as in messages.
+        package: the package of psgrad's own; each concrete class of its modules is a plugin.
+        base: `module:Class` that each of them derives from.
+        key: where the config names it.
+        page: shows how to write one.
+        failed: the error for one that fails as it is made.
+    """
+
+    word: str
+    group: Group
+    package: str
+    base: str
+    key: str
+    page: str
+    failed: type[PsgradError]
+
+
+MEASURES = Kind(
+    "measure",
+    "measures",
+    "psgrad.engine.measures.builtin",
+    "psgrad.engine.measures.measure:Measure",
+    "analyze.measures",
+    "docs/reference/measures.md",
+    MeasureError,
+)
+METHODS = Kind(
+    "method",
+    "methods",
+    "psgrad.engine.influence.methods",
+    "psgrad.engine.influence.method:Method",
+    "influence.method",
+    "docs/guides/influence.md",
+    InfluenceError,
+)
+DETECTORS = Kind(
+    "detector",
+    "detectors",
+    "psgrad.quality.detectors",
+    "psgrad.quality.detector:Detector",
+    "analyze.outliers.detectors",
+    "CONTRIBUTING.md",
+    ConfigError,
+)
+LOSSES = Kind(
+    "loss",
+    "losses",
+    "psgrad.inputs.losses",
+    "psgrad.inputs.loss:Loss",
+    "loss",
+    "CONTRIBUTING.md",
+    LossError,
+)
+SOURCES = Kind(
+    "source",
+    "sources",
+    "psgrad.inputs.sources.formats",
+    "psgrad.inputs.sources.source:Source",
+    "data.path",
+    "CONTRIBUTING.md",
+    DataError,
+)
+KINDS = (MEASURES, METHODS, DETECTORS, LOSSES, SOURCES)
+
+
+def configured(kind: Kind, name: str, options: Mapping[str, Any], base: Path) -> Any:
+    """The plugin that a config names, with its options; files are relative to `base`.
+
+    Raises ConfigError for a name or an option that is not known and for values that are not allowed, and the
+    kind's own error where a plugin from outside of psgrad fails.
+    """
+    found = find(kind, name, base)
+    known = options_of(found)
+    problems = [
+        _unknown_option(kind, found, name, option, known) for option in options if option not in known
+    ]
+    if not problems:
+        try:
+            if not known:
+                return found()
+            return TypeAdapter(found).validate_json(json.dumps(dict(options)), strict=True)
+        except ValidationError as error:
+            shown = "" if kind is METHODS else f" {name}"
+            start = f"{kind.key}{':' if shown else ''}{shown}."
+            problems = [
+                f"{(start + '.'.join(map(str, each['loc']))).rstrip('.')}: {explain(each)}"
+                for each in error.errors(include_url=False)
+            ]
+        except Exception as error:
+            if isinstance(error, PsgradError) or name in own_plugins(kind.group):
+                raise
+            raise kind.failed(
+                f"the {kind.word} {name} raised {describe_failure(error)} as it was made",
+                cause=f"a mistake in the {kind.word}, or options that it does not take",
+            ) from error
+    raise ConfigError("\n  ".join([f"the {kind.word} {name} does not take these options:", *problems]))
+
+
+def find(kind: Kind, name: str, base: Path) -> type[Any]:
+    """The class of the plugin that a config names. Raises ConfigError where there is none, or where it can't
+    be used.
+    """
+    own = own_plugins(kind.group).get(name)
+    if own is not None:
+        return _located(own.location)
+    if is_callable_spec(name):
+        return _checked(kind, name, resolve(name, base))
+    if name in own_classes(kind):  # a new file, of which plugin_options.json does not know yet
+        return own_classes(kind)[name]
+    installed = installed_plugins(kind.group).get(name)
+    if installed is not None:
+        return _checked(kind, name, resolve(installed.value, base))
+    known = plugin_names(kind.group)
+    raise ConfigError(
+        f"{kind.key}: there is no {kind.word} {name!r}{did_you_mean(name, known)}",
+        expected=f"{'one' if kind is METHODS else 'some'} of {', '.join(known)}; or module:Class",
+    )
+
+
+@cache
+def own_classes(kind: Kind) -> dict[str, type[Any]]:
+    """name -> class, of all of psgrad's own plugins of a kind, by name; imports all their files."""
+    package, base = importlib.import_module(kind.package), _located(kind.base)
+    found = {}
+    for each in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{kind.package}.{each.name}")
+        for value in vars(module).values():
+            name = getattr(value, "name", "")
+            if isinstance(value, type) and issubclass(value, base) and name:
+                found[str(name)] = value
+    return dict(sorted(found.items()))
+
+
+def options_of(plugin: type[Any]) -> list[str]:
+    """The names of a plugin's options."""
+    return (
+        [each.name for each in dataclasses.fields(plugin) if each.init]
+        if dataclasses.is_dataclass(plugin)
+        else []
+    )
+
+
+def _located(location: str) -> type[Any]:
+    module, _, name = location.partition(":")
+    found: type[Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _checked(kind: Kind, name: str, found: Any) -> type[Any]:
+    """A class from outside of psgrad, if it can be used as this kind of plugin."""
+    base = kind.base.replace(":", ".")
+    undefined = sorted(getattr(found, "__abstractmethods__", ()))
+    if not inspect.isclass(found) or not issubclass(found, _located(kind.base)):
+        raise ConfigError(
+            f"{kind.key}: {name} is no {kind.word}",
+            expected=f"a class that derives from {base}, a dataclass of its options",
+            next_step=f"{kind.page} shows one",
+        )
+    if undefined:
+        raise ConfigError(
+            f"{kind.key}: {name} does not define {', '.join(undefined)}",
+            expected=f"a {kind.word} that can be made: {base} says what each has to do",
+        )
+    return found
+
+
+def _unknown_option(kind: Kind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
+    refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
+    close = nearest(option, known)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    meant = f"did you mean {close}? " if close else ""
+    if kind is METHODS:
+        return f"{kind.key}.{option}: unknown option; {meant}{name}: {takes}"
+    return f"{kind.key}: {option}: unknown option of {name}; {refused.get(option, meant + takes)}"

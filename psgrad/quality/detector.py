@@ -1,0 +1,106 @@
+"""Detectors of unusual rows among projected gradients: a score for each row, larger is more unusual.
+
+A score is no verdict. Who has trusted rows turns scores into p-values; without them they order a review list.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from psgrad.errors import ConfigError
+from psgrad.plugins import DETECTORS, configured
+
+FloatArray = np.ndarray[Any, Any]
+
+
+class Detector(ABC):
+    """One way to tell how strange a row is. A subclass is a frozen dataclass whose fields are its options.
+
+    Class attributes, for documentation: name, as in the config; title; unit of the score; source.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    unit: ClassVar[str]
+    source: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def by_direction(self) -> bool:
+        """Whether the length of a row does not count."""
+
+    @abstractmethod
+    def scores(self, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
+        """[n] of finite rows [n, k], by what is usual among the rows of `reference` [m, k], or among the rows
+        themselves.
+        """
+
+
+def detector_from(name: str, options: Mapping[str, Any], base: Path = Path()) -> Detector:
+    """The detector of a name with its options. Raises ConfigError for a name or options that are not known,
+    or can't be.
+    """
+    found: Detector = configured(DETECTORS, name, options, base)
+    return found
+
+
+def detect(detector: Detector, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
+    """How strange each row is: [n] float64, larger is stranger; NaN for a row that is not finite.
+
+    Args:
+        detector: with its options.
+        rows: [n, k] projected gradients.
+        reference: [m, k] of trusted samples, projected by the same projection, to which the detector is
+            fitted; None to fit it to `rows` themselves.
+        seed: of what is drawn.
+
+    Scores of the rows that a detector was fitted to are not those of new rows of the same kind (a row is its
+    own nearest neighbour, and trees have cut it off): for conformal p-values fit to one part of the trusted
+    rows, and score the other part with the rows in question.
+
+    Raises ConfigError for a reference of another width or without finite rows.
+    """
+    rows = np.asarray(rows)
+    usable = _usable(rows, detector)
+    if reference is not None:
+        reference = np.asarray(reference)
+        if reference.shape[1:] != rows.shape[1:]:
+            raise ConfigError(
+                f"the detector {detector.name}: the trusted samples have projected gradients [n,"
+                f" {reference.shape[1]}], those in question [n, {rows.shape[1]}]",
+                expected="the same projection (dimension, kind and seed) of the same parameters",
+                cause="a reference of a run with other options of projected_gradients, or of another model",
+                next_step="run the reference again with the options of this run",
+            )
+        reference = _prepared(reference[_usable(reference, detector)], detector)
+        if not len(reference):
+            raise ConfigError(
+                f"the detector {detector.name}: no row of the reference has a projected gradient that it can"
+                " be fitted to",
+                expected="trusted samples whose gradients are finite and not zero",
+            )
+    scores = np.full(len(rows), np.nan)
+    if usable.any():
+        scores[usable] = detector.scores(_prepared(rows[usable], detector), reference, seed)
+    return scores
+
+
+def _usable(rows: FloatArray, detector: Detector) -> FloatArray:
+    """[n]: which rows are finite, and have a direction where one is needed."""
+    usable = np.isfinite(rows).all(1)
+    return np.asarray(usable & rows.any(1) if detector.by_direction else usable)
+
+
+def _prepared(rows: FloatArray, detector: Detector) -> FloatArray:
+    """The rows, of unit length where their direction alone counts; first by their largest entry, as squares
+    may vanish.
+    """
+    if not detector.by_direction or not len(rows):
+        return rows
+    scaled = rows / np.abs(rows).max(1, keepdims=True)
+    return np.asarray(scaled / np.linalg.norm(scaled, axis=1, keepdims=True))
