@@ -5,6 +5,7 @@ is refused by name, and only private_torch.py knows such names.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -332,6 +333,20 @@ def test_pytorch_without_private_name_refused(module: str, name: str) -> None:
     assert done.stderr == ""
     assert done.stdout.startswith("PyTorch ")
     assert f"has no {module}.{name}\n" in done.stdout
+
+
+def test_supported_versions_said_once() -> None:
+    lowest, newest = private.LOWEST, private.NEWEST
+    root = PACKAGE.parent
+    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>={lowest[0]}.{lowest[1]},<{newest[0]}.{newest[1] + 1}"' in project
+    words = f"PyTorch {lowest[0]}.{lowest[1]} to {newest[0]}.{newest[1]}"
+    assert words in (root / "README.md").read_text(encoding="utf-8")
+    constraints = (root / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.search(r"^torch==(\d+)\.(\d+)", constraints, re.MULTILINE)
+    assert pinned is not None
+    assert lowest <= (int(pinned[1]), int(pinned[2])) <= newest
+    assert str(private._refusal(ImportError(name="torch"))).count(words) == 1
 
 
 # -- no other module -----------------------------------------------------------------------------------------
