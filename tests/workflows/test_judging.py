@@ -17,7 +17,7 @@ from psgrad.workflows import analyze
 from tests.oracles import one_sample_gradients
 from tests.workplace import CLASSES, FEATURES, Workplace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TRUSTED = 60
 TABLE = """
 class Model(nn.Module):

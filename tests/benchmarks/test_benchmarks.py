@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

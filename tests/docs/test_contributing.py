@@ -23,7 +23,7 @@ from psgrad.quality import detectors
 from psgrad.quality.detector import detect, detector_from
 from tests.workplace import ROWS, Workplace
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 

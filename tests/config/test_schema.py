@@ -15,7 +15,7 @@ from psgrad.config.schema import meanings, schema, sections
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import parse
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCHEMA = schema()
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 LEAST: dict[str, Any] = {

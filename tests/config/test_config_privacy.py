@@ -17,7 +17,7 @@ from psgrad.config import RELATIONS, PrivacyConfig, load_config
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import FIELDS, Sampling
 from psgrad.errors import ConfigError
-from tests.test_config import MINIMAL
+from tests.config.test_config import MINIMAL
 
 PRIVATE = """\
 privacy:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 INSTALLED = ("captum", "dattri")
 COMPARISONS = (
     "captum TracInCP, gradients by layer formulas",

@@ -22,7 +22,7 @@ from psgrad.config import Config, config_from
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import parse
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def load_model(folder: Path) -> torch.nn.Module:

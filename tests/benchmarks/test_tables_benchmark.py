@@ -13,7 +13,7 @@ import pytest
 from psgrad.workflows.check import check
 from psgrad.workflows.diff import diff
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

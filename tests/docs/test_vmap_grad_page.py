@@ -13,7 +13,7 @@ from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.batch_values import BatchTracer
 from psgrad.engine.transforms.batching import BatchLevel
 
-PAGE = (Path(__file__).parent.parent / "docs" / "explanation" / "vmap-grad.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "vmap-grad.md").read_text(encoding="utf-8")
 
 
 def shape(value: Any) -> str:

@@ -24,7 +24,7 @@ from tests.workplace import Workplace
 
 MEASURES = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog"]
 FILES = ["first.safetensors", "second.safetensors", "third.safetensors"]
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture

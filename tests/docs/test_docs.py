@@ -9,7 +9,7 @@ import pytest
 
 from tools import config_page, layers, pictures
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 PROSE = [page for page in PAGES if page.name not in ("CHANGELOG.md", "glossary.md")]

@@ -10,7 +10,7 @@ import yaml
 from psgrad.config import Config, EvaluationConfig, load_config
 from psgrad.engine.influence.evaluation.jobs import Recipe
 from psgrad.errors import ConfigError
-from tests.test_config import MINIMAL
+from tests.config.test_config import MINIMAL
 
 
 def load(folder: Path, *overrides: str) -> EvaluationConfig:

@@ -11,7 +11,7 @@ import pytest
 
 from psgrad.plugins import MEASURES, own_classes
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_the_ways_run_and_every_measure_is_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from psgrad.plugins import METHODS, own_classes
 from psgrad.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
 from psgrad.storage.folders import OWN_ENTRIES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "influence.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 METHODS_PAGE = (ROOT / "docs" / "explanation" / "influence.md").read_text(encoding="utf-8")

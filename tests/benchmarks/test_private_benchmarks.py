@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_benchmarks import script as script
+from tests.benchmarks.test_benchmarks import script as script
 
 CPU = torch.device("cpu")
 

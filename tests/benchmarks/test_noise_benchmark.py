@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_benchmarks import FOLDER
-from tests.test_benchmarks import script as script
+from tests.benchmarks.test_benchmarks import FOLDER
+from tests.benchmarks.test_benchmarks import script as script
 
 
 def test_the_benchmark_of_the_noise_runs(

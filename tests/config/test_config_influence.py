@@ -16,7 +16,7 @@ from psgrad.engine.influence.index.stored import IndexSpec
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.plugins import METHODS, own_classes
 from psgrad.workflows.influence_setup import method_from, told_as_own
-from tests.test_config import MINIMAL
+from tests.config.test_config import MINIMAL
 
 QUERIES = "{path: queries.npz, inputs: x, target: y}"
 

@@ -18,7 +18,7 @@ from psgrad.workflows.analyze import analyze
 from psgrad.workflows.measures import RESERVED
 from tools import measures_page
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = measures_page.PAGE.read_text(encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ from psgrad.config import Config, load_config
 from psgrad.reports.outliers import OFFER, OPTION, rankings_of
 from psgrad.results.manifest import OutlierFacts, read
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")

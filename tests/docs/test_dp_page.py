@@ -26,7 +26,7 @@ from psgrad.cli.app import app
 from psgrad.config import PrivacyConfig, load_config
 from psgrad.results import STEP_KEYS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "private-training.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 CONFIG, EXAMPLE = ROOT / "configs" / "digits-dp.yaml", ROOT / "configs" / "digits-dp"

@@ -21,7 +21,7 @@ from psgrad.quality.detector_scores import LEAST_ROWS
 from psgrad.quality.references import SAVED_ROWS
 from psgrad.results import SAMPLE_COLUMNS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "explanation" / "outliers.md").read_text(encoding="utf-8")
 CONFIG = ROOT / "configs" / "digits-gate.yaml"
 STORED = json.loads((ROOT / "benchmarks" / "results" / "outliers-cpu.json").read_text(encoding="utf-8"))

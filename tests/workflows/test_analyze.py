@@ -30,7 +30,7 @@ from psgrad.results import PARAMETER_COLUMNS, SAMPLE_COLUMNS
 from tests.oracles import Loss, one_sample_gradients
 from tests.workplace import ROWS, Workplace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = {
     *(
         "manifest.json",

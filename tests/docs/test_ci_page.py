@@ -29,7 +29,7 @@ from psgrad.results import RULES
 from psgrad.results.findings import FINDINGS_OF_A_RULE
 from tests.workplace import Workplace
 
-PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "ci.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "ci.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
