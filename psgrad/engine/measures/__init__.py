@@ -1,1 +1,1 @@
-"""Measures: what is computed from deferred gradients sample by sample, one file each."""
+"""Measures: what is computed from deferred gradients sample by sample, one file for each family."""
