@@ -149,6 +149,9 @@ def test_elementwise_derivative_of_extreme_values(name: str, dtype: torch.dtype)
     if name == "sinc":  # PyTorch's slope is 0 where x is tiny
         (x, g), (value, slope) = args, expected
         expected = value, torch.where((x != 0) & (x.abs() < 1e-10), g * (x * (-(math.pi**2) / 3)), slope)
+    if name in ("special.i1", "special.i1e"):  # PyTorch's slope at NaN is one half up to 2.14
+        (x, _), (value, slope) = args, expected
+        expected = value, torch.where(x.isnan(), NAN, slope)
     ways = {
         "vjp": value_and_cotangents(f, *args),
         "vmap(vjp)": vmap(lambda *one: value_and_cotangents(f, *one))(*args),
@@ -189,6 +192,8 @@ def test_second_derivative_of_extreme_values(name: str) -> None:
     f = SECOND[name]
     total = lambda x, weight: (f(x) * weight).sum()
     for number in X:
+        if name == "i1" and math.isnan(number):
+            continue  # PyTorch's slope there is one half up to 2.14
         x, weight = (
             torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (number, 0.7)
         )

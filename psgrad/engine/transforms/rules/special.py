@@ -59,12 +59,12 @@ elementwise(aten.special_entr.default, x0=lambda out, x: lambda g: -g * (1 + tor
 
 
 def _half_near_zero(x: torch.Tensor, slope: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The derivative of I1, or of the exponentially scaled one: one half at zero, and, as PyTorch has it, for
-    NaN.
+    """The derivative of I1, or of the exponentially scaled one: one half at zero. (For NaN it is NaN, where
+    PyTorch has one half up to 2.14.)
     """
     eps = torch.finfo(x.dtype).eps
-    away = x.abs() > eps
-    return torch.where(away, slope(torch.where(away, x, eps)), 0.5)
+    near = x.abs() <= eps
+    return torch.where(near, 0.5, slope(torch.where(near, eps, x)))
 
 
 def _over(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
