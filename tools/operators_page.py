@@ -54,31 +54,23 @@ TEMPLATE = """\
 # PyTorch's operators: what is right, what is refused
 
 `python -m tools.pages` makes this page; a test fails if it is out of date. `psgrad ops` lists the rule of
-each
-operator.
+each operator.
 
 PyTorch has a database of its operators with sample calls. The tests run the {entries} entries that have
-float64
-through each row of the first table: the first four sample calls of an entry, the same calls in place if
-PyTorch
-can differentiate them, and, if the result is a view, a write through the view. Each result is compared with
-`torch.autograd` on one sample at a time, with a relative error of 1e-9. An entry is *right* if all of its
-calls are
-right. It is *refused* if one of its calls ends in an error of psgrad that names the operator. **No entry is
-wrong, and
-none ends in another error**: the tests fail in both cases.
+float64 through each row of the first table: the first four sample calls of an entry, the same calls in place
+if PyTorch can differentiate them, and, if the result is a view, a write through the view. Each result is
+compared with `torch.autograd` on one sample at a time, with a relative error of 1e-9. An entry is *right* if
+all of its calls are right. It is *refused* if one of its calls ends in an error of psgrad that names the
+operator. **No entry is wrong, and none ends in another error**: the tests fail in both cases.
 
 | | entries | right | refused | right, percent |
 |---|---|---|---|---|
 {bars}
 
 A row counts the entries that have a derivative in float64 and an oracle for the row. `vmap(grad)` is the
-gradient of a
-fixed random projection of the results. Under `vmap`, two different samples run together: with the sample axis
-in front,
-with the sample axis last, and with each argument mapped alone. Random operators draw the same numbers for
-both samples.
-If the data decide what is computed, both samples agree on it.
+gradient of a fixed random projection of the results. Under `vmap`, two different samples run together: with
+the sample axis in front, with the sample axis last, and with each argument mapped alone. Random operators
+draw the same numbers for both samples. If the data decide what is computed, both samples agree on it.
 
 ## Refused
 

@@ -24,7 +24,12 @@ class Refusal(NamedTuple):
 WITHOUT_RULE = {
     "aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_tensors": "histogramdd",
     "aten::_to_sparse aten::_to_sparse.sparse_dim": "to_sparse",
+    "aten::linalg_matrix_sqrth": "linalg.matrix_sqrth",
+    "aten::linalg_polar": "linalg.polar",
 }
+
+# Not in the database of every supported PyTorch.
+NEW_IN_2_15 = frozenset({"linalg.matrix_sqrth", "linalg.polar"})
 
 # Under vmap they need a Python number, a branch or a shape from their data: both samples are the same, so
 # that they agree on it.
