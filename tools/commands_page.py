@@ -21,8 +21,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "commands.md"
 HEAD = """\
 # Commands
 
-`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` prints the
-same.
+`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` prints
+the same.
 
 Results go to standard output. Messages for people go to standard error. Every command ends with one of these
 exit codes:
@@ -38,8 +38,7 @@ exit codes:
 
 `psgrad --install-completion` installs completion of commands, options and their values for your shell;
 `--show-completion` prints the script instead. The output has no colours if `NO_COLOR` is set or if it does
-not
-go to a terminal.
+not go to a terminal.
 """
 
 
