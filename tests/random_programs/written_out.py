@@ -174,6 +174,15 @@ class WrittenOutTorch:
         return getattr(torch, name)
 
     @staticmethod
+    def kron(a: Tensor, b: Tensor) -> Tensor:
+        """Where one of them is overwritten afterwards, PyTorch's own has the gradient of the new values."""
+        rank = max(a.dim(), b.dim())
+        a, b = (x.reshape(*(1,) * (rank - x.dim()), *x.shape) for x in (a, b))
+        for axis in range(rank):
+            a, b = a.unsqueeze(2 * axis + 1), b.unsqueeze(2 * axis)
+        return (a * b).reshape([m * n for m, n in zip(a.shape[::2], b.shape[1::2], strict=True)])
+
+    @staticmethod
     def sinc(x: Tensor) -> Tensor:
         """Around zero the Taylor series: the sum over k of (-1)^k (pi x)^2k / (2k + 1)!."""
         angle = math.pi * _wide(x)
