@@ -218,7 +218,7 @@ def _facts(facts: OutlierFacts) -> Iterator[tuple[str, str]]:
         yield "Review list", f"the first {100 * facts.review_fraction:.3g} % of the samples"
     if rankings_of(facts) is None:  # else that is the page's first sentence
         yield "Agreement", str(facts.loss_agreement.words)
-    yield "Separability", str(facts.separability.words)
+    yield "Separability", facts.separability.words or ""
     for name, detector in facts.detectors.items():
         flagged = "" if detector.flagged is None else f"; it would name {detector.flagged:,}"
         yield str(detector.title or name), f"{detector.meaning}{flagged}"

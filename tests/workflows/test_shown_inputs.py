@@ -135,6 +135,7 @@ def test_the_page_of_a_table_shows_its_rows_and_a_report_made_again_is_the_same(
     name, value = run.top_inputs[0].values[0]
     assert f">{name}<".encode() in page
     assert f">{value:.7g}<".encode() in page
+    assert b">None<" not in page  # what is not known is left out
     workplace.command("report", "out")
     assert (folder / "report.html").read_bytes() == page
 

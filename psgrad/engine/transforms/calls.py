@@ -6,7 +6,7 @@ levels like an operator, but it visits every level from the top, tracers among i
 function may close over some.
 
 - A derivative level asks it to `differentiate` (reverse) or to `push` tangents (forward), on the values one
-  floor down.
+  level below.
 - A batching level asks it to `batch`, which mostly means: the same call for all samples at once, one floor
   down. Its functions then begin by going back up to the level, also after the level was left (in the pass
   back): the level is entered again, and the tracers that the user's functions hold become valid with it.
@@ -330,7 +330,7 @@ class Ruled(Call):
     function: arguments -> results. prepare: (arguments, results or None, which arguments want cotangents) ->
     (results, whatever `pull` needs, constant results). pull: (that, cotangents of the results) -> cotangents
     of the arguments. forward: (arguments, results or None, tangents) -> (results, tangents of the results).
-    value_first: whether `prepare` and `forward` are given the results, computed one floor down by the call
+    value_first: whether `prepare` and `forward` are given the results, computed one level below by the call
     itself; else they compute
         them, as ordinary programs there.
     """
