@@ -33,7 +33,7 @@ class AdoptingLevel(Level):
         raise NotImplementedError
 
     def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
-        """`op` one floor down, on what the tracers of this level stand for."""
+        """`op` one level below, on what the tracers of this level stand for."""
         return interpret(op, values, kwargs, below=self)
 
     def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ class AdoptingLevel(Level):
         return map_tracers(self.adopt, result) if fresh else result
 
     def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One floor down. To be written into at every level, a fresh tensor must be adopted by all."""
+        """One level below. To be written into at every level, a fresh tensor must be adopted by all."""
         top = top_level(args, kwargs)
         first = top.index if top is not None else 0
         adopter = next(

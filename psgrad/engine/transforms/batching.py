@@ -272,7 +272,7 @@ class BatchLevel(SampleAxis):
         return self._wrap(rule(self.batch, partial(self._draw_below, op), *args, **kwargs))
 
     def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
-        """A random operator one floor down, where levels further out have their say in what is drawn."""
+        """A random operator one level below, where levels further out have their say in what is drawn."""
         return interpret(op, args, kwargs, below=self)
 
 

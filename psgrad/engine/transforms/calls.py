@@ -211,7 +211,7 @@ def _adopting(adopts: bool, levels: Sequence[ActiveLevel]) -> Iterator[None]:
 
 
 def own_values(level: DerivativeLevel, results: Sequence[Any], name: str) -> Flat:
-    """What a function computed below a level, as values of the floors below."""
+    """What a function computed below a level, as values of the levels below."""
     return lowered(results, level.index - 1, name)
 
 

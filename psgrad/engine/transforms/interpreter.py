@@ -345,7 +345,7 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Acti
     """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a
     say in it).
 
-    `below`: only levels under this one are asked; a level passes itself here to go one floor down.
+    `below`: only levels under this one are asked; a level passes itself here to go one level below.
     """
     return handed_on(top_level(args, kwargs), op, args, kwargs, below)
 
@@ -483,7 +483,7 @@ def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def resurrect(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tracer stands for on the floors that are left, if its transform has ended."""
+    """What a tracer stands for on the levels that are left, if its transform has ended."""
     while isinstance(tensor, Tracer) and not tensor.level.alive:
         tensor = tensor.below()
     return tensor
