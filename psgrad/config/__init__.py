@@ -10,6 +10,7 @@ from psgrad.config.analysis import (
     OutlierConfig,
     ReferenceConfig,
 )
+from psgrad.config.data import DATA_SUFFIXES, DataConfig
 from psgrad.config.influence import (
     MEASUREMENTS,
     CheckpointConfig,
@@ -33,15 +34,13 @@ from psgrad.config.mechanism import (
     ScheduleConfig,
     UnitConfig,
 )
+from psgrad.config.model import TASKS, ModelConfig, NewAdapterConfig, Task
 from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
 from psgrad.config.reading import config_from, load_config, read_config
 from psgrad.config.sections import (
-    DATA_SUFFIXES,
     LOSS_OPTIONS,
-    DataConfig,
     EngineConfig,
     LossConfig,
-    ModelConfig,
     ReportConfig,
 )
 from psgrad.config.values import NamedSection, is_callable_spec, nearest
@@ -52,6 +51,7 @@ __all__ = [
     "LOSS_OPTIONS",
     "MEASUREMENTS",
     "RELATIONS",
+    "TASKS",
     "AdaptiveConfig",
     "AnalyzeConfig",
     "AugmentationConfig",
@@ -72,6 +72,7 @@ __all__ = [
     "MethodConfig",
     "ModelConfig",
     "NamedSection",
+    "NewAdapterConfig",
     "NoiseConfig",
     "OptimizerConfig",
     "OutlierConfig",
@@ -81,6 +82,7 @@ __all__ = [
     "ReportConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "Task",
     "TrainConfig",
     "TuningConfig",
     "UnitConfig",

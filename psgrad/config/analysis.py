@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from psgrad.config.sections import DataConfig
-from psgrad.config.values import FilePath, Finite, NamedSection, Section
+from psgrad.config.data import DataConfig
+from psgrad.config.values import FilePath, Finite, NamedSection, ParameterPatterns, Section
 
 
 class MeasureConfig(NamedSection):
@@ -100,6 +100,8 @@ class AnalyzeConfig(Section):
     """Share of the samples on the review list if there is no reference."""
     measures: list[MeasureConfig] = Field(default_factory=list)
     """What is computed besides norm, loss and prediction; docs/reference/measures.md lists the measures."""
+    trainable: ParameterPatterns = None
+    """Patterns of parameter names whose gradients are measured; null for all trainable ones."""
     checkpoints: list[FilePath] | None = None
     """Checkpoints of one training run, in order, for the measures that follow samples through training."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from psgrad.config.sections import DataConfig
+from psgrad.config.data import DataConfig
 from psgrad.config.values import (
     CallableSpec,
     FilePath,
@@ -183,20 +183,14 @@ class QueriesConfig(DataConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
-        if self.path is not None and self.factory is not None:
+        if len(self.sources_given) > 1:
+            raise ValueError(f"give one of {', '.join(self.sources_given)}, not several")
+        if self.sources_given:
+            self._check_columns()
+        elif self.rows is None:
             raise ValueError(
-                "give path (a file) or factory (a callable that returns a torch Dataset), not both"
-            )
-        if self.path is not None and self.inputs is None:
-            raise ValueError(
-                "inputs is missing: the name of the column that the model reads, or a list of names"
-            )
-        if self.path is not None and self.kwargs:
-            raise ValueError("kwargs are the arguments of a factory; a path takes none")
-        if self.path is None and self.factory is None and self.rows is None:
-            raise ValueError(
-                "neither path, factory nor rows says what the queries are; leave queries out to ask about all"
-                " training rows"
+                "neither path, dataset, images, factory nor rows says what the queries are; leave queries out"
+                " to ask about all training rows"
             )
         return self
 
@@ -209,9 +203,9 @@ class QueriesConfig(DataConfig):
         return self
 
     @property
-    def dataset(self) -> DataConfig | None:
+    def own_data(self) -> DataConfig | None:
         """The queries' own dataset; None where they are rows of the training data."""
-        if self.path is None and self.factory is None:
+        if not self.sources_given:
             return None
         return DataConfig.model_validate(self.model_dump(exclude={"rows"}, exclude_unset=True))
 

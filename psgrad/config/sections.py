@@ -1,19 +1,15 @@
-"""The sections that every command shares: model, loss, data, engine, report."""
+"""The sections that every command shares besides model and data: loss, engine, report."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names, type_of
-from psgrad.config.values import CallableSpec, FilePath, Section, described, is_callable_spec, nearest
-
-DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
-"""Suffixes of the data files that psgrad reads by itself."""
+from psgrad.config.values import FilePath, Section, described, is_callable_spec, nearest
 
 LOSS_OPTIONS: Mapping[str, frozenset[str]] = {
     name: frozenset(each.options) for name, each in own_plugins("losses").items()
@@ -69,24 +65,6 @@ def _memory(value: object) -> object:
     return size
 
 
-def _column_names(value: object) -> object:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"got {described(value)}, expected one column name or a list of them")
-    if len(set(names)) < len(names):
-        raise ValueError("a column is named twice")
-    return value
-
-
-def _data_path(value: Path) -> Path:
-    suffix = value.suffix.lower()
-    if suffix not in DATA_SUFFIXES and suffix[1:] not in installed_plugins("sources"):
-        raise ValueError(
-            f"{value.name!r} does not end in one of {', '.join(DATA_SUFFIXES)}; the suffix picks the reader"
-        )
-    return value
-
-
 def _loss_name(value: str) -> str:
     if value in LOSS_OPTIONS or is_callable_spec(value) or value in installed_plugins("losses"):
         return value
@@ -97,29 +75,6 @@ def _loss_name(value: str) -> str:
         f"there is no loss {value!r}; {suggestion}known: {', '.join(known)}; or module:callable for one of"
         " your own"
     )
-
-
-class ModelConfig(Section):
-    """The model: a factory, its arguments, and the weights to put in."""
-
-    factory: CallableSpec
-    """What builds the model: module:callable or file.py:callable; files are relative to this config."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the factory."""
-    checkpoint: FilePath | None = None
-    """The weights: .safetensors, .safetensors.index.json, .pt, .pth or .ckpt, relative to this config."""
-    state_dict_key: str | None = None
-    """The place of the weights in a .pt, .pth or .ckpt file."""
-    mode: Literal["eval", "train"] = "eval"
-    """Whether the model runs as in evaluation or as in training (dropout on)."""
-
-    @model_validator(mode="after")
-    def _key_needs_a_checkpoint(self) -> ModelConfig:
-        if self.state_dict_key is not None and self.checkpoint is None:
-            raise ValueError(
-                "state_dict_key says where in the checkpoint the weights lie, but there is no checkpoint"
-            )
-        return self
 
 
 class _LossName(Section):
@@ -165,53 +120,6 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
         return self
 
 
-class DataConfig(Section):
-    """The dataset: a file, or a factory of a torch Dataset, and which columns are which."""
-
-    not_taken: ClassVar[Mapping[str, str]] = {
-        "shuffle": (
-            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
-        ),
-        "sampler": (
-            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
-        ),
-        "batch_size": (
-            "rows that are computed together are engine.chunk_size; a private run draws its batches by"
-            " privacy.sampling"
-        ),
-        "user": "the column of a private run's users is privacy.unit.column",
-    }
-
-    path: Annotated[FilePath, AfterValidator(_data_path)] | None = None
-    """A file: .npz, .csv, .parquet or .safetensors, relative to this config."""
-    factory: CallableSpec | None = None
-    """In place of a path: module:callable or file.py:callable that returns a torch Dataset."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the factory."""
-    inputs: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
-    """The column that the model reads, or a list of them."""
-    target: str | None = None
-    """The column that the loss compares the output with."""
-    id: str | None = None
-    """The column that names each row; without it a row is known by its number and content."""
-    class_names: list[str] | None = None
-    """Names of the classes 0, 1, 2, ... for people."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if (self.path is None) == (self.factory is None):
-            raise ValueError(
-                "give exactly one of path (a file) and factory (a callable that returns a torch Dataset)"
-            )
-        if self.path is not None and self.inputs is None:
-            raise ValueError(
-                "inputs is missing: the name of the column that the model reads, or a list of names"
-            )
-        if self.path is not None and self.kwargs:
-            raise ValueError("kwargs are the arguments of a factory; a path takes none")
-        return self
-
-
 class EngineConfig(Section):
     """How the gradients are computed."""
 
@@ -219,6 +127,8 @@ class EngineConfig(Section):
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     chunk_size: Annotated[int | Literal["auto"], BeforeValidator(_chunk_size)] = "auto"
     """Rows computed together; auto fits them to the memory."""
+    tokens_per_chunk: Annotated[int, Field(ge=1)] | None = None
+    """Positions computed together at most, where rows differ in length; null for what fits the memory."""
     memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
     """The memory of a chunk: a size such as 2GiB; auto is a share of the free memory."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

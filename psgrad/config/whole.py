@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
+from psgrad.config.data import SOURCE_KEYS, DataConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
+from psgrad.config.model import TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.privacy import PrivacyConfig
 from psgrad.config.sections import (
     LOSS_OPTIONS,
-    DataConfig,
     EngineConfig,
     LossConfig,
-    ModelConfig,
     ReportConfig,
 )
 from psgrad.config.values import FilePath, Section, described
@@ -37,7 +37,9 @@ class Config(Section):
     model: ModelConfig
     """The model: a factory, its arguments, and the weights to put in."""
     loss: LossConfig
-    """The loss of one sample."""
+    """The loss of one sample; that of model.task where it is left out."""
+    allow_download: bool = False
+    """Whether models, tokenizers and datasets may be downloaded by their hub ids."""
     data: DataConfig
     """The dataset, and which of its columns are which."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -67,6 +69,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _task_implies_the_loss(cls, value: Any) -> Any:
+        model = value.get("model") if isinstance(value, dict) else None
+        task = model.get("task") if isinstance(model, dict) else None
+        return {"loss": TASK_LOSSES[task], **value} if task in TASKS else value
+
+    @model_validator(mode="before")
+    @classmethod
     def _trusted_data_are_read_as_the_data_are(cls, value: Any) -> Any:
         """Keys that analyze.outliers.reference.data leaves out are those of data; another path or factory
         brings its own source.
@@ -77,7 +86,7 @@ class Config(Section):
         own = value.get("data") if isinstance(value, dict) else None
         if not isinstance(groups[-1], dict) or not isinstance(own, dict):
             return value
-        sources = {"path", "factory", "kwargs"}
+        sources = {*SOURCE_KEYS, "kwargs", "config", "split"}
         given: Any = {
             key: each for key, each in own.items() if key not in sources or not sources & set(groups[-1])
         } | groups[-1]

@@ -43,13 +43,15 @@ class Samples(ABC):
     """A dataset in its own order.
 
     ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per
-    row and was cheap to read; else None. fingerprint: a SHA-256 that changes when the data does. units: [n],
+    row and was cheap to read; else None. keywords: how the model calls its inputs; empty where it takes them
+    by position. fingerprint: a SHA-256 that changes when the data does. units: [n],
     text or int64, whom each row belongs to, where a column for that was named; else None. sources: the
     modules of Python that make the rows, where code does. code: the objects that do. reading: to be held by
     whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in
     messages too.
     """
 
+    keywords: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     code: tuple[object, ...] = ()
 

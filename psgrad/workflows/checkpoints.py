@@ -57,9 +57,7 @@ def checkpoints_sha256(run: Setup) -> dict[str, str]:
 
 
 def _objective(run: Setup, path: Path) -> Objective:
-    return Objective(
-        _loaded(run, path).to(run.device, run.dtype), run.criterion.function, autocast=run.objective.autocast
-    )
+    return run.objective.with_model(_loaded(run, path).to(run.device, run.dtype)).with_summary(None)
 
 
 def _loaded(run: Setup, path: Path) -> nn.Module:

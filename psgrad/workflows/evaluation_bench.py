@@ -17,6 +17,7 @@ from torch import nn
 
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Forward
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
@@ -175,7 +176,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
         rows=rows,
         train=trainer_of(config, fresh, rows, setup),
         store=ShardStore(folder),
-        fingerprint=f"{fingerprint(setup, rows)} {behaviour(fresh, rows)}",
+        fingerprint=f"{fingerprint(setup, rows)} {behaviour(fresh, rows, setup.run.forward)}",
         progress=progress,
         notes=notes,
     )
@@ -229,13 +230,13 @@ def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows) -> str:
+def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows, forward: Forward) -> str:
     """A digest of a fresh model's weights and of what it says to the first row: it is another where code that
     the factory imports is.
     """
     model = fresh_model(fresh, 0).eval()
     with torch.no_grad():
-        output = model(*[x[:1] for x in rows.inputs])
+        output = forward(model, *[x[:1] for x in rows.inputs])
     said = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return LoadedRows((*model.state_dict().values(), *said), None).digest()
 

@@ -17,7 +17,6 @@ import torch
 
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import Job, Members
 from psgrad.engine.influence.evaluation.mislabel import (
     FOLDS,
@@ -167,7 +166,7 @@ def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
 
     return replace(
         training,
-        objective=Objective(model, run.criterion.function, autocast=run.objective.autocast),
+        objective=run.objective.with_model(model).with_summary(None),
         read=read,
     )
 

@@ -17,7 +17,6 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, ModelError, PsgradError
@@ -155,8 +154,7 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
     there = _at(config, number)
     loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
     model = loaded.model.to(run.device, run.dtype)
-    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.autocast)
-    return replace(run, config=there, loaded=loaded, model=model, objective=objective)
+    return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
 
 
 def sha256_at(config: Config, number: int) -> str | None:
@@ -201,7 +199,7 @@ def _view(
         if measurement.criterion.kind != "custom"
         else None
     )
-    measured = Objective(run.model, measurement.criterion.function, summary, autocast=run.objective.autocast)
+    measured = run.objective.with_scalar(measurement.criterion.function, summary)
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
@@ -217,7 +215,7 @@ def _view(
 def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[CheckedReader, np.ndarray]:
     """Who reads the queries, and which rows they are."""
     wanted = config.influence.queries
-    dataset = None if wanted is None else wanted.dataset
+    dataset = None if wanted is None else wanted.own_data
     samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
     with told_of_queries():
         reader = CheckedReader(

@@ -11,7 +11,7 @@ from torch import nn
 
 from psgrad.config import Config
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.objective import Forward, Objective
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
@@ -37,6 +37,7 @@ class Loaded:
         loaded: the model as its factory and checkpoint gave it, and where it came from.
         identity: the hashes of that model.
         model: the same on the device, in `dtype`.
+        forward: how that model is called on a batch of the samples.
     """
 
     config: Config
@@ -48,13 +49,15 @@ class Loaded:
     criterion: Criterion
     samples: Samples
     model: nn.Module
+    forward: Forward
 
     def first_output(self) -> Any:
         """The model's output for the first row as a batch of one, without psgrad's transforms."""
         inputs = self.samples.read(0, 1).inputs
         with torch.no_grad():
-            return self.model(
-                *[x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs]
+            return self.forward(
+                self.model,
+                *[x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs],
             )
 
 
@@ -141,7 +144,8 @@ def load(
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
     model = loaded.model.to(device, dtype)
-    return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model)
+    forward = Forward(samples.keywords, loaded.pick)
+    return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
 def set_up(config: Config) -> Setup:
@@ -155,7 +159,9 @@ def setup_of(parts: Loaded) -> Setup:
     """
     criterion = parts.criterion
     summary = summary_for(criterion.kind, criterion.ignore_index)
-    objective = Objective(parts.model, criterion.function, summary, autocast=parts.autocast)
+    objective = Objective(
+        parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
+    )
     reader = CheckedReader(parts.samples, criterion, class_count(parts.first_output, criterion))
     return Setup(**vars(parts), objective=objective, reader=reader)
 

@@ -179,8 +179,8 @@ class _Checks:
         if data is not None:
             self.rows = self._dataset("data", data, unit)
         queries = getattr(self.sections.get("influence"), "queries", None)
-        if queries is not None and queries.dataset is not None:
-            self._dataset("influence.queries", queries.dataset)
+        if queries is not None and queries.own_data is not None:
+            self._dataset("influence.queries", queries.own_data)
 
     def _dataset(self, where: str, data: DataConfig, unit: str | None = None) -> int | None:
         if data.factory is not None:

@@ -77,11 +77,11 @@ def test_options_without_a_name_are_those_of_the_default(tmp_path: Path) -> None
 def test_queries_may_be_a_dataset_of_their_own_or_rows(tmp_path: Path) -> None:
     own = load(tmp_path, f"queries={QUERIES}").queries
     assert own is not None
-    assert own.dataset is not None
-    assert (str(own.dataset.path), own.dataset.target, own.rows) == ("queries.npz", "y", None)
+    assert own.own_data is not None
+    assert (str(own.own_data.path), own.own_data.target, own.rows) == ("queries.npz", "y", None)
     rows = load(tmp_path, "queries.rows=[3, 1]").queries
     assert rows is not None
-    assert (rows.dataset, rows.rows) == (None, [3, 1])
+    assert (rows.own_data, rows.rows) == (None, [3, 1])
 
 
 def test_a_resolved_section_loads_again(tmp_path: Path) -> None:

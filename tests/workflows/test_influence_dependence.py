@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
+from psgrad.engine.execution.objective import BY_POSITION
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from psgrad.workflows.evaluation_bench import behaviour
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
@@ -231,7 +232,7 @@ def test_fresh_models_are_told_apart_by_what_they_do() -> None:
                 model[0].weight.mul_(spread)
             return model
 
-        return behaviour(fresh, rows)
+        return behaviour(fresh, rows, BY_POSITION)
 
     assert of(nn.Tanh, 1) == of(nn.Tanh, 1)
     assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3

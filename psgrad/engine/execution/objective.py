@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,27 @@ Criterion = Callable[[Any, Any], torch.Tensor]
 Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class Forward:
+    """How a model is called on a batch, and which part of what it returns the loss reads.
+
+    Attributes:
+        names: the keyword of each input; empty for a model that takes its inputs by position.
+        pick: what the model returns to what the loss reads; None for all of it.
+    """
+
+    names: tuple[str, ...] = ()
+    pick: Callable[[Any], Any] | None = None
+
+    def __call__(self, model: nn.Module, *inputs: torch.Tensor) -> Any:
+        """What the loss reads of the model's output for these inputs, sample axis in front."""
+        output = model(**dict(zip(self.names, inputs, strict=True))) if self.names else model(*inputs)
+        return output if self.pick is None else self.pick(output)
+
+
+BY_POSITION = Forward()
+
+
 class Objective:
     """`loss(params, inputs, target)` of one sample, for a model that expects a batch.
 
@@ -27,6 +49,7 @@ class Objective:
             read.
         criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
+        forward: how the model is called on its inputs.
         autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed precision:
             model and criterion run under torch.autocast, which leaves delicate operators (softmax, norms,
             losses) in float32. Parameters, and with them their gradients, stay what they are. None runs all
@@ -43,9 +66,11 @@ class Objective:
         criterion: Criterion,
         summary: Summary | None = None,
         *,
+        forward: Forward = BY_POSITION,
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
+        self.forward = forward
         self.criterion = criterion
         self.summary = summary
         self.autocast = autocast
@@ -67,6 +92,10 @@ class Objective:
         other = copy(self)
         other.criterion, other.summary = criterion, summary
         return other
+
+    def with_model(self, model: nn.Module) -> Objective:
+        """The same loss of another model, such as the one of another checkpoint."""
+        return Objective(model, self.criterion, self.summary, forward=self.forward, autocast=self.autocast)
 
     def with_summary(self, summary: Summary | None) -> Objective:
         """The same model, parameters and loss, with another summary."""
@@ -91,7 +120,7 @@ class Objective:
         A loss subtracts numbers that are nearly the same (a probability from one), which halves would not
         tell apart.
         """
-        output = first(self.model(*batch))
+        output = first(self.forward(self.model, *batch))
         return (
             tree_map(lambda x: accumulating(x) if isinstance(x, torch.Tensor) else x, output)
             if self.autocast is not None

@@ -56,7 +56,7 @@ class Attribution(Measure):
         examples = setting.examples
         inputs, _ = examples.stream.load(0, 1)
         try:
-            places = places_of(examples.objective.model, inputs)
+            places = places_of(examples.objective, inputs)
         except Exception:  # the model fails, and again in the first pass, whose error names the row
             places = []
         else:

@@ -44,7 +44,7 @@ class InputPlace:
         )
 
 
-def places_of(model: nn.Module, inputs: Inputs) -> list[InputPlace]:
+def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
     """The places of a model, seen in one plain forward pass of the first sample, inputs [1, ...] each. What
     the model raises comes out.
 
@@ -62,11 +62,11 @@ def places_of(model: nn.Module, inputs: Inputs) -> list[InputPlace]:
                 found.append(InputPlace(number, name, call))
 
     try:
-        for name, module in _embeddings(model).items():
+        for name, module in _embeddings(objective.model).items():
             handles.append(module.register_forward_hook(lambda *seen, name=name: note(name, *seen)))
         devices = [inputs[0].device] if inputs and inputs[0].is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            model(*inputs)
+            objective.forward(objective.model, *inputs)
     finally:
         for handle in handles:
             handle.remove()

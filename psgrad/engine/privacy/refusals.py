@@ -195,7 +195,7 @@ class _FewRows:
         """The model's output for a batch; None where it takes no batches."""
         try:
             with self._call("a batch"):
-                return self.objective.model(*[x[list(rows)] for x in self.inputs])
+                return self.objective.forward(self.objective.model, *[x[list(rows)] for x in self.inputs])
         except PsgradError:
             return None
 

@@ -92,13 +92,14 @@ class LoadedModel:
 
     `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
     code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None
-    without a checkpoint.
+    without a checkpoint. `pick` takes what the loss reads out of what the model returns; None for all of it.
     """
 
     model: nn.Module
     notes: list[str]
     modules_imported: list[str]
     sha256: str | None
+    pick: Callable[[Any], Any] | None = None
 
 
 def load_model(
@@ -113,7 +114,8 @@ def load_model(
     is the config's name for them; None leaves the parameters as the factory made them. The model stays on the
     CPU, in the dtype that its factory gave it. Raises ConfigError, ModelError or CheckpointError.
     """
-    model = _built(config, base)
+    assert config.factory is not None
+    model = _built(config.factory, config, base)
     notes, sha256 = [], None
     if config.checkpoint is None:
         notes.append("no checkpoint: the weights are those that the factory gave")
@@ -130,11 +132,11 @@ def load_model(
     return LoadedModel(model, notes, [module_of(config.factory)], sha256)
 
 
-def _built(config: ModelConfig, base: Path) -> nn.Module:
-    model: Any = call_factory(config.factory, base, config.kwargs, raises=ModelError)
+def _built(factory: str, config: ModelConfig, base: Path) -> nn.Module:
+    model: Any = call_factory(factory, base, config.kwargs, raises=ModelError)
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"the factory {config.factory} returned an object of type {type(model).__name__}",
+            f"the factory {factory} returned an object of type {type(model).__name__}",
             expected="a torch.nn.Module",
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]

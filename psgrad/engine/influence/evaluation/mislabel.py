@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
 
 Array = np.ndarray[Any, Any]
@@ -148,7 +149,7 @@ def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict
         notes.append(f"no control {NEIGHBOUR!r}: no input is made of fractional numbers")
     else:
         found[NEIGHBOUR] = -torch.cdist(first, second).cpu().numpy()
-    one, other = penultimate(training.objective.model, ours), penultimate(training.objective.model, theirs)
+    one, other = penultimate(training.objective, ours), penultimate(training.objective, theirs)
     if one is None or other is None:
         notes.append(
             f"no control {PENULTIMATE!r}: the model's last module with parameters has no input of one size"
@@ -177,7 +178,7 @@ def has_labels(rows: LoadedRows) -> bool:
     return rows.target is not None and rows.target.dim() == 1 and not rows.target.is_floating_point()
 
 
-def penultimate(model: nn.Module, rows: LoadedRows) -> torch.Tensor | None:
+def penultimate(objective: Objective, rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: what goes into the last module with parameters of its own that runs; None where that is
     no tensor, a row a sample.
     """
@@ -187,12 +188,14 @@ def penultimate(model: nn.Module, rows: LoadedRows) -> torch.Tensor | None:
         last[:] = [inputs]
 
     layers = [
-        module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
+        module
+        for module in objective.model.modules()
+        if next(module.parameters(recurse=False), None) is not None
     ]
     hooks = [module.register_forward_pre_hook(note) for module in layers]
     try:
         with torch.no_grad():
-            model(*rows.inputs)
+            objective.forward(objective.model, *rows.inputs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -65,7 +65,7 @@ class VoG(Measure):
         examples = setting.examples
         inputs, _ = examples.stream.load(0, 1)
         try:
-            self._places = places_of(examples.objective.model, inputs)
+            self._places = places_of(examples.objective, inputs)
         except Exception:  # the model fails, and again in the first pass, whose error names the row
             self._places = []
             return

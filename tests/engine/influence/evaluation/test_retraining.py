@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
 from torch import nn
 
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members
 from psgrad.engine.influence.evaluation.mislabel import (
     LABEL,
@@ -86,13 +87,13 @@ def test_evaluation_what_goes_into_the_last_layer_that_runs_is_penultimate() -> 
             return self.head(self.body(x).tanh())
 
     model = Backwards()
-    found = penultimate(model, LoadedRows((INPUTS,), LABELS))
+    found = penultimate(Objective(model, F.cross_entropy), LoadedRows((INPUTS,), LABELS))
     assert found is not None
     torch.testing.assert_close(found, model.body(INPUTS).tanh().detach())
     assert not any(module._forward_pre_hooks for module in model.modules())
     pictures, _ = classified(4, (1, 6, 6))
     deep = convolution()
-    taken = penultimate(deep, LoadedRows((pictures,), None))
+    taken = penultimate(Objective(deep, F.cross_entropy), LoadedRows((pictures,), None))
     assert taken is not None
     torch.testing.assert_close(taken, deep[:-1](pictures).detach())  # type: ignore[index]
 

@@ -1,0 +1,157 @@
+"""The data section: where the rows are, and which columns are which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from psgrad.config.plugin_options import installed_plugins, own_plugins
+from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
+
+DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
+"""Suffixes of the data files that psgrad reads by itself."""
+
+
+def _column_names(value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"got {described(value)}, expected one column name or a list of them")
+    if len(set(names)) < len(names):
+        raise ValueError("a column is named twice")
+    return value
+
+
+def _inputs(value: object) -> object:
+    if not isinstance(value, dict):
+        return _column_names(value)
+    if not value or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"got {described(value)}, expected keyword: column")
+    return value
+
+
+SOURCE_KEYS = ("path", "dataset", "images", "factory")
+"""The keys of which one says where the rows are."""
+
+
+class LengthOf(Section):
+    """An input that is not a column: how many positions each row of a column has."""
+
+    length_of: str
+    """The column."""
+
+
+def _data_path(value: Path) -> Path:
+    suffix = value.suffix.lower()
+    if suffix not in DATA_SUFFIXES and suffix[1:] not in installed_plugins("sources"):
+        raise ValueError(
+            f"{value.name!r} does not end in one of {', '.join(DATA_SUFFIXES)}; the suffix picks the reader"
+        )
+    return value
+
+
+class DataConfig(Section):
+    """The dataset: a file, or a factory of a torch Dataset, and which columns are which."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "shuffle": (
+            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
+        ),
+        "sampler": (
+            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
+        ),
+        "batch_size": (
+            "rows that are computed together are engine.chunk_size; a private run draws its batches by"
+            " privacy.sampling"
+        ),
+        "user": "the column of a private run's users is privacy.unit.column",
+    }
+
+    path: Annotated[FilePath, AfterValidator(_data_path)] | None = None
+    """A file, relative to this config; its suffix picks the reader."""
+    factory: CallableSpec | None = None
+    """In place of a path: module:callable or file.py:callable that returns a torch Dataset."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the factory."""
+    dataset: str | None = None
+    """In place of a path: a folder of datasets' save_to_disk, relative to this config, or a cached hub id."""
+    config: str | None = None
+    """The configuration of `dataset`, where it has several."""
+    split: str | None = None
+    """The split of `dataset`, such as train or train[:10%]."""
+    images: FilePath | None = None
+    """In place of a path: a folder of images, a folder for each class, or with a metadata file."""
+    inputs: Annotated[str | list[str] | dict[str, str | LengthOf] | None, BeforeValidator(_inputs)] = None
+    """The column that the model reads, a list of them, or keyword: column where it takes them by name."""
+    stack: bool | None = None
+    """Whether a list of inputs is one tensor; null for one where each holds one number a row."""
+    target: str | None = None
+    """The column that the loss compares the output with."""
+    text: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
+    """The column of text, or two for pairs; a tokenizer makes the inputs of it."""
+    prompt: str | None = None
+    """Of causal-lm: the column of prompts, which the loss leaves out."""
+    completion: str | None = None
+    """Of causal-lm: the column of completions, of which the loss is."""
+    messages: str | None = None
+    """Of causal-lm: the column of chats; the loss is of the assistant's turns."""
+    tokenizer: str | None = None
+    """The folder or cached hub id of the tokenizer; null for the pretrained model's."""
+    max_length: Annotated[int, Field(ge=1)] | None = None
+    """The largest number of tokens in a row; null for what the model takes."""
+    truncation: Literal["right", "left", "error"] = "error"
+    """Where longer rows are cut."""
+    image: str | None = None
+    """The column of images, as paths or bytes; the model's image processor prepares them."""
+    size: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = None
+    """Of images: the shorter side after resizing, or [height, width]; null for the processor's."""
+    crop: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = None
+    """Of images: the middle that is cut out, a side or [height, width]; null for the processor's."""
+    mean: list[Finite] | None = None
+    """Of images: the mean of each channel; null for the processor's."""
+    std: list[Annotated[Finite, Field(gt=0)]] | None = None
+    """Of images: the standard deviation of each channel; null for the processor's."""
+    group: str | None = None
+    """The column of documents or users: rows that agree in it are one sample, their gradients summed."""
+    weight: str | None = None
+    """The column of weights: the loss of each row is multiplied by its own."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read the rows of a factory's dataset ahead."""
+    id: str | None = None
+    """The column that names each row; without it a row is known by its number and content."""
+    class_names: list[str] | None = None
+    """Names of the classes 0, 1, 2, ... for people."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if len(self.sources_given) != 1:
+            raise ValueError(
+                "give exactly one of path (a file), dataset (of the datasets library), images (a folder) and"
+                " factory (a callable that returns a torch Dataset)"
+            )
+        self._check_columns()
+        return self
+
+    @property
+    def sources_given(self) -> list[str]:
+        """The keys that say where the rows are."""
+        return [name for name in SOURCE_KEYS if getattr(self, name) is not None]
+
+    def _check_columns(self) -> None:
+        """Raises ValueError where no column is named for the inputs, or for keys of another source."""
+        if self.factory is None and self.kwargs:
+            raise ValueError("kwargs are the arguments of a factory; a path takes none")
+        if self.dataset is None and (self.config is not None or self.split is not None):
+            raise ValueError("config and split belong to dataset, and there is none")
+        made_of = ("inputs", "text", "prompt", "messages", "image")
+        if self.factory is None and self.images is None and not any(getattr(self, name) for name in made_of):
+            raise ValueError(
+                "inputs is missing: the name of the column that the model reads, or a list of names; or text,"
+                " prompt, messages or image for a pretrained model"
+            )
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError(
+                "prompt and completion go together: the loss is of the completion after the prompt"
+            )

@@ -1,0 +1,117 @@
+"""The model section: what builds the model, which task it does, and the weights to put in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
+
+Task = Literal[
+    "sequence-classification",
+    "token-classification",
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "image-classification",
+    "multiple-choice",
+    "question-answering",
+    "regression",
+]
+TASKS: tuple[str, ...] = get_args(Task)
+TASK_LOSSES: Mapping[str, str] = {
+    **dict.fromkeys(TASKS, "cross_entropy"),
+    **dict.fromkeys(("token-classification", "causal-lm", "masked-lm", "seq2seq-lm"), "token_cross_entropy"),
+    "regression": "mse",
+}
+"""The loss that a task implies."""
+
+
+class NewAdapterConfig(Section):
+    """An adapter that is made, not read: its base weights are frozen, its own are trained."""
+
+    create: Literal["lora"]
+    """The kind of adapter."""
+    rank: Annotated[int, Field(ge=1)] = 8
+    """The rank of each update."""
+    alpha: Annotated[Finite, Field(gt=0)] | None = None
+    """The update is scaled by alpha / rank; null for alpha = rank."""
+    target: list[str] | None = None
+    """The modules that get one, by the ends of their names; null for those that peft knows for this model."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the random weights."""
+
+
+def _adapters(value: object) -> object:
+    paths = [value] if isinstance(value, str) else value
+    if value is None or isinstance(value, dict):
+        return value
+    if not isinstance(paths, list) or not paths or not all(isinstance(each, str) and each for each in paths):
+        raise ValueError(
+            f"got {described(value)}, expected the folder of an adapter, a list of folders, or"
+            " {create: lora, rank: 8}"
+        )
+    return paths
+
+
+class ModelConfig(Section):
+    """The model: what builds it, which task it does, and the weights to put in."""
+
+    factory: CallableSpec | None = None
+    """What builds the model: module:callable or file.py:callable; files are relative to this config."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the factory, of the pretrained model's config, or of timm's create_model."""
+    pretrained: str | None = None
+    """In place of a factory: a folder of save_pretrained, relative to this config, or a hub id."""
+    revision: str | None = None
+    """The branch, tag or commit of a hub id."""
+    timm: str | None = None
+    """In place of a factory: the name of one of timm's models."""
+    task: Task | None = None
+    """What a pretrained model does; it implies the loss and how rows become inputs."""
+    adapter: Annotated[list[str] | NewAdapterConfig | None, BeforeValidator(_adapters)] = None
+    """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
+    dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
+    """Precision of parameters that are not differentiated; the others have engine.dtype."""
+    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    """The attention implementation of a pretrained model."""
+    trust_remote_code: bool = False
+    """Whether Python code that lies in the pretrained folder may run."""
+    checkpoint: FilePath | None = None
+    """The weights: .safetensors, .safetensors.index.json, .pt, .pth, .ckpt, or a folder of
+    torch.distributed.checkpoint, relative to this config.
+    """
+    state_dict_key: str | None = None
+    """The place of the weights in a .pt, .pth or .ckpt file."""
+    state_dict_prefix: str | None = None
+    """The prefix of the model's weights in the checkpoint, such as `student.`; others are left out."""
+    strict: bool = True
+    """Whether the checkpoint must fit exactly; with false, what does not fit is left out and listed."""
+    mode: Literal["eval", "train"] = "eval"
+    """Whether the model runs as in evaluation or as in training (dropout on)."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        given = [name for name in ("factory", "pretrained", "timm") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "give exactly one of factory (a callable that builds the model), pretrained (a folder or a"
+                " hub id) and timm (a model's name)"
+            )
+        if self.pretrained is not None and self.task is None:
+            raise ValueError(f"task is missing: what the pretrained model does, one of {', '.join(TASKS)}")
+        foreign = () if self.pretrained else ("revision", "task", "adapter", "trust_remote_code")
+        for name in foreign:
+            if getattr(self, name) != ModelConfig.model_fields[name].default:
+                raise ValueError(f"{name} belongs to a pretrained model, and there is a {given[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _key_needs_a_checkpoint(self) -> ModelConfig:
+        if self.state_dict_key is not None and self.checkpoint is None:
+            raise ValueError(
+                "state_dict_key says where in the checkpoint the weights lie, but there is no checkpoint"
+            )
+        return self
