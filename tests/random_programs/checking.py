@@ -130,7 +130,7 @@ def run_loop(
     without our help.
     """
     values = program.values(dtype)
-    ways: dict[str, Any] = {"plain": not strictly, "written_out": written_out, "in_loop": True}
+    ways: dict[str, Any] = {"plain": not strictly, "written_out": written_out}
     if moved is not None:
         nudge = Nudge(moved)
         values = [nudge(x) for x in values]
