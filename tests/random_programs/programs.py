@@ -153,9 +153,7 @@ class Program:
     @property
     def unit(self) -> float:
         """A unit in the last place of the narrowest type that the program computes with."""
-        text = " ".join(statement.text for statement in self.statements)
-        named = [torch.float32] * (".float()" in text) + [torch.bfloat16] * ("bfloat16" in text)
-        return max(torch.finfo(dtype).eps for dtype in (self.dtype, *named))
+        return unit_of(self.dtype, " ".join(statement.text for statement in self.statements))
 
     def places(self, which: Callable[[Argument], bool]) -> list[int]:
         return [i for i, argument in enumerate(self.arguments) if which(argument)]
@@ -185,6 +183,14 @@ class Program:
             for s in self.statements
         )
         yield f"    return {', '.join(self.outputs)},"
+
+
+def unit_of(dtype: torch.dtype, text: str) -> float:
+    """A unit in the last place of the narrowest type that statements compute with: this one, or one that they
+    cast to, which rounds values and their cotangents.
+    """
+    named = [torch.float32] * (".float()" in text) + [torch.bfloat16] * ("bfloat16" in text)
+    return max(torch.finfo(kind).eps for kind in (dtype, *named))
 
 
 @functools.lru_cache(maxsize=4096)
