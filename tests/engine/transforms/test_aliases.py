@@ -433,6 +433,10 @@ def test_autograd_of_vmap_embedding_scaled_by_frequency_is_refused() -> None:
         vmap(lambda tokens: F.embedding(tokens, table, scale_grad_by_freq=True))(
             torch.tensor([[1, 1], [1, 2]])
         )
+    with pytest.raises(TransformError, match="scale_grad_by_freq"):
+        vmap(lambda table: F.embedding(torch.tensor([1, 1]), table, scale_grad_by_freq=True))(
+            table.expand(2, 5, 2)
+        )
     found = vmap(lambda tokens: F.embedding(tokens, table.detach(), scale_grad_by_freq=True))(
         torch.tensor([[1, 1], [1, 2]])
     )
