@@ -28,7 +28,7 @@ from psgrad.engine.gradients.inner.products import GRAM, MATCHES, VALUES
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import built_in
-from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term
+from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of
 
@@ -170,6 +170,7 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
         "product": lambda n: Product(randn(n, 1, 3, count), randn(n, 1, 3, columns)),
         "groups": lambda n: Product(randn(n, count, 2, 20), randn(n, count, 2, 15)),
         "table": lambda n: Rows(index[:n], randn(n, 4, columns), count),
+        "experts": lambda n: GroupedProduct(index[:n], randn(n, 4, 20), randn(n, 4, 15), count),
         "dense": lambda n: Dense(randn(n, count, columns)),
         "convolution": lambda n: Convolution(
             randn(n, 1, count, 4), randn(n, 1, 100, 4), torch.Size([count, 100, 3]), geometry
@@ -182,6 +183,7 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
         ("product", "table"),
         ("dense", "product"),
         ("groups", "dense"),
+        ("experts", "groups"),
         ("convolution", "product"),
     ]
     for left, right in pairs:
@@ -230,6 +232,7 @@ def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
         "outer products": ((Product(g[:, :, :1], x[:, :, :1]),), (2, 4, 6)),
         "product": ((Product(g, x),), (2, 4, 6)),
         "table": ((Rows(index, g[:, 0], 4),), (4, 4)),
+        "experts": ((GroupedProduct(index, g[:, 0], x[:, 0], 4),), (4, 4, 6)),
         "convolution": ((convolution,), (4, 5, 3)),
         "tied": ((Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])), (6, 4)),
         "unlike": ((Dense(scale * torch.randn(n, 4, 6)), Product(g[:, :1], x[:, :1])), (4, 6)),

@@ -23,6 +23,7 @@ from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
+    GroupedProduct,
     Hadamard,
     Multiples,
     Product,
@@ -59,6 +60,15 @@ def rows(draw: st.DrawFn) -> tuple[Term, Tensor]:
     n, t, count, b = draw(samples), draw(st.integers(1, 7)), draw(few), draw(few)
     index, values = torch.randint(count, (n, t)), torch.randn(n, t, b, dtype=torch.float64)
     return Rows(index, values, count), torch.einsum("ntc,ntb->ncb", F.one_hot(index, count).double(), values)
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    n, t, count, a, b = draw(samples), draw(st.integers(1, 9)), draw(few), draw(few), draw(few)
+    index = torch.randint(count, (n, t))
+    left, right = torch.randn(n, t, a, dtype=torch.float64), torch.randn(n, t, b, dtype=torch.float64)
+    value = torch.einsum("ntg,nta,ntb->ngab", F.one_hot(index, count).double(), left, right)
+    return GroupedProduct(index, left, right, count), value
 
 
 @st.composite
@@ -99,7 +109,7 @@ def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
 
 @st.composite
 def hadamard(draw: st.DrawFn) -> tuple[Term, Tensor]:
-    term, value = draw(st.one_of(product(), convolution()))
+    term, value = draw(st.one_of(product(), convolution(), grouped()))
     if isinstance(term, Product) and draw(st.booleans()):
         term = Product(term.left[:, :, :1], term.right[:, :, :1])
         value = term.materialise()
@@ -111,7 +121,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-EVERY_KIND = st.one_of(dense(), product(), rows(), convolution(), multiples(), hadamard())
+EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), multiples(), hadamard())
 
 
 @given(pair=EVERY_KIND, data=st.data())
@@ -161,6 +171,16 @@ def test_both_orders_of_contraction_give_the_same_norms(
         torch.randn(3, 2, positions, 6, dtype=torch.float64),
         torch.randn(3, 2, positions, 7, dtype=torch.float64),
     )
+    assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
+
+
+@pytest.mark.parametrize("way", ["gram", "materialise", "outer product"])
+@pytest.mark.parametrize("positions", [1, 5, 40])
+def test_orders_of_contraction_of_groups(positions: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupedProduct, "order", lambda term: way)
+    index = torch.randint(3, (4, positions)) * torch.tensor([[0], [1], [1], [1]])  # all in one group, too
+    left, right = (torch.randn(4, positions, size, dtype=torch.float64) for size in (90, 70))
+    term = GroupedProduct(index, left, right, 3)
     assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
 
 
@@ -258,6 +278,7 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "outer products": (Product(g[:, :, :1], x[:, :, :1]),),
         "gram": (Product(g[:, :, :2], x[:, :, :2]),),
         "materialise": (Product(g, x),),
+        "grouped": (GroupedProduct(index, g[:, 0], x[:, 0], 4),),
         "rows": (Rows(index, g[:, 0], 4),),
         "row": (Rows(index[:, :1], g[:, 0, :1], 4),),
         "convolution": (
