@@ -144,8 +144,8 @@ class OutlierFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model: where it came from, and how many numbers it has. sha256: of the checkpoint's file. origin: of
-    a model that no factory built, such as the folder, commit, task and adapters of a pretrained one.
+    """The model: where it came from, and how many numbers it has. sha256: of the checkpoint's file. origin:
+    of a model that no factory built, such as the folder, commit, task and adapters of a pretrained one.
     """
 
     factory: str | None = None

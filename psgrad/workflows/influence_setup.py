@@ -17,6 +17,7 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.placement import place
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, ModelError, PsgradError
@@ -159,7 +160,7 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
         "influence.parameters",
         allow_download=config.allow_download,
     )
-    model = loaded.model.to(run.device, run.dtype)
+    model = place(loaded.model, run.device, run.dtype, there.model.dtype)
     return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
 
 
