@@ -131,11 +131,15 @@ def _is_written(op: Any, place: int, value: Any) -> bool:
     return isinstance(value, Widened) and written is not None and written.is_write
 
 
+def as_stored(tensor: Tensor) -> Tensor:
+    """The tensor in the type that it is stored in; the tensor itself, but for a widened one."""
+    return tensor.data.stored if isinstance(tensor.data, Widened) else tensor
+
+
 def stored_in(model: nn.Module) -> Mapping[str, int]:
     """The types that the model's numbers are stored in -> how many numbers."""
     found: dict[str, int] = {}
     for parameter in model.parameters():
-        stored = parameter.data.stored if isinstance(parameter.data, Widened) else parameter
-        kind = str(stored.dtype).removeprefix("torch.")
-        found[kind] = found.get(kind, 0) + stored.numel()
+        kind = str(as_stored(parameter).dtype).removeprefix("torch.")
+        found[kind] = found.get(kind, 0) + parameter.numel()
     return found
