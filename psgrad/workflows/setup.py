@@ -12,6 +12,7 @@ from torch import nn
 from psgrad.config import Config
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
@@ -19,8 +20,9 @@ from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion, resolve_loss
-from psgrad.inputs.models.factory import LoadedModel, load_model
+from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
+from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
@@ -36,7 +38,7 @@ class Loaded:
         dtype, autocast: see `pick_precision`.
         loaded: the model as its factory and checkpoint gave it, and where it came from.
         identity: the hashes of that model.
-        model: the same on the device, in `dtype`.
+        model: the same on the device, as `place` puts it there.
         forward: how that model is called on a batch of the samples.
     """
 
@@ -139,18 +141,20 @@ def load(
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
-    loaded = load_model(config.model, config.base, trainable, trainable_key)
+    loaded = load_model(
+        config.model, config.base, trainable, trainable_key, allow_download=config.allow_download
+    )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
-    model = loaded.model.to(device, dtype)
+    model = place(loaded.model, device, dtype, config.model.dtype)
     forward = Forward(samples.keywords, loaded.pick)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
 def set_up(config: Config) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
-    return setup_of(load(config))
+    return setup_of(load(config, trainable=config.analyze.trainable, trainable_key="analyze.trainable"))
 
 
 def setup_of(parts: Loaded) -> Setup:
@@ -194,7 +198,7 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
     without autocast.
 
-    A checkpoint in bfloat16 is loaded as float32 just the same, which holds each of its numbers exactly.
+    What is differentiated of a checkpoint in bfloat16 is float32, which holds each of its numbers exactly.
     """
     kind: torch.dtype = getattr(torch, name)
     return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)
