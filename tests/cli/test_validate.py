@@ -285,12 +285,12 @@ def test_classes_as_fractions(workplace: Workplace) -> None:
 
 def test_many_files_whose_columns_differ(workplace: Workplace) -> None:
     for number, x in enumerate(([0.5, 1], ["a", "b"])):
-        pd.DataFrame({"x": x, "y": [0, 1]}).to_parquet(workplace.folder / f"part-{number}.parquet")
+        pd.DataFrame({"x": x, "y": [0, 1], "uid": [2 * number, 2 * number + 1]}).to_parquet(workplace.folder / f"part-{number}.parquet")
     workplace.config["data"]["path"] = "part-*.parquet"
     refused(workplace, 3, "'x' is of type")
     workplace.config["data"]["path"] = ["part-0.parquet", "part-2.parquet"]
     refused(workplace, 2, "there is no dataset part-2.parquet")
-    pd.DataFrame({"x": [1, 2], "y": [0.5, 1]}).to_parquet(workplace.folder / "part-1.parquet")
+    pd.DataFrame({"x": [1, 2], "y": [0.5, 1], "uid": [2, 3]}).to_parquet(workplace.folder / "part-1.parquet")
     workplace.config["data"]["path"] = "part-*.parquet"
     assert "part-*.parquet: 4 rows" in validated(workplace).out
 
