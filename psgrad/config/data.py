@@ -16,6 +16,8 @@ DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
 
 
 def _column_names(value: object) -> object:
+    if value is None:
+        return None
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"got {described(value)}, expected one column name or a list of them")

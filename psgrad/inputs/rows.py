@@ -18,6 +18,7 @@ from torch import Tensor
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import not_numbers
+from psgrad.inputs.sources.tables import runs
 
 Array = npt.NDArray[Any]
 
@@ -135,12 +136,6 @@ def to_tensor(value: Array | Tensor, name: str) -> Tensor:
         over="ignore"
     ):  # beyond float32's range is infinite, and its row is reported as nonfinite
         return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
-
-
-def runs(rows: Array) -> list[tuple[int, int]]:
-    """The (start, stop) of neighbouring rows, for rows in rising order."""
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
 
 
 def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:

@@ -5,11 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 from psgrad.config import DataConfig
+from psgrad.errors import ConfigError
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.datasets import load_dataset
-from psgrad.inputs.sources.source import source_of
+from psgrad.inputs.sources.files import Wanted, require_rows
+from psgrad.inputs.sources.source import TableSource, source_of
+from psgrad.inputs.sources.tables import Rows
 
-__all__ = ["Block", "Samples", "load_data"]
+__all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
+
+
+def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
+    """The columns that a config names, of any type, as Arrow tables; paths are relative to `base`.
+
+    Raises ConfigError where a file or column is not there, DataError where the data can't be used.
+    """
+    source, path = source_of(config, base)
+    if not isinstance(source, TableSource):
+        raise ConfigError(
+            f"{path} holds arrays of numbers", expected="a table, such as jsonl, csv or parquet, for texts"
+        )
+    rows = source.rows(path, Wanted.of(config, unit))
+    require_rows(rows.count, rows.source)
+    return rows
 
 
 def load_data(config: DataConfig, base: Path, unit: str | None = None) -> Samples:

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pyarrow as pa
+
 from psgrad.config import DataConfig
 from psgrad.errors import DataError, PsgradError
+from psgrad.inputs.sources.arrow import is_list, kind_of
 from psgrad.inputs.sources.files import (
+    Wanted,
     input_names,
     named_columns,
     not_numbers,
@@ -26,6 +30,7 @@ from psgrad.plugins import SOURCES, configured
 
 if TYPE_CHECKING:
     from psgrad.inputs.rows import Samples
+    from psgrad.inputs.sources.tables import Rows
 
 
 class Source(ABC):
@@ -49,6 +54,19 @@ class Source(ABC):
         """
 
 
+class TableSource(Source):
+    """A format whose rows can be read as Arrow tables, with columns of any type."""
+
+    @abstractmethod
+    def rows(self, path: Path, wanted: Wanted) -> Rows:
+        """The wanted columns. Raises ConfigError for one that is not there, DataError for a damaged file."""
+
+    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
+        from psgrad.inputs.sources.table_samples import TableSamples
+
+        return TableSamples(self.rows(path, Wanted.of(config, unit)), config, unit)
+
+
 @dataclass(frozen=True)
 class Column:
     """kind: 'integer', 'fraction', 'boolean', 'text', or another word for what is no number; None where the
@@ -59,6 +77,17 @@ class Column:
     kind: str | None
     dtype: str
     shape: tuple[int, ...] | None = None
+
+
+def column_of(kind: pa.DataType) -> Column:
+    """What an Arrow type says of a column."""
+    value = kind
+    while is_list(value) or pa.types.is_dictionary(value):
+        value = value.value_type
+    return Column(_WORDS.get(kind_of(value), kind_of(value)), str(kind))
+
+
+_WORDS = {"whole numbers": "integer", "fractions": "fraction", "true and false": "boolean"}
 
 
 @dataclass(frozen=True)

@@ -10,26 +10,24 @@ import csv
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import damage_told
-from psgrad.inputs.sources.files import named_columns, not_numbers, require_columns, require_single_names
-from psgrad.inputs.sources.source import Column, DataHeader, Source
-
-if TYPE_CHECKING:
-    from psgrad.inputs.rows import Array, Samples
+from psgrad.inputs.sources.files import Wanted, not_numbers, require_columns, require_single_names
+from psgrad.inputs.sources.source import Column, DataHeader, TableSource
+from psgrad.inputs.sources.tables import MappedRows, Rows
 
 _CSV_ROWS = 1000  # that the header looks at
 _CSV_BLOCK_BYTES = 8 << 20
+_NUMBER = r"(?i)^[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|inf|infinity|nan)$"
 
 
-class CSV(Source):
+class CSV(TableSource):
     """A table of text with the names of the columns in its first line."""
 
     name: ClassVar[str] = "csv"
@@ -60,27 +58,18 @@ class CSV(Source):
         columns = {name: Column(None, "text" if name in texts else "numbers") for name in names}
         return DataHeader(path, names, columns, rows, texts)
 
-    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-        """A csv file with a header, comma-separated, in UTF-8.
+    def rows(self, path: Path, wanted: Wanted) -> Rows:
+        """The wanted columns, converted into a memory-mapped table in the temporary folder.
 
-        It is read twice, block by block: to find the type of every column, then to convert it into a
-        memory-mapped table in the temporary folder, which the system pages in and out.
+        The file is read twice, block by block: to find the type of every column, then to convert it.
         """
-        from psgrad.inputs.sources.tables import TableSamples
-
-        with damage_told(path, "csv"):
+        with damage_told(path, self.name):
             header = _names_in(path)
-            columns, bare = named_columns(config, unit), config.model_copy(update={"id": None})
-            require_columns(columns, header, str(path))
-            require_single_names(header, columns, path)
-            # What the model or the loss reads is a number, also where samples are grouped by it.
-            kinds = _column_types(
-                path,
-                header,
-                columns,
-                {name for name in (config.id, unit) if name is not None} - {*named_columns(bare)},
-            )
-            return TableSamples(_CsvRows(path, header, kinds), config, path, unit)
+            require_columns(wanted.columns, header, str(path))
+            require_single_names(header, wanted.columns, path)
+            schema = _schema(path, header, wanted)
+            blocks = _text_blocks(path, header, wanted.columns)
+            return MappedRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
 
 
 def _cut_row(path: Path, row: int, cells: int, names: int) -> DataError:
@@ -110,28 +99,14 @@ def _names_in(path: Path) -> list[str]:
         ) from error
 
 
-class _CsvRows:
-    def __init__(self, path: Path, header: list[str], kinds: dict[str, pa.DataType]) -> None:
-        from psgrad.inputs.sources.tables import MappedTable
-
-        self.schema = pa.schema(list(kinds.items()))
-        self._mapped = MappedTable(
-            self.schema, (self._converted(block, kinds) for block in _text_blocks(path, header, list(kinds)))
-        )
-        self.count = self._mapped.table.num_rows
-
-    def _converted(self, block: pa.RecordBatch, kinds: dict[str, pa.DataType]) -> pa.Table:
-        arrays = [_trimmed(block.column(name)).cast(kind) for name, kind in kinds.items()]
-        return pa.Table.from_arrays(arrays, schema=self.schema)
-
-    def read(self, start: int, stop: int) -> pa.Table:
-        return self._mapped.read(start, stop)
-
-    def take(self, rows: Array) -> pa.Table:
-        return self._mapped.take(rows)
-
-    def column(self, name: str) -> pa.ChunkedArray:
-        return self._mapped.table.column(name)
+def _converted(block: pa.RecordBatch, schema: pa.Schema, wanted: Wanted) -> pa.Table:
+    texts = {*wanted.texts}
+    cells = {name: block.column(name) for name in schema.names}
+    arrays = [
+        cells[field.name] if field.name in texts else _trimmed(cells[field.name]).cast(field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -159,26 +134,51 @@ def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[
         raise _cut_row(path, row.number - 2, row.actual_columns, row.expected_columns) from error
 
 
-def _column_types(
-    path: Path, header: list[str], columns: list[str], id_columns: set[str]
-) -> dict[str, pa.DataType]:
-    """int64 or float64 for numbers, text for ids where their numbers would not keep their spelling (007)."""
-    kinds = dict.fromkeys(columns, pa.int64())
+def _schema(path: Path, header: list[str], wanted: Wanted) -> pa.Schema:
+    """The type of each wanted column: the first of its kind's types to which all cells can be converted."""
+    types = {
+        **dict.fromkeys(wanted.numbers, (pa.int64(), pa.float64(), pa.bool_())),
+        **dict.fromkeys(wanted.labels, (pa.int64(), pa.float64(), pa.bool_(), pa.string())),
+        **dict.fromkeys(wanted.texts, (pa.string(),)),
+        **dict.fromkeys(wanted.ids, (pa.int64(), pa.string())),
+    }
+    left = {name: list(kinds) for name, kinds in types.items()}
+    words: dict[tuple[str, bool], str] = {}
     first_row = 0
-    for block in _text_blocks(path, header, columns):
-        for name in columns:
+    for block in _text_blocks(path, header, wanted.columns):
+        for name, kinds in left.items():
             cells = _trimmed(block.column(name))
-            if name in id_columns:
-                kinds[name] = (
-                    kinds[name] if kinds[name] == pa.string() or _keeps_spelling(cells) else pa.string()
-                )
-            elif kinds[name] == pa.int64() and not _casts(cells, pa.int64()):
-                kinds[name] = pa.float64()
-            if kinds[name] == pa.float64() and not _casts(cells, pa.float64()):
-                row = next(row for row in range(len(cells)) if not _casts(cells.slice(row, 1), pa.float64()))
+            holds = _keeps_spelling if name in wanted.ids else _casts
+            kept = [kind for kind in kinds if kind == pa.string() or holds(cells, kind)]
+            if not kept:
+                row = _first_text(cells)
                 raise not_numbers(name, "text", f"row {first_row + row} holds {cells[row].as_py()!r}")
+            left[name] = kept
+            if name in wanted.labels:
+                _note_words(name, cells, first_row, words)
         first_row += block.num_rows
-    return kinds
+    return pa.schema([(name, kinds[0]) for name, kinds in left.items()])
+
+
+def _note_words(name: str, cells: pa.Array, first_row: int, words: dict[tuple[str, bool], str]) -> None:
+    """Notes the first cell that is a number and the first that is none. Raises DataError where a column has
+    both.
+    """
+    numeric = pc.match_substring_regex(cells, _NUMBER)
+    for kind in (True, False):
+        row = pc.index(numeric, pa.scalar(kind)).as_py()
+        if row >= 0:
+            words.setdefault((name, kind), f"row {first_row + row} holds {cells[row].as_py()!r}")
+    if (name, True) in words and (name, False) in words:
+        raise DataError(
+            f"the column {name!r} has mixed types: {words[name, True]}, {words[name, False]}",
+            expected="numbers in all rows, or names of classes in all rows",
+        )
+
+
+def _first_text(cells: pa.Array) -> int:
+    """The first cell that is no number."""
+    return next(row for row in range(len(cells)) if not _casts(cells.slice(row, 1), pa.float64()))
 
 
 def _trimmed(cells: pa.Array) -> pa.Array:
@@ -195,5 +195,5 @@ def _casts(cells: pa.Array, kind: pa.DataType) -> bool:
     return True
 
 
-def _keeps_spelling(cells: pa.Array) -> bool:
-    return _casts(cells, pa.int64()) and bool(cells.cast(pa.int64()).cast(pa.string()).equals(cells))
+def _keeps_spelling(cells: pa.Array, kind: pa.DataType) -> bool:
+    return _casts(cells, kind) and bool(cells.cast(kind).cast(pa.string()).equals(cells))
