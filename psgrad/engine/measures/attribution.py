@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.loading import joined, to_device
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
 from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
+from psgrad.ragged import joined
 
 # Maps are kept for so many samples, those with the largest gradient norms.
 SHOWN = 24
