@@ -68,7 +68,9 @@ class CausalLM(TextTask):
         for i, (row, _) in enumerate(found):
             if not row.ids:
                 raise DataError(
-                    f"{rows.where(i)} has no tokens", expected="at least one token", next_step="remove such rows"
+                    f"{rows.where(i)} has no tokens",
+                    expected="at least one token",
+                    next_step="remove such rows",
                 )
         return [(*self.inputs_of(row), _shifted(row.ids, counts)) for row, counts in found]
 
@@ -95,7 +97,11 @@ class CausalLM(TextTask):
         tokens = self.tokenizer.encode(wholes, where=rows.where)
         found = []
         for i, row in enumerate(tokens):
-            start = _boundary(row, len(prompts[i])) if row.span is not None else self._prefix(rows, i, prompts[i], row)
+            start = (
+                _boundary(row, len(prompts[i]))
+                if row.span is not None
+                else self._prefix(rows, i, prompts[i], row)
+            )
             found.append((row, [place >= start for place in range(len(row.ids))]))
         return found
 
@@ -109,7 +115,7 @@ class CausalLM(TextTask):
             ids.pop()
         if row.ids[: len(ids)] != ids:
             raise DataError(
-                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of prompt and completion",
+                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of the whole",
                 expected="a completion that begins with a space or a line break, so that no token spans both",
             )
         return len(ids)

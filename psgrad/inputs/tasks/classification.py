@@ -74,7 +74,9 @@ class SequenceClassification(_OfTexts):
     def _targets(self, rows: TextRows) -> Array:
         if not self.several:
             return self.labels.numbers(rows, self.target)
-        return np.stack([self._marked(value, rows.where(i)) for i, value in enumerate(rows.values(self.target))])
+        return np.stack(
+            [self._marked(value, rows.where(i)) for i, value in enumerate(rows.values(self.target))]
+        )
 
     def _marked(self, value: list[object] | None, where: str) -> Array:
         """[classes]: a list of names or numbers of classes, or of one probability for each, as numbers."""

@@ -17,8 +17,8 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Labels:
-    """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1, ...,
-    which nobody gave.
+    """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1 and
+    so on, which nobody gave.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,8 @@ class Labels:
         if given is not None and len(given) != len(names):
             raise ConfigError(
                 f"data.class_names has {len(given)} names, and the model's head has {len(names)} classes",
-                expected=f"{len(names)} names" + ("" if generic else f", such as {', '.join(names[:_SHOWN])}"),
+                expected=f"{len(names)} names"
+                + ("" if generic else f", such as {', '.join(names[:_SHOWN])}"),
             )
         return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
 
@@ -64,7 +65,9 @@ class Labels:
             expected=f"one of {self._listed()}"
             if named
             else f"a number from 0 to {len(self.names) - 1}, or {IGNORED} for a label that does not count",
-            cause="the model's config has no names of its classes (id2label)" if named and self.generic else None,
+            cause="the model's config has no names of its classes (id2label)"
+            if named and self.generic
+            else None,
             next_step="list the names in data.class_names, in the order of the model's outputs"
             if named and self.generic
             else None,

@@ -54,15 +54,14 @@ class MaskedLM(TextTask):
         if self.data.target is None:
             return [self._hidden(row) for row in tokens]
         whole = self.tokenizer.encode(rows.texts(self.data.target), where=rows.where)
-        return [
-            self._given(row, whole[i], rows.where(i)) for i, row in enumerate(tokens)
-        ]
+        return [self._given(row, whole[i], rows.where(i)) for i, row in enumerate(tokens)]
 
     def _given(self, row: Encoding, whole: Encoding, where: str) -> EncodedRow:
         ids, wanted = np.asarray(row.ids, np.int64), np.asarray(whole.ids, np.int64)
         if len(ids) != len(wanted):
             raise DataError(
-                f"{where} has {len(ids)} tokens in {self.texts[0]!r}, and {len(wanted)} in {self.data.target!r}",
+                f"{where} has {len(ids)} tokens in {self.texts[0]!r}, and {len(wanted)} in"
+                f" {self.data.target!r}",
                 expected="the same text, in which a mask token stands for each token that is hidden",
                 cause="one mask token stands for a word of several tokens",
             )
@@ -76,8 +75,7 @@ class MaskedLM(TextTask):
         return (*inputs.values(), target)
 
     def _draw(self, ids: Array, special: Array) -> tuple[Array, Array]:
-        """(which tokens [t] are hidden, at least one where one may be; the tokens that stand in their place).
-        """
+        """(which tokens [t] are hidden, at least one where one may be; the tokens that stand in their place)."""
         key = hashlib.blake2b(ids.tobytes(), digest_size=8, salt=str(self.data.seed).encode()[:16]).digest()
         draws = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).random((3, len(ids)))
         chance = np.where(special, 1.0, draws[0])

@@ -30,8 +30,8 @@ class MultipleChoice(TextTask):
     """
 
     keys: ClassVar[str] = (
-        "text: [question, choices], where the second column holds lists of texts, or [question, choice, choice,"
-        " ...]; and target, the place of the right one from 0"
+        "text: [question, choices], where the second column holds lists of texts, or [question, choice,"
+        " choice, ...]; and target, the place of the right one from 0"
     )
 
     def _prepare(self) -> None:
@@ -82,7 +82,9 @@ class MultipleChoice(TextTask):
         found = columns[0] if len(names) == 1 else [list(row) for row in zip(*columns, strict=True)]
         for i, row in enumerate(found):
             if not row or None in row or not all(choice.strip() for choice in row):
-                raise DataError(f"{rows.where(i)}: a choice is missing or empty", expected="texts in every row")
+                raise DataError(
+                    f"{rows.where(i)}: a choice is missing or empty", expected="texts in every row"
+                )
             self.count = self.count or len(row)
             if len(row) != self.count:
                 raise DataError(

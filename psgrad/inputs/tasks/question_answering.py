@@ -37,14 +37,16 @@ class QuestionAnswering(TextTask):
     def _prepare(self) -> None:
         self.require_keys("text", "target")
         if len(self.texts) != 2:
-            raise ConfigError("data.text names one column for the task question-answering", expected=self.keys)
+            raise ConfigError(
+                "data.text names one column for the task question-answering", expected=self.keys
+            )
         assert self.data.target is not None
         self.target: str = self.data.target
         self.columns = (*self.texts, self.target)
         self.fields = (*self.input_fields((0, 0)), Field(TARGET))
         if not self.tokenizer.inner.is_fast:
             raise DataError(
-                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell where a token's characters are",
+                f"the tokenizer {type(self.tokenizer.inner).__name__} tells no characters of tokens",
                 expected="a tokenizer with a tokenizer.json",
             )
 
@@ -76,9 +78,11 @@ class QuestionAnswering(TextTask):
             for place, (part, (start, end)) in enumerate(zip(row.part, row.span, strict=True))
             if part == 1 and start < span[1] and end > span[0]
         ]
-        first, last = (row.span[inside[0]][0], row.span[inside[-1]][1]) if inside else (0, 0)
-        whole = bool(inside) and first <= span[0] and last >= span[1]
-        return (inside[0], inside[-1]) if whole else (IGNORED, IGNORED)
+        if not inside:
+            return IGNORED, IGNORED
+        cut = len(row.ids) == self.tokenizer.limit
+        whole = row.span[inside[0]][0] <= span[0] and row.span[inside[-1]][1] >= span[1]
+        return (inside[0], inside[-1]) if whole or not cut else (IGNORED, IGNORED)
 
 
 def _characters(answer: Any, context: str, where: str) -> tuple[int, int] | None:
@@ -92,7 +96,7 @@ def _characters(answer: Any, context: str, where: str) -> tuple[int, int] | None
     end = start + len(text) if end is None else end
     if not start < end <= len(context):
         raise DataError(
-            f"{where}: the answer stands at the characters {start} to {end}, and the context has {len(context)}",
+            f"{where}: the answer has the characters {start} to {end}, and the context has {len(context)}",
             expected="characters of the context, counted from 0",
         )
     found = context[start:end]

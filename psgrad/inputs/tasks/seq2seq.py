@@ -17,7 +17,7 @@ from psgrad.inputs.tasks.task import (
     is_text,
     require_kind,
 )
-from psgrad.inputs.text.forward import shifted_right
+from psgrad.inputs.text.forward import shift_of
 
 
 class Seq2SeqLM(TextTask):
@@ -32,6 +32,7 @@ class Seq2SeqLM(TextTask):
         assert self.data.target is not None
         self.target: str = self.data.target
         self.columns = (*self.texts, self.target)
+        self.shift = shift_of(self.pretrained)
         decoder = Field("decoder_input_ids", ((0, 1),), self.tokenizer.pad)
         self.fields = (*self.input_fields((0, 0)), decoder, Field(TARGET, ((0, 1),), IGNORED))
 
@@ -45,8 +46,7 @@ class Seq2SeqLM(TextTask):
         return [
             (*self.inputs_of(row), np.asarray(shifted, np.int64), np.asarray(labels, np.int64))
             for row, labels, shifted in (
-                (row, each.ids, shifted_right(self.pretrained, each.ids))
-                for row, each in zip(tokens, written, strict=True)
+                (row, each.ids, self.shift(each.ids)) for row, each in zip(tokens, written, strict=True)
             )
         ]
 

@@ -1,9 +1,9 @@
-"""A task: which columns of a dataset it needs, and how a row becomes the named tensors of a pretrained model."""
+"""A task: which columns of a dataset it needs, and how a row becomes the inputs and the target of a model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -126,11 +126,6 @@ class TextTask(ABC):
         """The columns of text."""
         return column_names(self.data.text)
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What decides the tensors besides the tokenizer and the data section of the config."""
-        return {}
-
     def input_fields(self, *axes: tuple[int, int]) -> tuple[Field, ...]:
         """The fields of what the tokenizer makes, with these ragged axes."""
         padding = {"input_ids": self.tokenizer.pad}
@@ -169,7 +164,9 @@ def is_texts(kind: pa.DataType) -> bool:
     return is_list(kind) and is_text(kind.value_type)
 
 
-def require_kind(schema: pa.Schema, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], expected: str) -> None:
+def require_kind(
+    schema: pa.Schema, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], expected: str
+) -> None:
     """Raises DataError unless a column is of one of these kinds."""
     kind = schema.field(name).type
     if not any(fits(kind) for fits in kinds):

@@ -45,7 +45,7 @@ class TokenClassification(TextTask):
         require_kind(schema, self.target, [is_list], "a list of labels in each row")
         if is_texts(schema.field(self.text).type) and not self.tokenizer.inner.is_fast:
             raise DataError(
-                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell which word a token belongs to",
+                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token",
                 expected="a tokenizer with a tokenizer.json",
                 next_step="give texts with a label for each token in place of lists of words",
             )

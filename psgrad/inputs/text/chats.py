@@ -53,8 +53,8 @@ def _by_prefixes(tokenizer: Tokenizer, chat: Chat, where: str) -> tuple[list[int
         end = list(_rendered(tokenizer, chat[: place + 1], where)["input_ids"])
         if end[: len(start)] != start or whole[: len(end)] != end:
             raise DataError(
-                f"{where}: the chat template does not tell which tokens the assistant wrote in message {place}",
-                expected="a template that renders the first messages of a chat as it renders them in the whole",
+                f"{where}: the chat template does not tell the tokens of message {place}",
+                expected="a template that renders the first messages of a chat as in the whole chat",
                 cause="it changes or leaves out earlier turns, as templates of reasoning models do",
                 next_step="put {% generation %} and {% endgeneration %} around the assistant's words in the"
                 " tokenizer's template, or give prompt and completion",
@@ -71,7 +71,7 @@ def _rendered(tokenizer: Tokenizer, chat: Chat, where: str, **options: Any) -> A
         raise DataError(
             f"{where}: the chat template raised {type(error).__name__}:"
             f" {next(iter(str(error).splitlines()), '')}",
-            expected="messages of the roles and in the order that the template takes, each with role and content",
+            expected="messages of the roles and in the order that the template takes",
         ) from error
 
 

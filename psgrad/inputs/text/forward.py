@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from psgrad.inputs.models.hub import library, quiet
 from psgrad.inputs.models.loaded import Pretrained
@@ -20,11 +19,16 @@ def model_inputs(pretrained: Pretrained) -> frozenset[str] | None:
     return None if kind is None else frozenset(inspect.signature(kind.forward).parameters)
 
 
-def shifted_right(pretrained: Pretrained, labels: list[int]) -> list[int]:
-    """The decoder's inputs for these labels, made by the model's own function."""
-    model = _without_weights(_model_class(pretrained), pretrained.config)
-    found = model.prepare_decoder_input_ids_from_labels(labels=torch.tensor([labels]))
-    return [int(each) for each in found[0]]
+def shift_of(pretrained: Pretrained) -> Callable[[list[int]], list[int]]:
+    """What makes the decoder's inputs of labels: the model's own function."""
+    with quiet(), torch.device("meta"):
+        model = _model_class(pretrained)(pretrained.config)
+
+    def shifted(labels: list[int]) -> list[int]:
+        made = model.prepare_decoder_input_ids_from_labels(labels=torch.tensor([labels]))
+        return [int(each) for each in made[0]]
+
+    return shifted
 
 
 def _model_class(pretrained: Pretrained) -> Any:
@@ -33,10 +37,3 @@ def _model_class(pretrained: Pretrained) -> Any:
         return None
     kind = auto._model_mapping[type(pretrained.config)]
     return kind[0] if isinstance(kind, tuple) else kind
-
-
-@cache
-def _without_weights(kind: Any, config: Any) -> nn.Module:
-    with quiet(), torch.device("meta"):
-        model: nn.Module = kind(config)
-    return model

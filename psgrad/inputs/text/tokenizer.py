@@ -14,6 +14,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.text.forward import model_inputs
 
 Where = Callable[[int], str]
 """The number of a text in a call to where it is written, for messages."""
@@ -21,7 +22,7 @@ Cut = Literal["longest_first", "only_second"]
 
 UNLIMITED = 1_000_000  # tokenizers without a limit of their own say 1e30
 # Position embeddings of these begin after the pad token's id, which takes that many from the table.
-_PADDED_POSITIONS = ("roberta", "camembert", "longformer", "mpnet", "esm", "data2vec-text", "ibert")
+_PADDED_POSITIONS = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "esm", "data2vec-text")
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,7 @@ def _encodings(batch: Any) -> list[Encoding]:
         return [
             Encoding(
                 batch["input_ids"][i],
-                batch["token_type_ids"][i]
-                if "token_type_ids" in batch
-                else [0] * len(batch["input_ids"][i]),
+                batch["token_type_ids"][i] if "token_type_ids" in batch else [0] * len(batch["input_ids"][i]),
                 list(map(bool, batch["special_tokens_mask"][i])),
             )
             for i in rows
@@ -152,7 +151,11 @@ def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Toke
     folder = pretrained.folder
     if data.tokenizer is not None:
         place = located(
-            data.tokenizer, base, key="data.tokenizer", allow_download=pretrained.allow_download
+            data.tokenizer,
+            base,
+            key="data.tokenizer",
+            holds=("tokenizer*", "vocab*", "*.model"),
+            allow_download=pretrained.allow_download,
         )
         folder = place.folder
         notes += [place.downloaded] if place.downloaded else []
@@ -162,9 +165,7 @@ def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Toke
     pad, said = _pad_token(inner, pretrained.config)
     limit = _limit(data.max_length, inner, pretrained.config)
     inputs = tuple(name for name in _inputs(inner, pretrained))
-    return Tokenizer(
-        inner, inputs, pad, limit, data.truncation, _fingerprint(inner, folder), (*notes, *said)
-    )
+    return Tokenizer(inner, inputs, pad, limit, data.truncation, _fingerprint(inner, folder), (*notes, *said))
 
 
 def _read(folder: Path) -> Any:
@@ -206,17 +207,15 @@ def _pad_token(inner: Any, config: Any) -> tuple[int, list[str]]:
         return own, []
     if inner.pad_token_id is not None:
         return int(inner.pad_token_id), []
-    name, value = ("eos_token", inner.eos_token_id)
-    if value is None:
-        return 0, ["the tokenizer has no pad token and no end token: rows are padded with the token 0"]
-    return int(value), [f"the tokenizer has no pad token: rows are padded with its {name} {inner.eos_token!r}"]
+    name, value = ("the token 0", 0) if inner.eos_token_id is None else (inner.eos_token, inner.eos_token_id)
+    return int(value), [f"the tokenizer has no pad token: rows are padded with {name}"]
 
 
 def _limit(wanted: int | None, inner: Any, config: Any) -> int | None:
     """How many tokens a row may have. Raises ConfigError where more are wanted than the model has."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and text.model_type.startswith(_PADDED_POSITIONS + ("xlm-roberta",)):
+    if positions is not None and text.model_type.startswith(_PADDED_POSITIONS):
         positions -= (text.pad_token_id or 0) + 1
     rotary = getattr(text, "rope_parameters", None) is not None
     if wanted is not None and positions is not None and wanted > positions and not rotary:
