@@ -92,6 +92,14 @@ class ModelConfig(Section):
     mode: Literal["eval", "train"] = "eval"
     """Whether the model runs as in evaluation or as in training (dropout on)."""
 
+    def decisive(self) -> dict[str, Any]:
+        """What of the section decides what is computed, beside the checkpoint; keys left at their defaults are
+        left out where runs of earlier versions did not have them.
+        """
+        old = {"factory", "kwargs", "mode", "state_dict_key"}
+        newer = self.model_dump(mode="json", exclude={*old, "checkpoint"}, exclude_defaults=True)
+        return {**self.model_dump(mode="json", include=old), **newer}
+
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         given = [name for name in ("factory", "pretrained", "timm") if getattr(self, name) is not None]

@@ -61,7 +61,14 @@ def _objective(run: Setup, path: Path) -> Objective:
 
 
 def _loaded(run: Setup, path: Path) -> nn.Module:
-    return load_model(run.config.model.model_copy(update={"checkpoint": path}), run.config.base).model
+    config = run.config
+    return load_model(
+        config.model.model_copy(update={"checkpoint": path}),
+        config.base,
+        config.analyze.trainable,
+        "analyze.trainable",
+        allow_download=config.allow_download,
+    ).model
 
 
 def _digest(model: nn.Module) -> str:

@@ -152,7 +152,13 @@ def first_run(config: Config) -> Setup:
 def later_run(run: Setup, config: Config, number: int) -> Setup:
     """The same with the model of another checkpoint."""
     there = _at(config, number)
-    loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
+    loaded = load_model(
+        there.model,
+        config.base,
+        config.influence.parameters,
+        "influence.parameters",
+        allow_download=config.allow_download,
+    )
     model = loaded.model.to(run.device, run.dtype)
     return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
 

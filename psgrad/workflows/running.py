@@ -131,6 +131,7 @@ def describe_run(
                 *run.criterion.modules_imported,
                 *([] if made is None else [made]),
             ],
+            origin=loaded.origin,
         ),
         data=DataFacts(config.data.path or config.data.factory, run.samples.fingerprint),
         hashes=hashes_of(run, specs),

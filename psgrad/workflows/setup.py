@@ -19,8 +19,9 @@ from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion, resolve_loss
-from psgrad.inputs.models.factory import LoadedModel, load_model
+from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
+from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
@@ -139,7 +140,9 @@ def load(
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
-    loaded = load_model(config.model, config.base, trainable, trainable_key)
+    loaded = load_model(
+        config.model, config.base, trainable, trainable_key, allow_download=config.allow_download
+    )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
@@ -150,7 +153,7 @@ def load(
 
 def set_up(config: Config) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
-    return setup_of(load(config))
+    return setup_of(load(config, trainable=config.analyze.trainable, trainable_key="analyze.trainable"))
 
 
 def setup_of(parts: Loaded) -> Setup:
