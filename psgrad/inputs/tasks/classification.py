@@ -55,6 +55,7 @@ class SequenceClassification(_OfTexts):
     def _prepare(self) -> None:
         super()._prepare()
         self.labels = Labels.of(self.pretrained.config, self.data)
+        self.class_names = self.labels.given
         self.several = self.pretrained.config.problem_type == "multi_label_classification"
 
     def check(self, schema: pa.Schema) -> None:

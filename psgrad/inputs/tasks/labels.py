@@ -42,6 +42,11 @@ class Labels:
             )
         return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
 
+    @property
+    def given(self) -> tuple[str, ...] | None:
+        """The names, unless nobody gave any."""
+        return None if self.generic else self.names
+
     def number(self, value: Any, where: str) -> int:
         """The class of a label: its number, or its name. -100 stays, a label that does not count.
 

@@ -75,7 +75,7 @@ class MaskedLM(TextTask):
         return (*inputs.values(), target)
 
     def _draw(self, ids: Array, special: Array) -> tuple[Array, Array]:
-        """(which tokens [t] are hidden, at least one where one may be; the tokens that stand in their place)."""
+        """(which tokens [t] are hidden, at least one where one may be; all tokens as the model sees them)."""
         key = hashlib.blake2b(ids.tobytes(), digest_size=8, salt=str(self.data.seed).encode()[:16]).digest()
         draws = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).random((3, len(ids)))
         chance = np.where(special, 1.0, draws[0])

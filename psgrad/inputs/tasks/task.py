@@ -86,6 +86,7 @@ class TextTask(ABC):
         masked: whether padding is without effect on the loss where the model heeds its attention mask. It is
             not where the loss compares positions.
         labels_are_positions: whether a label is a position of the input, and not a class.
+        class_names: of the classes that labels are; None where there are none, or nobody gave names.
     """
 
     masked: ClassVar[bool] = True
@@ -95,6 +96,7 @@ class TextTask(ABC):
 
     fields: tuple[Field, ...]
     columns: tuple[str, ...]
+    class_names: tuple[str, ...] | None = None
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
         self.data, self.tokenizer, self.pretrained = data, tokenizer, pretrained

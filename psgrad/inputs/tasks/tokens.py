@@ -39,6 +39,7 @@ class TokenClassification(TextTask):
         self.columns = (self.text, self.target)
         self.fields = (*self.input_fields((0, 0)), Field(TARGET, ((0, 0),), IGNORED))
         self.labels = Labels.of(self.pretrained.config, self.data)
+        self.class_names = self.labels.given
 
     def check(self, schema: pa.Schema) -> None:
         require_kind(schema, self.text, [is_texts, is_text], "lists of words, or texts")

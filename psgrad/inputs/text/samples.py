@@ -43,6 +43,7 @@ class TextSamples(Samples):
         self._blocks = TokenBlocks(kept, fingerprint)
         self.keywords = tuple(field.name for field in task.fields if field.name != TARGET)
         self.notes = task.tokenizer.notes
+        self.class_names = task.class_names
         self.labels_are_positions = task.labels_are_positions
         self.ragged = RaggedAxes(
             tuple(field.axes for field in task.fields),
