@@ -32,6 +32,7 @@ from psgrad.results.manifest import Counts, EngineFacts
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
+from psgrad.user_code import with_code_beside
 from psgrad.wording import LOSSES_IN_NATS, listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, reopen, require_judged_alike
@@ -44,6 +45,7 @@ from psgrad.workflows.setup import set_up
 _PICTURES = 40
 
 
+@with_code_beside
 def analyze(
     config: Config,
     *,

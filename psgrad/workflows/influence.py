@@ -29,6 +29,7 @@ from psgrad.results.influence import (
 )
 from psgrad.results.manifest import Counts, InfluenceFacts
 from psgrad.storage import RunFolder
+from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_index import open_index, screened_rows
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_setup import (
@@ -50,6 +51,7 @@ _CHECK_SECONDS, _CHECK_SHARE = 10.0, 0.5
 _SELF_SECONDS = 30.0
 
 
+@with_code_beside
 def influence(
     config: Config,
     *,

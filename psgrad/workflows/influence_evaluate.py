@@ -40,6 +40,7 @@ from psgrad.reports.terminal import json_values
 from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
+from psgrad.user_code import with_code_beside
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
 from psgrad.workflows.influence import described, without_nonfinite
@@ -197,6 +198,7 @@ _WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
 }
 
 
+@with_code_beside
 def evaluate_influence(
     config: Config,
     kind: EvaluationKind,

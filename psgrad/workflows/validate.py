@@ -42,6 +42,7 @@ from psgrad.inputs.sources.source import DataHeader, data_header, header_problem
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
+from psgrad.user_code import with_code_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -437,6 +438,7 @@ def as_record(found: Validation) -> dict[str, Any]:
 _ROWS = 32
 
 
+@with_code_beside
 def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -> None:
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
     some rows, the self-check, and the memory that a run would take.
