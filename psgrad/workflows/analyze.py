@@ -120,9 +120,8 @@ def analyze(
             timings=clock.seconds,
         )
         verdict = check_samples(frame, facts, folder, gate)
-        result = AnalyzeResult(
-            frame, parameters, facts, folder.path, inputs, run.config.data.class_names, results, verdict, words
-        )
+        names = run.config.data.class_names
+        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, names, results, verdict, words)
         with clock("report"):
             folder.write_inputs(inputs, words)
             if report:

@@ -172,9 +172,7 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    classes = (
-        None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
-    )
+    classes = None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
     reader = CheckedReader(parts.samples, criterion, classes)
     return Setup(**vars(parts), objective=objective, reader=reader)
 
