@@ -34,14 +34,19 @@ class Samples(ABC):
     by position. ragged: which axes differ in length from row to row, where some do; `read` then gives blocks
     with lengths. fingerprint: a SHA-256 that changes when the data does. units: [n],
     text or int64, whom each row belongs to, where a column for that was named; else None. sources: the
-    modules of Python that make the rows, where code does. code: the objects that do. reading: to be held by
-    whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in
-    messages too.
+    modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
+    manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
+    labels_are_positions: whether a label is a position of the input, so that their number differs from row to
+    row. reading: to be held by whoever reads, where several may; a dataset need not be made for threads. Rows
+    are counted from 0, in messages too.
     """
 
     keywords: tuple[str, ...] = ()
     ragged: RaggedAxes | None = None
     sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
+    labels_are_positions: bool = False
     code: tuple[object, ...] = ()
 
     def __init__(

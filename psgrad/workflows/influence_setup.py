@@ -223,7 +223,9 @@ def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[Chec
     """Who reads the queries, and which rows they are."""
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.own_data
-    samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
+    samples: Samples = (
+        run.samples if dataset is None else load_data(dataset, config.base, pretrained=run.loaded.pretrained)
+    )
     with told_of_queries():
         reader = CheckedReader(
             samples, measurement.criterion, class_count(run.first_output, measurement.criterion)

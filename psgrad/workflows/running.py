@@ -125,7 +125,7 @@ def describe_run(
             trainable=sum(p.numel() for p in parameters if p.requires_grad),
             checkpoint=config.model.checkpoint,
             sha256=loaded.sha256,
-            notes=loaded.notes,
+            notes=[*loaded.notes, *run.samples.notes],
             modules_imported=[
                 *loaded.modules_imported,
                 *run.criterion.modules_imported,
