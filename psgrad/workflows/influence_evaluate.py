@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -162,8 +161,7 @@ def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
     labels = torch.from_numpy(given)
 
     def read(start: int, stop: int) -> Block:
-        block: Any = training.read(start, stop)
-        return Block(block.inputs, labels[start:stop])
+        return training.read(start, stop).with_target(labels[start:stop])
 
     return replace(
         training,

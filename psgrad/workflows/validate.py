@@ -38,7 +38,7 @@ from psgrad.errors import (
 from psgrad.inputs.code_checks import spec_problems
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
 from psgrad.inputs.sources.files import require_file
-from psgrad.inputs.sources.source import DataHeader, data_header, header_problems
+from psgrad.inputs.sources.source import DataHeader, data_headers, header_problems, joined_header
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -189,8 +189,11 @@ class _Checks:
             self.found.facts[where] = data.factory
             return None
         with self.found.told(f"{where}.path"):
-            header = data_header(data, self.base)
-            self._add(where, header_problems(header, data, unit))
+            headers, loss = data_headers(data, self.base), self.sections.get("loss")
+            labels = loss is not None and takes_labels(loss.name)
+            problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
+            self._add(where, next(filter(None, problems), []))
+            header = joined_header(headers)
             self._labels(where, header, data)
             self.found.facts[where] = _described(header, data)
             return header.rows
@@ -402,7 +405,7 @@ def _described(header: DataHeader, data: DataConfig) -> str:
                 + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
             )
     more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
-    return f"{data.path}: {rows}; {', '.join(words)}{more}"
+    return f"{data.source}: {rows}; {', '.join(words)}{more}"
 
 
 def _free_bytes(output: Path) -> int | None:

@@ -167,9 +167,9 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ),
         (
             "queries={path: q.npz, factory: 'a:b'}",
-            "give path (a file) or factory (a callable that returns a torch Dataset), not both",
+            "give one of path, factory, not several",
         ),
-        ("queries={target: y}", "neither path, factory nor rows says what the queries are"),
+        ("queries={target: y}", "neither path, dataset, images, factory nor rows says what the queries are"),
         ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
         ("queries.rows=[1, 1]", "a row is listed twice in rows"),

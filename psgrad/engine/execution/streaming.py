@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
-from psgrad.engine.execution.loading import Batch, Chunk, DeviceRows, Loader, Read, to_device
+from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.replay import Replay
 from psgrad.engine.gradients.per_sample import (
@@ -29,6 +29,7 @@ from psgrad.engine.gradients.per_sample import (
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, ModelError, PsgradError
+from psgrad.ragged import Block, joined
 
 _PROBE = 8
 LARGEST_AUTO_CHUNK = 1024
@@ -132,10 +133,7 @@ class Stream:
 
         Raises ModelError, with the row, where the model or the loss fails or memory runs out.
         """
-        batches = [self.read(row, row + 1) for row in rows]
-        inputs = tuple(torch.cat(column) for column in zip(*(batch.inputs for batch in batches), strict=True))
-        targets = [batch.target for batch in batches if batch.target is not None]
-        chunk = Chunk(rows, inputs, torch.cat(targets) if targets else None)
+        chunk = Chunk(rows, joined([self.read(row, row + 1) for row in rows]))
         try:
             return self._gradients_of(*self._to_device(chunk))
         except PsgradError:
@@ -143,7 +141,7 @@ class Stream:
         except Exception as error:
             raise self._failure(error, chunk) from error
 
-    def read(self, start: int, stop: int) -> Batch:
+    def read(self, start: int, stop: int) -> Block:
         """The rows start, ..., stop - 1 as the reader gives them, one call at a time."""
         with self._reading:
             return self._read(start, stop)
@@ -152,11 +150,11 @@ class Stream:
         """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
         parameters.
         """
-        batch = self.read(start, stop)
-        return to_device(batch.inputs, batch.target, self.device, self.dtype)
+        block = self.read(start, stop)
+        return to_device(block.inputs, block.target, self.device, self.dtype)
 
     def _to_device(self, chunk: Chunk) -> DeviceRows:
-        return to_device(chunk.inputs, chunk.target, self.device, self.dtype)
+        return to_device(chunk.block.inputs, chunk.block.target, self.device, self.dtype)
 
     def _gradients_of(
         self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None

@@ -17,6 +17,7 @@ import torch
 from psgrad.engine.transforms.interpreter import divides_by_sizes, written_for_autograd
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.private_torch import decomposition_table
+from psgrad.engine.transforms.rules.grouped import grouped_mm, grouped_outer
 from psgrad.engine.transforms.rules.registry import decompose
 
 for _op in (
@@ -61,6 +62,20 @@ def _solve(
     return x, lu, pivots, info
 
 
+def _grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    *parts, behind = rows.tensor_split(ends.tolist())
+    products = [part @ matrix for part, matrix in zip(parts, matrices, strict=True)]
+    return torch.cat([*products, behind.new_zeros(behind.shape[0], matrices.shape[2])])
+
+
+def _grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    stops = ends.tolist()
+    parts = zip(left.tensor_split(stops)[:-1], right.tensor_split(stops)[:-1], strict=True)
+    return torch.stack([some.t() @ others for some, others in parts])
+
+
+written_for_autograd[grouped_mm] = _grouped_mm
+written_for_autograd[grouped_outer] = _grouped_outer
 written_for_autograd[aten.copy.default] = _copy
 written_for_autograd[aten.native_layer_norm.default] = _layer_norm
 written_for_autograd[aten._linalg_solve_ex.default] = _solve

@@ -256,17 +256,23 @@ def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         del guard
 
 
-def refuse_mutation(op: Op, what: str, cause: str) -> NoReturn:
+def refuse_mutation(
+    op: Op,
+    what: str,
+    cause: str,
+    expected: str = "a target that was made inside the transformed function from its inputs",
+    next_step: str = (
+        "use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for"
+        " x[i] = y), or make the target from an input, for example x.new_zeros(...) in place of"
+        " torch.zeros(...)"
+    ),
+) -> NoReturn:
     """In-place operators that can't be honoured fail by name; the alternative is a silently wrong number."""
     raise TransformError(
         f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
-        expected="a target that was made inside the transformed function from its inputs",
+        expected=expected,
         cause=cause,
-        next_step=(
-            "use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for"
-            " x[i] = y), or make the target from an input, for example x.new_zeros(...) in place of"
-            " torch.zeros(...)"
-        ),
+        next_step=next_step,
     )
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.own_generators import OwnGenerators
@@ -29,6 +28,7 @@ from psgrad.engine.privacy.reached import reached
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.errors import DataError
+from psgrad.ragged import Block
 
 Keeps = tuple[Callable[[], float], Callable[[], object], Any]
 """A number that is kept somewhere, a write of another one, and the object from which it is to be found."""
@@ -314,11 +314,9 @@ def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: st
     generator = MADE[name]()
     x = torch.arange(6.0)[:, None]
 
-    def take(rows: np.ndarray) -> RowBatch:
+    def take(rows: np.ndarray) -> Block:
         found = x[torch.from_numpy(rows)]
-        return RowBatch(
-            (found if augmented else torch.stack([row + drawn(generator) for row in found]),), None
-        )
+        return Block((found if augmented else torch.stack([row + drawn(generator) for row in found]),), None)
 
     def augment(row: torch.Tensor) -> torch.Tensor:
         return row + drawn(generator)
@@ -349,8 +347,8 @@ def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: st
 def test_records_that_change_when_they_are_read_again_are_refused() -> None:
     reads = itertools.count()
 
-    def take(rows: np.ndarray) -> RowBatch:
-        return RowBatch((torch.tensor([[float(next(reads))] for _ in rows]),), None)
+    def take(rows: np.ndarray) -> Block:
+        return Block((torch.tensor([[float(next(reads))] for _ in rows]),), None)
 
     with pytest.raises(
         DataError,
@@ -358,5 +356,5 @@ def test_records_that_change_when_they_are_read_again_are_refused() -> None:
     ):
         RecordReader(Records.of_rows(4), take).require_memoryless(range(4))
     RecordReader(
-        Records.of_rows(4), lambda rows: RowBatch((torch.full((len(rows), 1), torch.nan),), None)
+        Records.of_rows(4), lambda rows: Block((torch.full((len(rows), 1), torch.nan),), None)
     ).require_memoryless(range(4))

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy import batches, clipped_sums
@@ -29,6 +28,7 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers
 from psgrad.errors import ModelError, TransformError
+from psgrad.ragged import Block
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 from tests.engine.privacy.test_records import taking
 
@@ -297,12 +297,12 @@ class DrawingDataset:
     def __init__(self) -> None:
         self.reads = 0
 
-    def __call__(self, rows: RowNumbers) -> RowBatch:
+    def __call__(self, rows: RowNumbers) -> Block:
         self.reads += 1
         made = [
             torch.full((2,), float(row)) + torch.rand(2) + np.random.rand() + random.random() for row in rows
         ]
-        return RowBatch((torch.stack(made),), torch.from_numpy(rows))
+        return Block((torch.stack(made),), torch.from_numpy(rows))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -331,9 +331,9 @@ def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented:
 
 def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
     class Counted(DrawingDataset):
-        def __call__(self, rows: RowNumbers) -> RowBatch:
+        def __call__(self, rows: RowNumbers) -> Block:
             self.reads += 1
-            return RowBatch((torch.from_numpy(rows).float(),), None)
+            return Block((torch.from_numpy(rows).float(),), None)
 
     dataset = Counted()
     reader = RecordReader(Records.of_rows(20), dataset, draws=DRAWS)
@@ -386,7 +386,7 @@ def test_record_draws_are_asked_for_where_a_loss_draws_without_them(
         stream = Stream(
             loss,
             params,
-            lambda start, stop: RowBatch((rows[start:stop],), None),
+            lambda start, stop: Block((rows[start:stop],), None),
             randomness=randomness,
             chunk_size=2,
         )
@@ -423,8 +423,8 @@ def test_record_draws_are_asked_for_where_reading_draws() -> None:
     """An augmentation without them: what a record becomes depends on its place."""
     params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
 
-    def read(start: int, stop: int) -> RowBatch:
-        return RowBatch((rows[start:stop] + torch.rand(3, dtype=torch.float64),), None)
+    def read(start: int, stop: int) -> Block:
+        return Block((rows[start:stop] + torch.rand(3, dtype=torch.float64),), None)
 
     stream = Stream(lambda params, inputs, target: ((params["w"] * inputs[0]).sum(), {}), params, read)
     with pytest.raises(ModelError, match="while a batch was read and summed"):

@@ -14,25 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordReader, Records, record_loss
 from psgrad.errors import DataError
+from psgrad.ragged import Block
 from tests.models import ARCHITECTURES, Architecture
 
 USERS = np.array([3, 3, 1, 3, 2, 1, 1, 1, 9, 9, 2, 3, 3, 7])  # 5, 4, 2, 2 and 1 rows
 NAMES = [architecture.name for architecture in ARCHITECTURES]
 
 
-def taking(inputs: tuple[Tensor, ...], target: Tensor | None) -> Callable[[Any], RowBatch]:
+def taking(inputs: tuple[Tensor, ...], target: Tensor | None) -> Callable[[Any], Block]:
     """A dataset in memory: the rows of these numbers."""
 
-    def take(rows: np.ndarray[Any, Any]) -> RowBatch:
+    def take(rows: np.ndarray[Any, Any]) -> Block:
         index = torch.from_numpy(rows)
-        return RowBatch(tuple(x[index] for x in inputs), None if target is None else target[index])
+        return Block(tuple(x[index] for x in inputs), None if target is None else target[index])
 
     return take
 
@@ -290,7 +290,7 @@ def test_records_one_copy_takes_the_place_of_its_row() -> None:
 def test_records_row_is_not_changed_by_its_copy() -> None:
     x = torch.ones(2, 3)
     reader = RecordReader(
-        Records.of_rows(2), lambda rows: RowBatch((x,), None), augment=lambda row: row.zero_(), copies=2
+        Records.of_rows(2), lambda rows: Block((x,), None), augment=lambda row: row.zero_(), copies=2
     )
     reader.draw([0, 1])
     reader(0, 2)

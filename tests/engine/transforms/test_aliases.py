@@ -411,7 +411,7 @@ def test_vmap_instance_norm_running_statistics(mapped: str) -> None:
         torch.testing.assert_close(some, others)
 
 
-def test_vmap_native_batch_norm_of_values_that_samples_share() -> None:
+def test_vmap_native_batch_norm_shared_input() -> None:
     set_seed(0)
     x, s = torch.randn(4, 3, 2), torch.randn(SAMPLES)
 
@@ -426,12 +426,16 @@ def test_vmap_native_batch_norm_of_values_that_samples_share() -> None:
         torch.testing.assert_close(some, others)
 
 
-def test_autograd_of_vmap_embedding_scaled_by_frequency_is_refused() -> None:
+def test_vmap_outer_autograd_embedding_scale_grad_by_freq_refused() -> None:
     """The caller's autograd would count the tokens of all samples together."""
     table = torch.randn(5, 2, requires_grad=True)
     with pytest.raises(TransformError, match="scale_grad_by_freq"):
         vmap(lambda tokens: F.embedding(tokens, table, scale_grad_by_freq=True))(
             torch.tensor([[1, 1], [1, 2]])
+        )
+    with pytest.raises(TransformError, match="scale_grad_by_freq"):
+        vmap(lambda table: F.embedding(torch.tensor([1, 1]), table, scale_grad_by_freq=True))(
+            table.expand(2, 5, 2)
         )
     found = vmap(lambda tokens: F.embedding(tokens, table.detach(), scale_grad_by_freq=True))(
         torch.tensor([[1, 1], [1, 2]])
@@ -439,7 +443,7 @@ def test_autograd_of_vmap_embedding_scaled_by_frequency_is_refused() -> None:
     assert torch.equal(found, table.detach()[torch.tensor([[1, 1], [1, 2]])])
 
 
-def test_masked_scatter_of_an_empty_source_whose_mask_is_true_somewhere_is_an_error() -> None:
+def test_masked_scatter_empty_source_refused() -> None:
     x = torch.randn(SAMPLES, 3)
     with pytest.raises((IndexError, RuntimeError)):
         vmap(lambda x: x.masked_scatter(torch.tensor([False, True, False]), x[:0]))(x)
