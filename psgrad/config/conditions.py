@@ -40,14 +40,14 @@ def names_in_condition(text: str, columns: Collection[str] | None = None) -> lis
     none of `columns`.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(" ".join(text.split()), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(f"{text!r} is no condition ({reason}); expected {_EXPECTED}") from None
     for node in ast.walk(tree):
         plain = not isinstance(node, ast.Constant) or isinstance(node.value, str | int | float | bool)
         if not isinstance(node, _ALLOWED) or not plain:
-            written = ast.get_source_segment(text.strip(), node) or type(node).__name__
+            written = ast.get_source_segment(" ".join(text.split()), node) or type(node).__name__
             raise ValueError(
                 f"{text!r} has {written!r}, which is no part of a condition; expected {_EXPECTED}"
             )
