@@ -1,8 +1,8 @@
-"""Operators of the user's function that a level takes no part in, and the tensors that come out of them.
+"""Operators of the user's function on values that a level does not follow, and their results.
 
-A tensor made inside the function may be written into later, with values that the level follows. So what is
-made anew belongs to the level from the beginning (it is *adopted*), and in-place operators find it there;
-what is somebody else's memory does not.
+A tensor made inside the function may be written into later, with values that the level follows. So a new
+tensor belongs to the level from the beginning (it is *adopted*), and in-place operators find it there. A view
+of memory from outside is not adopted.
 """
 
 from __future__ import annotations

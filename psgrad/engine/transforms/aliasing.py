@@ -1,10 +1,10 @@
-"""How a batched value lies in memory, and how the tensor of one sample would.
+"""The memory layout of a batched value, and that of the tensor of one sample.
 
 A batched kernel may lay its result out so that one sample's part is spread over memory: the channels of
-several samples side by side, or the sample axis innermost. What a program may do with the tensor of one
-sample follows from its strides: which `view` there is, whether `reshape` copies, what `as_strided` finds. So
-a tracer shows the strides that PyTorch gives one sample's result, and the value is copied to memory of these
-strides before a view of it is taken. Nothing is copied where no view is taken.
+several samples side by side, or the sample axis innermost. The strides of one sample's tensor decide which
+`view` exists, whether `reshape` copies, and what `as_strided` returns. So a tracer shows the strides that
+PyTorch gives one sample's result, and the value is copied to memory of these strides before a view of it is
+taken. Without a view nothing is copied.
 """
 
 from __future__ import annotations

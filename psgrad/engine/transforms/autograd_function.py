@@ -1,14 +1,14 @@
-"""torch.autograd.Function inside a transformed function: its backward, jvp and vmap are taken as rules.
+"""torch.autograd.Function inside a transformed function: its backward, jvp and vmap are used as rules.
 
-PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute
-that comes from C; while a transform runs, the base class has one of its own, ours, which also reaches
-functions that were bound before (`f = MyFunction.apply`). Since PyTorch 2.14 `Function.apply` comes from C
-itself and is what has to be ours: one that was bound before stays PyTorch's, and is refused as soon as its
+PyTorch has no hook for the call. But `Function.apply` looks its next step up as an attribute of a base class,
+which is written in C. While a transform runs, psgrad replaces this attribute, which also reaches functions
+that were bound before (`f = MyFunction.apply`). Since PyTorch 2.14 `Function.apply` itself is written in C
+and is what psgrad replaces. A function that was bound before stays PyTorch's, and is refused as soon as its
 backward would be needed.
 
-A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for
-the backward belongs to a floor that is not known yet. One without is left to PyTorch, and refused as soon as
-its backward would be needed.
+A Function must be written with `setup_context`, as torch.func demands too: otherwise the level of what its
+forward saves for the backward is not known yet. A Function without it is left to PyTorch, and refused as soon
+as its backward would be needed.
 """
 
 from __future__ import annotations

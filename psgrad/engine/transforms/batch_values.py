@@ -1,4 +1,5 @@
-"""Values with a sample axis that the user's function does not see, and what a batching rule may ask of them.
+"""Values with a sample axis that the user's function does not see, and the interface of a batch for batching
+rules.
 
 The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest. A
 value without that axis stays a plain value (or a tracer of a lower level) and is never copied per sample.

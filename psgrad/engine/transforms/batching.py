@@ -1,5 +1,5 @@
-"""Batching: the level of one vmap, and what it does at an operator: the batching rule, an in-place write, a
-random draw, or a deferral.
+"""The level of one vmap, and its actions at an operator: the batching rule, an in-place write, a random draw,
+or a deferral.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Calls: functions that bring rules of their own, as operators do, and how such a call finds the levels that
-have to handle it.
+"""Calls: functions with rules of their own, and how a call is passed to the levels that handle it.
 
-A call takes a flat list of arguments and returns a flat list of results. It is handed down the stack of
-levels like an operator, but it visits every level from the top, tracers among its arguments or not, as the
-function may close over some.
+A call takes a flat list of arguments and returns a flat list of results. It is passed down the stack of
+levels like an operator. But it visits every level from the top, with or without tracers among its arguments,
+because the function may close over some.
 
-- A derivative level asks it to `differentiate` (reverse) or to `push` tangents (forward), on the values one
-  level below.
-- A batching level asks it to `batch`, which mostly means: the same call for all samples at once, one floor
-  down. Its functions then begin by going back up to the level, also after the level was left (in the pass
-  back): the level is entered again, and the tracers that the user's functions hold become valid with it.
+- A derivative level calls `differentiate` (reverse) or `push` (forward), on the values one level below.
+- A batching level calls `batch`, which mostly means: the same call for all samples at once, one level below.
+  Its functions then enter the level again, also after the level was left (in the backward pass), and the
+  tracers that the user's functions hold become valid with it.
 """
 
 from __future__ import annotations

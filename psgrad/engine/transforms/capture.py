@@ -1,14 +1,14 @@
-"""Capture and replay: a function's whole program, recorded once and run again without the Python that made
-it.
+"""Capture and replay: the kernels of a function are recorded once as a program, which runs again without
+Python.
 
 `capture(f)` runs `f` for each signature (shapes, dtypes, devices, Python values among the arguments) on
-tensors without values, and keeps what PyTorch's tracer saw: a list of kernels (program.py). A transform costs
-microseconds of Python for each operator, a replay none of that.
+tensors without values, and keeps the list of kernels that PyTorch's tracer saw (program.py). A transform
+costs microseconds of Python for each operator, a replay none.
 
-What a list of kernels can't repeat is not captured, and `f` runs as it is: a course that depends on data,
-random states that are set inside, tensors that are kept from one call to the next. That is found out while
-recording (watch.py), and said once. What can't be found out is the caller's part: whatever else `f` reads of
-Python (an attribute, a global number) is as it was when it was captured.
+What a list of kernels can't repeat is not captured, and `f` runs as it is, with one warning: branches that
+depend on data, random states that are set inside, tensors that are kept from one call to the next
+(capture_guard.py). Everything else that `f` reads of Python (an attribute, a global number) keeps the value
+that it had at the capture; this can't be detected, and is the caller's responsibility.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The eyes on a function that is being recorded: they object to whatever a record would not repeat."""
+"""A mode that watches a function while it is captured, and raises an error at anything that a program would
+not repeat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""checkpoint: a function that keeps nothing for the way back but its arguments, and runs again there."""
+"""checkpoint: a function that saves only its arguments for the backward pass, and runs again there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reverse and forward mode have in common: tracers that hold a value with its derivative, in-place
+"""The common part of reverse and forward mode: tracers that hold a value with its derivative, in-place
 operators, and views.
 
 In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view

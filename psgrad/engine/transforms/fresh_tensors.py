@@ -1,5 +1,5 @@
-"""Tensors that a batched function makes for itself: without a sample axis, until a value that has one is
-written into them.
+"""Tensors that a batched function makes: without a sample axis, until a value that has one is written into
+them.
 
 `out = torch.zeros(3); out[0] = x` is one tensor for each sample as soon as `x` differs between samples. Until
 then it is the same for all, and is neither copied nor computed with per sample.

@@ -1,6 +1,4 @@
-"""grad, grad_and_value and vjp, with the arguments, results and semantics of their namesakes in
-torch.func.
-"""
+"""grad, grad_and_value and vjp, with the arguments, results and semantics of torch.func."""
 
 from __future__ import annotations
 

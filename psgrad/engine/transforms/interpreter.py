@@ -1,14 +1,15 @@
-"""The interpreter: the one place where every operator of a transformed function arrives, and finds the
-transform that handles it.
+"""The interpreter: every operator of a transformed function arrives here, and is passed to the transform that
+handles it.
 
 Each active transform is a *level* on a stack (levels.py). A value at a level is a `Tracer`: a tensor without
-storage that stands for something else (a recorded value, a whole batch). PyTorch hands every operator that
-meets a tracer to `interpret`, which passes it to the highest level among the arguments; that level's rule
-calls operators on the values below, which are plain tensors or tracers of lower levels, and so on down to the
-kernels.
+storage that stands for something else (a recorded value, a whole batch). PyTorch passes every operator with a
+tracer among its arguments to `interpret`, which passes it to the highest level among the arguments. That
+level's rule calls operators on the values below, which are plain tensors or tracers of lower levels, and so
+on down to the kernels.
 
-While a level runs the user's function, a mode sees the operators without any tracer among their arguments
-too: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced values.
+While a level runs the user's function, a mode also sees the operators without any tracer among their
+arguments: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced
+values.
 """
 
 from __future__ import annotations

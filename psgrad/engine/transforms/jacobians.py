@@ -1,4 +1,4 @@
-"""jacrev, jacfwd and hessian, with the arguments, results and semantics of their namesakes in torch.func."""
+"""jacrev, jacfwd and hessian, with the arguments, results and semantics of torch.func."""
 
 from __future__ import annotations
 

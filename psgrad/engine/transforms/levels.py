@@ -1,13 +1,12 @@
-"""Levels: the transforms that are active, one on top of another, and what is different while they run the
-user's function.
+"""Levels: the stack of active transforms, and the settings of PyTorch while they run the user's function.
 
 PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones
 (`linear`, `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's
-parameters. Where PyTorch's own autograd looks on from outside, it is let in again for operators on plain
-tensors alone (`Attached` in interpreter.py).
+parameters. If PyTorch's own autograd records from outside, it is switched on again for operators on plain
+tensors only (`Attached` in interpreter.py).
 
-Branches on data inside a batched function: taken where all samples agree, and the batch split by the outcome
-where they do not.
+A branch on data inside a batched function is taken if all samples agree; otherwise the batch is split by the
+outcome (`Divergence`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A named sample axis: collectives by which a mapped function says, by the axis's name, where it looks at
-other samples.
+"""A named sample axis: collectives by which a mapped function reads other samples.
 
     vmap(loss, axis_name="samples")        # inside: pmean(x, "samples") is the mean of x over all samples
 
-A collective is linear, and its transpose is a collective: `psum` is its own, that of `all_gather` hands each
-sample the sum of what all samples say about its row. So under `grad` *inside* `vmap` cotangents cross samples
-as values did, and sample i's gradient is that of the *sum of all samples' losses* in what sample i alone
-holds, its own copy of the parameters included. Summed over the samples these are the gradient of the summed
-loss in the shared parameters; one of them is not the gradient of that sample's loss, which is not its own.
+A collective is linear, and its transpose is a collective: that of `psum` is `psum`, that of `all_gather`
+gives each sample the sum of all samples' cotangents of its row. So under `grad` *inside* `vmap` cotangents
+cross samples as values did, and sample i's gradient is that of the *sum of all samples' losses* in sample i's
+own copy of the values, the parameters included. Summed over the samples these are the gradient of the summed
+loss in the shared parameters; one of them is not the gradient of that sample's loss, which depends on other
+samples.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""What an operator's schema says of it: what it writes to, whether it draws, and what it is called without
-the underscore.
+"""Facts about operators: what an operator's schema says of it, which ones autocast has to cast here, and
+which kernels read memory as if it were contiguous.
 
-Autocast for operators that arrive in one piece.
+Autocast acts above the place where operators arrive here, so most are cast already. Some operators it knows
+only by the products inside them (on a CPU the recurrent layers, their cells and einsum; on a GPU the
+recurrent layers), which our rules run below autocast. So their arguments are cast here.
 
-PyTorch's autocast stands above the place where we see an operator, so most come to us cast already. It knows
-some operators only by the products inside them (on a CPU the recurrent layers, their cells and einsum; on a
-GPU the recurrent layers), which our rules run below it. There their arguments are cast here, as autocast
-would have cast those products'.
-
-Kernels of PyTorch that read an argument's memory as if it were contiguous, and what makes it so.
-
-Batching hands expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a sum.
-Most kernels read by strides. Those listed here take the address of the first element and read on from there:
-with expanded or sliced memory they return wrong numbers, or read outside the tensor.
+Batching passes expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a
+sum. Most kernels read by strides. The kernels in `READ_AS_CONTIGUOUS` take the address of the first element
+and read on from there: with expanded or sliced memory they return wrong numbers, or read outside the tensor.
 `tests/engine/transforms/kernel_layouts.py` searches for them among all kernels.
 """
 

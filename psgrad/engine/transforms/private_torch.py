@@ -1,6 +1,6 @@
 # ruff: noqa: F401, I001
 # mypy: implicit-reexport
-"""All that psgrad takes from PyTorch without a promise: private names, and functions that it replaces.
+"""The private names of PyTorch that psgrad uses, and the functions of PyTorch that it replaces.
 
 Other modules import from here, under a name without underscore. Each line says what the name is for, and
 `tests/engine/transforms/test_private_torch.py` has a test for each. A PyTorch without one of them is refused

@@ -1,5 +1,5 @@
-"""A program: what a function does to tensors of one signature, as a list of kernels, and the ways to
-run it.
+"""A program: the list of kernels that a function runs on tensors of one signature, and the backends that run
+it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Draws by label: samples of a mapped function that draw from random bits of their own, whatever samples they
-are computed beside.
+"""Draws by label, for samples of a mapped function whose draws must not depend on other samples; and the
+states of all global random generators.
 
 A sample's label is a whole number that comes with the batch as one of its arguments. `draw_by_label` attaches
-it to the level that maps it: from then on a random operator there is a function of (source, label, how many
-operators of this run drew before it), and no generator has a say in it. So draws depend neither on a sample's
-place in the batch, nor on the other samples, nor on how often the function runs. The
-operators are in rules/labelled_draws.py.
+it to the level that maps it: from then on a random operator there is a function of (source, label, number of
+earlier random operators in this run), and no generator is used. So draws depend neither on a sample's place
+in the batch, nor on the other samples, nor on how often the function runs. The operators are in
+rules/labelled_draws.py.
 
-The global random number generators of PyTorch, NumPy and Python, and their states: to draw the same again.
+`everywhere` and `kept` read and restore the states of the generators of PyTorch, NumPy and Python, so that
+the same numbers are drawn again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that must stay as it is while a function of the user's runs: it is computed with again."""
+"""Refuses writes to memory that is still needed while a function of the user runs."""
 
 from __future__ import annotations
 

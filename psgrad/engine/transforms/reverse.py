@@ -1,4 +1,4 @@
-"""Reverse mode: a level that records each operator with the VJP rules of its inputs (see record.py)."""
+"""Reverse mode: a level that records each operator with the VJP rules of its inputs (see tape.py)."""
 
 from __future__ import annotations
 
