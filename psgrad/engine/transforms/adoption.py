@@ -49,7 +49,9 @@ class AdoptingLevel(Level):
         return map_tracers(self.adopt, result) if fresh else result
 
     def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One level below. To be written into at every level, a fresh tensor must be adopted by all."""
+        """The result one level below. A fresh tensor is adopted by every level, so that it can be written
+        into at all of them.
+        """
         top = top_level(args, kwargs)
         first = top.index if top is not None else 0
         adopter = next(

@@ -31,7 +31,7 @@ _attention_backward = torch.ops.psgrad.attention_backward_for_cpu.default
 written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(
     _attention_backward, args, kwargs
 )
-# What a table of weights that seems to need no gradient is looked up with.
+# The lookup operator for a table of weights that requires no gradient.
 written_for_autograd[aten._embedding_bag_forward_only.default] = aten._embedding_bag.default
 
 
