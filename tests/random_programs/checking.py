@@ -41,7 +41,8 @@ NO_NUMBER = "a higher derivative of PyTorch's is no number, of finite values"
 NOT_NOTICED = "refused by autograd, which does not notice the write in the loop, and is wrong there"
 WRONG, INTERNAL, ACCEPTED = "WRONG NUMBER", "INTERNAL ERROR", "ACCEPTED WHAT THE LOOP REFUSES"
 UNLISTED = "REFUSED BY NAME, AND NOT IN allowed.py"
-FAILURES = (WRONG, INTERNAL, ACCEPTED, UNLISTED)
+CRASHED = "CRASH"
+FAILURES = (WRONG, INTERNAL, ACCEPTED, UNLISTED, CRASHED)
 
 LOOPS = Loops()
 ROUNDINGS = 4  # how often the loop runs with moved values
@@ -137,10 +138,12 @@ def run_loop(
         ways |= {"after": nudge.after, "again": nudge.again, "inside": nudge}
     f = program.function(**ways)
     case = Case.of(program, f, values)
-    if strictly:
-        return _flat(MODES[program.mode](loops, case))
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
-        return _flat(MODES[program.mode](loops, case))
+    # Third derivatives of conv3d in bfloat16 end the process, by a fault of the library that PyTorch calls.
+    with torch.backends.mkldnn.flags(enabled=not any("conv3d(" in s.text for s in program.statements)):
+        if strictly:
+            return _flat(MODES[program.mode](loops, case))
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            return _flat(MODES[program.mode](loops, case))
 
 
 def _flat(tree: Any) -> list[Tensor]:
@@ -203,7 +206,7 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
             ]
         if not _differences(program, ours, plain, unsaid):
             return Outcome(NO_NUMBER)
-    if program.extreme and _agrees_the_other_way(program, ours, off):
+    if _agrees_the_other_way(program, ours, off):
         return Outcome(EQUAL)
     if _is_moderate(program) and _shrinks_with_the_unit(program, ours, plain):
         return Outcome(ROUNDED, found)
@@ -244,8 +247,8 @@ def _agrees_with_forward_mode(
 def _agrees_the_other_way(program: Program, ours: list[Tensor], off: list[Tensor]) -> bool:
     """Whether normalisations say what we do as kernels, if the oracle has them written out, and the reverse.
 
-    The kernels add the mean times the scale, which is NaN where the scale is infinite, and so do some of our
-    ways, but not all.
+    The kernels add the mean times the scale, which is NaN where the scale is infinite, and rounded where the
+    sum is zero, as for one number; and so do some of our ways, but not all.
     """
     if not any("_norm(" in s.text for s in program.statements):
         return False

@@ -88,6 +88,12 @@ NOT_WRONG = {
         ),
         "autograd of vmap(grad)",
     ),
+    "the Jacobian of nothing": program(("a0[2:] * a1",), "jacrev(vmap)"),
+    "a third derivative of conv3d in halves": program(
+        ("a0.repeat(1, 1, 1, 2, 1)", "F.conv3d(t0, a1.repeat(3, 1, 1, 2, 1), None, stride=2, padding=1)"),
+        "vmap(grad(jvp))",
+        dtype=torch.bfloat16,
+    ),
     "the sign of NaN": program(
         ("F.cross_entropy(a0, torch.tensor([0, 1]), a1.abs(), reduction='sum')", "a0.sin().copysign(t0)"),
         "vmap",
