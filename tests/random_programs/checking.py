@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -410,7 +410,8 @@ def _shrinks_with_the_unit(
     loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
     if error is not None or loop_error is not None:
         return False
-    return not _differences(program, wide, loop, [far * (wide_unit / unit) for far in off])
+    exact = replace(program, dtype=torch.float64)
+    return not _differences(exact, wide, loop, [far * (wide_unit / unit) for far in off])
 
 
 def _same_kind(x: Tensor, y: Tensor) -> Tensor:
@@ -424,6 +425,5 @@ def _differs_by_range_alone(program: Program, ours: list[Tensor], plain: list[Te
     loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
     if error is not None or loop_error is not None:
         return False
-    return not _differences(
-        program, wide, loop, [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop]
-    )
+    off = [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop]
+    return not _differences(replace(program, dtype=torch.float64), wide, loop, off)
