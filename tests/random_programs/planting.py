@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from psgrad.engine.transforms.rules import registry
+from tests.random_programs import noticed
 from tests.random_programs.checking import check
 from tests.random_programs.programs import Program
 from tests.random_programs.writer import write
@@ -46,6 +48,18 @@ def noticing(seeds: int) -> dict[str, int]:
                     found[str(op)] = seed
                     break
     return dict(sorted(found.items()))
+
+
+def written(seeds: int) -> str:
+    """`noticed.py`, with the programs of so many seeds to choose from."""
+    head = Path(noticed.__file__).read_text().partition("{\n")[0]
+    return head + "{\n" + "".join(f'    "{op}": {seed},\n' for op, seed in noticing(seeds).items()) + "}\n"
+
+
+def operator(name: str) -> registry.Op:
+    """The operator of an entry: `aten.tanh.default`."""
+    library, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, library), packet), overload)
 
 
 def _used(seed: int) -> set[registry.Op]:
