@@ -58,6 +58,11 @@ NOT_WRONG = {
         "vmap(jacfwd)",
         extreme=True,
     ),
+    "the Jacobian of a slope of NaN, beside a loss without forward mode": program(
+        ("a0.rsqrt()", "torch.cat([t0.flatten(), F.multi_margin_loss(a0 * a1, torch.tensor([0, 2]))[None]])"),
+        "vmap(jacfwd)",
+        extreme=True,
+    ),
     "the Jacobian of a padding row": program(
         ("a0.index_reduce(0, torch.tensor([0, 1]), a0, 'prod')", PADDED), "vmap(jacfwd)"
     ),
