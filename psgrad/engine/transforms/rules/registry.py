@@ -40,7 +40,8 @@ Push = Callable[..., Callable[..., Any] | None]  # None: not for these arguments
 @dataclass(frozen=True)
 class JointVJP:
     """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) ->
-    {position: cotangent}`.
+    {position: cotangent}`. In the place of a cotangent may be a function without arguments that returns it: a
+    contraction that can stay un-run.
     """
 
     make: Maker
