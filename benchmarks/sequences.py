@@ -1,6 +1,6 @@
 """Sequences of unequal length: norms per second of psgrad, beside a loop of PyTorch's autograd over samples.
 
-Each network is timed in one process, the ways in turn, in processor time. An LSTM and a GRU get packed sequences, each of its own
+All ways run in turn in one process, in processor time. Recurrent layers get packed sequences, each of its own
 length; BERT gets texts padded to one length, with the mask. `loop` gives each sample to the network alone,
 without padding.
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(f"{options.samples} samples, {torch.get_num_threads()} threads; rows per second of processor time, medians")
+    print(f"{options.samples} samples; rows per second of processor time, medians")
     print(f"{'network':8} {'lengths':8} {'loop':>8} {'psgrad':>8} {'largest error':>14}")
     for name in options.only:
         for kind, lengths_of in LENGTHS.items():

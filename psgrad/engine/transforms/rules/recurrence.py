@@ -217,7 +217,7 @@ _BACK: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
 # -- rows that end before their last time --------------------------------------------------------------------
 
 
-def _packed(sizes: Sequence[int], lengths: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+def _packed(sizes: Sequence[int], lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     """The order of the rows, longest first; where the rows that run stand among those of all times; how many
     run at each time.
     """
@@ -225,7 +225,7 @@ def _packed(sizes: Sequence[int], lengths: Tensor) -> tuple[Tensor, Tensor, list
     running = torch.arange(len(sizes), device=lengths.device).unsqueeze(1) < lengths[order]
     rows = [count for count in running.sum(1).tolist() if count]
     places = torch.cat([order[:count] + time * sizes[0] for time, count in enumerate(rows)])
-    return order, places, rows
+    return order.to(device), places.to(device), rows
 
 
 def _run_ragged(
@@ -237,10 +237,13 @@ def _run_ragged(
     sizes: Sequence[int],
     lengths: Tensor,
     cell: str,
-) -> tuple[Tensor, ...]:
-    order, places, rows = (x if isinstance(x, list) else x.to(outer.device) for x in _packed(sizes, lengths))
+) -> tuple[Tensor, Tensor, Tensor]:
+    order, places, rows = _packed(sizes, lengths, outer.device)
     found = _run(projected[places], hidden[order], memory[order], outer, bias, rows, None, cell)
-    return tuple(x.new_zeros(projected.shape[0], x.shape[1]).index_copy(0, places, x) for x in found)
+    states, memories, sums = (
+        x.new_zeros(projected.shape[0], x.shape[1]).index_copy(0, places, x) for x in found
+    )
+    return states, memories, sums
 
 
 def _back_ragged(
@@ -253,9 +256,9 @@ def _back_ragged(
     lengths: Tensor,
     cell: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    order, places, rows = (x if isinstance(x, list) else x.to(outer.device) for x in _packed(sizes, lengths))
+    order, places, rows = _packed(sizes, lengths, outer.device)
     picked = [None if x is None else x[places] for x in given]
-    d, *starts = _back(*picked, hidden[order], memory[order], outer, bias, rows, None, cell)  # type: ignore[arg-type]
+    d, *starts = _back(*picked, hidden[order], memory[order], outer, bias, rows, None, cell)  # type: ignore[call-arg, arg-type]
     whole = d.new_zeros(sum(sizes), d.shape[1]).index_copy(0, places, d)
     to_hidden, to_memory = (torch.zeros_like(x).index_copy(0, order, x) for x in starts)
     return whole, to_hidden, to_memory

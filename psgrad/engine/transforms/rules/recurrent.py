@@ -46,22 +46,24 @@ class Weights:
     @classmethod
     def of(cls, cell: str, inner: Tensor, outer: Tensor, *rest: Tensor) -> Weights:
         """rest: two biases or none, then the projection, if any."""
-        biases, projection = (rest[:2], rest[2:]) if len(rest) > 1 else ((None, None), rest)
-        first, second = biases
-        if cell != GRU and first is not None:
-            first, second = first + second, None
-        return cls(inner, outer, first, second, *projection)
+        projection = rest[-1] if len(rest) % 2 else None
+        if len(rest) < 2:
+            return cls(inner, outer, projection=projection)
+        if cell == GRU:
+            return cls(inner, outer, *rest)
+        return cls(inner, outer, rest[0] + rest[1], None, projection)
 
 
-def _steps(cell: str, weights: Weights, x: Tensor, sizes: list[int], start: State) -> State:
-    """The states after each time, packed. x: packed inputs."""
+def _steps(
+    cell: str, weights: Weights, x: Tensor, sizes: list[int], start: State, lengths: Tensor | None = None
+) -> State:
+    """The states after each time, packed. x: packed inputs; lengths: as for `layers`."""
     projected = F.linear(x, weights.inner, weights.inner_bias)
     if weights.projection is not None:
         return _projected_steps(weights, projected, sizes, start)
     hidden, *memory = start
-    found = recurrence(
-        projected, hidden, *(memory or [hidden[:, :0]]), weights.outer, weights.outer_bias, sizes, None, cell
-    )
+    memory = memory or [hidden[:, :0]]
+    found = recurrence(projected, hidden, *memory, weights.outer, weights.outer_bias, sizes, lengths, cell)
     return tuple(found[: len(start)])
 
 
@@ -79,9 +81,13 @@ def _projected_steps(weights: Weights, projected: Tensor, sizes: list[int], star
 
 @dataclass(frozen=True)
 class Packing:
-    """How many sequences run at each time, the longest first."""
+    """How many sequences run at each time, the longest first.
+
+    lengths: [1], where one sequence of each sample has an end of its own, and `sizes` are of the longest.
+    """
 
     sizes: list[int]
+    lengths: Tensor | None = None
 
     @property
     def even(self) -> bool:
@@ -89,12 +95,18 @@ class Packing:
 
     def reversed(self, x: Tensor) -> Tensor:
         """Each sequence from its end to its beginning."""
+        if self.lengths is not None:
+            times = torch.arange(len(self.sizes), device=x.device)
+            lengths = self.lengths.to(x.device)
+            return x.index_select(0, torch.where(times < lengths, lengths - 1 - times, times))
         if self.even:
             return x.unflatten(0, (len(self.sizes), self.sizes[0])).flip(0).flatten(0, 1)
         return x.index_select(0, self._places([list(range(length))[::-1] for length in self._lengths], x))
 
     def ends(self, states: Tensor) -> Tensor:
         """The last state of each sequence."""
+        if self.lengths is not None:
+            return states.index_select(0, self.lengths.to(states.device) - 1)
         if self.even:
             return states[len(states) - self.sizes[0] :]
         starts = self._starts
@@ -118,34 +130,34 @@ class Packing:
         )
 
 
-def _layers(
+def layers(
     cell: str,
     x: Tensor,
     sizes: list[int],
     starts: Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_biases: bool,
     count: int,
     dropout: float,
-    train: bool,
     bidirectional: bool,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The last layer's outputs, packed, and the states at the end, [layers * directions, b, width] each.
 
-    x: packed inputs [sum(sizes), width]; starts: the states to begin with, shaped as those at the end.
+    x: packed inputs [sum(sizes), width]; starts: the states to begin with, shaped as those at the end;
+    lengths: [1], where the only sequence ends before `sizes` do: its outputs are zero from there on.
     """
-    directions, packing = 2 if bidirectional else 1, Packing(sizes)
+    directions, packing = 2 if bidirectional else 1, Packing(sizes, lengths)
     each = len(weights) // (count * directions)
     ends: list[State] = []
     for layer in range(count):
-        if layer and dropout and train:
+        if layer and dropout:
             x = F.dropout(x, dropout)
         found = []
         for number in range(layer * directions, (layer + 1) * directions):
             own = Weights.of(cell, *weights[number * each : (number + 1) * each])
             start = tuple(first[number] for first in starts)
             backwards = number % directions == 1
-            states = _steps(cell, own, packing.reversed(x) if backwards else x, sizes, start)
+            states = _steps(cell, own, packing.reversed(x) if backwards else x, sizes, start, lengths)
             ends.append(tuple(packing.ends(value) for value in states))
             found.append(packing.reversed(states[0]) if backwards else states[0])
         x = torch.cat(found, -1) if bidirectional else found[0]
@@ -163,27 +175,34 @@ def _declare(name: str, cell: str) -> None:
             raise TransformError(
                 f"{name} on sequences of length 0{diagnostics.where()}", expected="at least one time"
             )
-        out, ends = _layers(
-            cell, x.flatten(0, 1), [b] * times, start if cell == LSTM else (start,), weights, *options
-        )
+        out, *ends = of_sizes(x.flatten(0, 1), [b] * times, start, weights, *options)
         out = out.unflatten(0, (times, b))
         return out.transpose(0, 1) if batch_first else out, *ends
 
-    def packed(
-        x: Tensor, sizes: Tensor, start: Any, weights: Sequence[Tensor], *options: Any
+    def of_sizes(
+        x: Tensor,
+        sizes: list[int],
+        start: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        count: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
     ) -> tuple[Tensor, ...]:
-        out, ends = _layers(cell, x, sizes.tolist(), start if cell == LSTM else (start,), weights, *options)
+        starts = start if cell == LSTM else (start,)
+        out, ends = layers(cell, x, sizes, starts, weights, count, dropout if train else 0.0, bidirectional)
         return out, *ends
 
     layer = getattr(aten, name)
     replace(layer.input)(padded)
-    replace(layer.data)(packed)
+    replace(layer.data)(lambda x, sizes, *rest: of_sizes(x, sizes.tolist(), *rest))
 
 
-_declare("lstm", LSTM)
-_declare("gru", GRU)
-_declare("rnn_tanh", TANH)
-_declare("rnn_relu", RELU)
+# By the names of the functions and operators.
+LAYERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
+for _name, _cell in LAYERS.items():
+    _declare(_name, _cell)
 
 
 @replace(aten.lstm_cell.default)
@@ -196,34 +215,3 @@ def _lstm_cell(x: Tensor, state: Sequence[Tensor], *weights: Tensor | None) -> S
 def _gru_cell(x: Tensor, hidden: Tensor, *weights: Tensor | None) -> Tensor:
     own = Weights.of(GRU, *(weight for weight in weights if weight is not None))
     return _steps(GRU, own, x, [x.shape[0]], (hidden,))[0]
-
-
-# -- packed sequences ----------------------------------------------------------------------------------------
-
-
-@replace(aten._pack_padded_sequence.default)
-def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The sequences of [times, b, ...], longest first, time after time without what lies behind their
-    ends.
-    """
-    running: list[int] = lengths.tolist()
-    x = x.transpose(0, 1) if batch_first else x
-    sizes = [sum(length > time for length in running) for time in range(running[0])]
-    if running[0] == running[-1]:
-        return x[: running[0]].flatten(0, 1), torch.tensor(sizes)
-    return torch.cat([x[time, :size] for time, size in enumerate(sizes)]), torch.tensor(sizes)
-
-
-@replace(aten._pad_packed_sequence.default)
-def _unpack(
-    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
-) -> tuple[Tensor, Tensor]:
-    running: list[int] = sizes.tolist()
-    b, rest = running[0], data.shape[1:]
-    times = [
-        torch.cat([piece, piece.new_full((b - size, *rest), padding)]) if size < b else piece
-        for piece, size in zip(data.split(running), running, strict=True)
-    ]
-    times += [data.new_full((b, *rest), padding)] * (total - len(running))
-    lengths = torch.tensor([sum(size > place for size in running) for place in range(b)])
-    return torch.stack(times, 1 if batch_first else 0), lengths
