@@ -68,7 +68,8 @@ def dtype_of_weights(path: Path) -> torch.dtype:
     """
     import torch
 
-    from psgrad.inputs.models.checkpoints import read_torch, state_dict_in
+    from psgrad.inputs.models.checkpoints import state_dict_in
+    from psgrad.inputs.models.torch_files import read_torch
 
     headers = weight_headers(path)
     counts: Counter[str] = Counter()
