@@ -10,14 +10,18 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from psgrad.config import nearest
+from psgrad.config import Config, nearest
 from psgrad.errors import ConfigError, PsgradError
 
 _FILE_MODULE = "psgrad_file_"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> Callable[..., Any]:
@@ -32,9 +36,9 @@ def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -
 def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> ModuleType:
     """The module or file of a spec, imported. Raises as `resolve` does."""
     location = module_of(spec)
-    with _noting(spec, base):
+    with importing_beside(base), _noting(spec, base):
         return (
-            _file_module(base / location, raises)
+            _file_module(base / location, base, raises)
             if location.endswith(".py")
             else _named_module(location, base, raises)
         )
@@ -51,6 +55,103 @@ def imported_while_running(spec: str, base: Path) -> frozenset[str]:
 
 
 _imported: dict[tuple[str, Path], set[str]] = {}
+
+
+@dataclass
+class _Beside:
+    """What was imported from a folder: its modules, the hash of each one's file then, and the files that a
+    config names, which may have imported them. blocks: how many of `importing_beside` are open.
+    """
+
+    folder: Path
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    hashes: dict[str, str | None] = field(default_factory=dict)
+    named_files: set[str] = field(default_factory=set)
+    blocks: int = 0
+
+    def note(self, names: set[str]) -> None:
+        """Keep those of newly imported modules that lie in the folder."""
+        for name in names & sys.modules.keys():
+            module = sys.modules[name]
+            if name.startswith(_FILE_MODULE):
+                self.named_files.add(name)
+            elif _lies_in(self.folder, module):
+                self.modules[name], self.hashes[name] = module, _hash_of(module)
+
+    def forget_edited(self) -> None:
+        """Forget all modules where a file of them was edited: they may have imported one another."""
+        if all(_hash_of(module) == self.hashes[name] for name, module in self.modules.items()):
+            return
+        for name in self.named_files:
+            sys.modules.pop(name, None)
+        for key in [key for key in _imported if key[1] == self.folder]:
+            del _imported[key]
+        self.modules, self.hashes, self.named_files = {}, {}, set()
+
+
+_beside: dict[Path, _Beside] = {}
+
+
+@contextmanager
+def importing_beside(base: Path) -> Iterator[None]:
+    """While the block runs, modules in a config's folder can be imported; what is installed comes first.
+
+    Afterwards sys.path and sys.modules are as before. The modules are kept for the next block of this folder,
+    unless a file of them was edited. No __pycache__ is written.
+    """
+    folder = base.resolve()
+    kept = _beside.setdefault(folder, _Beside(folder))
+    if kept.blocks == 0:
+        kept.forget_edited()
+        before, kept_bytecode = set(sys.modules), sys.dont_write_bytecode
+        sys.modules.update({name: each for name, each in kept.modules.items() if name not in before})
+        sys.path.append(str(folder))
+        sys.dont_write_bytecode = True
+        importlib.invalidate_caches()
+    kept.blocks += 1
+    there = set(sys.modules)
+    try:
+        yield
+    finally:
+        kept.note(set(sys.modules) - there)
+        kept.blocks -= 1
+        if kept.blocks == 0:
+            for name in kept.modules.keys() - before:
+                sys.modules.pop(name, None)
+            sys.dont_write_bytecode = kept_bytecode
+            if str(folder) in sys.path:  # code of the user's may have changed it
+                del sys.path[len(sys.path) - 1 - sys.path[::-1].index(str(folder))]
+
+
+def with_code_beside(
+    workflow: Callable[Concatenate[Config, _P], _R],
+) -> Callable[Concatenate[Config, _P], _R]:
+    """The same function of a config, run while modules in the config's folder can be imported."""
+
+    @wraps(workflow)
+    def run(config: Config, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with importing_beside(config.base):
+            return workflow(config, *args, **kwargs)
+
+    return run  # type: ignore[return-value] # a config may be given by position alone
+
+
+def _lies_in(folder: Path, module: ModuleType) -> bool:
+    """Whether a module's file, or its folder where it is a package without one, is the user's in a folder."""
+    places = [getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)]
+    return any(
+        place is not None
+        and Path(place).resolve().is_relative_to(folder)
+        and not {"site-packages", "dist-packages"} & set(Path(place).parts)
+        for place in places
+    )
+
+
+def _hash_of(module: ModuleType) -> str | None:
+    try:
+        return hashlib.sha256(Path(module.__file__ or "").read_bytes()).hexdigest()
+    except OSError:  # a package without a file, or a file that is gone
+        return None
 
 
 @contextmanager
@@ -80,7 +181,7 @@ def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: ty
     factory = resolve(spec, base, raises=raises)
     _check_arguments(factory, spec, kwargs)
     try:
-        with _noting(spec, base):
+        with importing_beside(base), _noting(spec, base):
             return factory(**kwargs)
     except PsgradError:
         raise
@@ -99,7 +200,7 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(error).__name__}{f': {first_line}' if first_line else ''}{f' ({place})' if place else ''}"
 
 
-def _file_module(path: Path, raises: type[PsgradError]) -> ModuleType:
+def _file_module(path: Path, base: Path, raises: type[PsgradError]) -> ModuleType:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -123,7 +224,7 @@ def _file_module(path: Path, raises: type[PsgradError]) -> ModuleType:
         )  # and not through a loader, which would write __pycache__ beside it
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _import_failure(str(path), error, raises) from error
+        raise _import_failure(str(path), error, base, raises) from error
     return module
 
 
@@ -133,27 +234,27 @@ def _named_module(name: str, base: Path, raises: type[PsgradError]) -> ModuleTyp
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name != missing and not name.startswith(f"{missing}."):
-            raise _import_failure(name, error, raises) from error
-        file = Path(*name.split(".")).with_suffix(".py")
-        if (base / file).is_file():
-            hint = f"there is {file} beside the config: write {file}:<callable>"
-        else:
-            hint = (
+            raise _import_failure(name, error, base, raises) from error
+        raise ConfigError(
+            f"there is no module {missing!r} to import {name!r} from",
+            next_step=(
                 "install its package in this environment, put its folder on PYTHONPATH, or name the file:"
                 " path/to/file.py:<callable>"
-            )
-        raise ConfigError(
-            f"there is no module {missing!r} to import {name!r} from", next_step=hint
+            ),
         ) from error
     except (Exception, SystemExit) as error:
-        raise _import_failure(name, error, raises) from error
+        raise _import_failure(name, error, base, raises) from error
 
 
-def _import_failure(name: str, error: BaseException, raises: type[PsgradError]) -> PsgradError:
-    return raises(
-        f"importing {name} raised {describe_failure(error)}",
-        next_step="import it in a Python shell to see why",
-    )
+def _import_failure(name: str, error: BaseException, base: Path, raises: type[PsgradError]) -> PsgradError:
+    step = "import it in a Python shell to see why"
+    wanted = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    found = sys.modules.get(wanted)
+    own = base / f"{wanted}.py"
+    if found is not None and own.is_file() and not _lies_in(base.resolve(), found):
+        where = getattr(found, "__file__", None) or "Python itself"
+        step = f"rename {own}: {wanted} is also the name of an installed module, which comes first ({where})"
+    return raises(f"importing {name} raised {describe_failure(error)}", next_step=step)
 
 
 def _attribute(module: ModuleType, location: str, name: str) -> Callable[..., Any]:

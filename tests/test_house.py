@@ -22,7 +22,7 @@ LAYERS = (
     ("api",),
     ("workflows",),
     ("engine", "inputs", "quality", "reports", "storage"),
-    ("results",),
+    ("results", "ragged"),
     ("plugins",),
     ("user_code",),
     ("config",),

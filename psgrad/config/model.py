@@ -27,6 +27,8 @@ TASK_LOSSES: Mapping[str, str] = {
     "regression": "mse",
 }
 """The loss that a task implies."""
+LABELS_FROM_TEXT = ("causal-lm", "masked-lm")
+"""The tasks whose labels are tokens of the text itself, so that a target may be left out."""
 
 
 class NewAdapterConfig(Section):

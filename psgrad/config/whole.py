@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.data import SOURCE_KEYS, DataConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
-from psgrad.config.model import TASK_LOSSES, TASKS, ModelConfig
+from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.privacy import PrivacyConfig
 from psgrad.config.sections import (
     LOSS_OPTIONS,
@@ -25,6 +25,28 @@ def _version(value: object) -> object:
     if type(value) is not int or value != 1:
         raise ValueError(f"got {described(value)}, expected 1, the only version of the config's format")
     return value
+
+
+def _inherited(content: Any, path: tuple[str, ...]) -> Any:
+    """A config whose dataset at `path` has the keys of data that it leaves out, as far as both are of one
+    kind: items of a factory have no columns that a file has.
+    """
+    groups = [content]
+    for key in path:
+        groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
+    given, own = groups[-1], content.get("data") if isinstance(content, dict) else None
+    if not isinstance(given, dict) or not isinstance(own, dict):
+        return content
+    ours, theirs = ({key for key in SOURCE_KEYS if each.get(key) is not None} for each in (own, given))
+    if path[-1] == "queries" and not theirs:
+        return content  # rows of the data themselves
+    if theirs and ("factory" in theirs) != ("factory" in ours):
+        return content
+    of_a_source = {*SOURCE_KEYS, "kwargs", "config", "split"} if theirs else set()
+    found: Any = {key: each for key, each in own.items() if key not in of_a_source} | given
+    for key, group in zip(reversed(path), reversed(groups[:-1]), strict=True):
+        found = {**group, key: found}
+    return found
 
 
 class Config(Section):
@@ -76,29 +98,18 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _trusted_data_are_read_as_the_data_are(cls, value: Any) -> Any:
-        """Keys that analyze.outliers.reference.data leaves out are those of data; another path or factory
+    def _other_data_are_read_as_the_data_are(cls, value: Any) -> Any:
+        """Keys that the trusted data and the queries leave out are those of data; another path or factory
         brings its own source.
         """
-        groups = [value]
-        for key in ("analyze", "outliers", "reference", "data"):
-            groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
-        own = value.get("data") if isinstance(value, dict) else None
-        if not isinstance(groups[-1], dict) or not isinstance(own, dict):
-            return value
-        sources = {*SOURCE_KEYS, "kwargs", "config", "split"}
-        given: Any = {
-            key: each for key, each in own.items() if key not in sources or not sources & set(groups[-1])
-        } | groups[-1]
-        for key, group in zip(
-            ("data", "reference", "outliers", "analyze"), reversed(groups[:-1]), strict=True
-        ):
-            given = {**group, key: given}
-        return given
+        for path in (("analyze", "outliers", "reference", "data"), ("influence", "queries")):
+            value = _inherited(value, path)
+        return value
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:
-        if self.data.path is not None and self.data.target is None and self.loss.name in LOSS_OPTIONS:
+        wanted = self.loss.name in LOSS_OPTIONS and self.model.task not in LABELS_FROM_TEXT
+        if self.data.path is not None and self.data.target is None and wanted:
             raise ValueError(
                 f"data.target is missing: the loss {self.loss.name!r} compares the output with a target"
                 " column"
@@ -109,6 +120,7 @@ class Config(Section):
     def _queries_need_a_target(self) -> Config:
         queries, named = self.influence.queries, self.influence.measurement.name in MEASUREMENTS
         measured = named and (self.influence.measurement.name != "loss" or self.loss.name in LOSS_OPTIONS)
+        measured &= self.model.task not in LABELS_FROM_TEXT
         if queries is not None and queries.path is not None and queries.target is None and measured:
             raise ValueError(
                 f"influence.queries.target is missing: the measurement {self.influence.measurement.name!r}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from psgrad.config import nearest
 from psgrad.errors import ConfigError, PsgradError
+from psgrad.user_code import importing_beside
 
 
 def spec_problems(
@@ -58,20 +59,18 @@ def spec_problems(
 def _package_problems(module: str, base: Path) -> Iterator[PsgradError]:
     package = module.split(".")[0]
     try:
-        there = importlib.util.find_spec(package) is not None
+        with importing_beside(base):
+            there = importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return
     if not there:
-        file = Path(*module.split(".")).with_suffix(".py")
-        beside = (
-            f"there is {file} beside the config: write {file}:<callable>" if (base / file).is_file() else None
+        yield ConfigError(
+            f"there is no module {package!r} to import {module!r} from",
+            next_step=(
+                "install its package in this environment, put its folder on PYTHONPATH,"
+                " or name a file: path/to/file.py:<callable>"
+            ),
         )
-        hint = (
-            beside
-            or "install its package in this environment, put its folder on PYTHONPATH,"
-            " or name a file: path/to/file.py:<callable>"
-        )
-        yield ConfigError(f"there is no module {package!r} to import {module!r} from", next_step=hint)
 
 
 def _names_in(body: list[ast.stmt]) -> tuple[dict[str, ast.stmt], bool]:

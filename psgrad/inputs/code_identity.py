@@ -22,7 +22,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from psgrad.inputs.sources.files import sha256_of
-from psgrad.user_code import imported, imported_while_running, resolve
+from psgrad.user_code import imported, imported_while_running, importing_beside, resolve
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ def code_identity(spec: str, base: Path, sources: Iterable[str] = ()) -> CodeIde
     `sources` are further modules of Python that belong to it: those of the classes that it made. Raises
     ConfigError as `resolve` does.
     """
-    module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
     walk = _Walk()
-    walk.meet(str(getattr(function, "__module__", None) or module.__name__), whole=True)
-    for name in (module.__name__, *sources, *sorted(imported_while_running(spec, base))):
-        walk.meet(name)
+    with importing_beside(base):
+        module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
+        walk.meet(str(getattr(function, "__module__", None) or module.__name__), whole=True)
+        for name in (module.__name__, *sources, *sorted(imported_while_running(spec, base))):
+            walk.meet(name)
     return CodeIdentity(walk.files, dict(sorted(walk.packages.items())))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,25 +17,13 @@ from torch import Tensor
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import not_numbers
+from psgrad.inputs.sources.tables import runs
+from psgrad.ragged import Block as Block
+from psgrad.ragged import RaggedAxes, joined
 
 Array = npt.NDArray[Any]
 
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows, stacked: every tensor is [n, ...] on the CPU. Whole numbers are int64, all others float32."""
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor | None
-
-    def at(self, places: Array) -> Block:
-        """The rows at these places of the block, in this order; a copy."""
-        index = torch.from_numpy(places)
-        return Block(
-            tuple(x[index] for x in self.inputs), None if self.target is None else self.target[index]
-        )
 
 
 class Samples(ABC):
@@ -44,15 +31,22 @@ class Samples(ABC):
 
     ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per
     row and was cheap to read; else None. keywords: how the model calls its inputs; empty where it takes them
-    by position. fingerprint: a SHA-256 that changes when the data does. units: [n],
+    by position. ragged: which axes differ in length from row to row, where some do; `read` then gives blocks
+    with lengths. fingerprint: a SHA-256 that changes when the data does. units: [n],
     text or int64, whom each row belongs to, where a column for that was named; else None. sources: the
-    modules of Python that make the rows, where code does. code: the objects that do. reading: to be held by
-    whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in
-    messages too.
+    modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
+    manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
+    labels_are_positions: whether a label is a position of the input, so that their number differs from row to
+    row. reading: to be held by whoever reads, where several may; a dataset need not be made for threads. Rows
+    are counted from 0, in messages too.
     """
 
     keywords: tuple[str, ...] = ()
+    ragged: RaggedAxes | None = None
     sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
+    labels_are_positions: bool = False
     code: tuple[object, ...] = ()
 
     def __init__(
@@ -82,9 +76,7 @@ class Samples(ABC):
         """
         distinct, places = np.unique(self._existing(rows), return_inverse=True)
         blocks = [self.read(start, stop) for start, stop in runs(distinct)]
-        inputs = tuple(torch.cat(parts) for parts in zip(*(block.inputs for block in blocks), strict=True))
-        targets = [block.target for block in blocks if block.target is not None]
-        return Block(inputs, torch.cat(targets) if targets else None).at(places)
+        return joined(blocks).at(places)
 
     def content(self, count: int | None = None) -> str:
         """A SHA-256 of what the first `count` rows hold, None for all; of the whole file, where one holds
@@ -135,12 +127,6 @@ def to_tensor(value: Array | Tensor, name: str) -> Tensor:
         over="ignore"
     ):  # beyond float32's range is infinite, and its row is reported as nonfinite
         return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
-
-
-def runs(rows: Array) -> list[tuple[int, int]]:
-    """The (start, stop) of neighbouring rows, for rows in rising order."""
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
 
 
 def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:

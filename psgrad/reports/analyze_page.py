@@ -72,7 +72,12 @@ def render(
         look_first(result, by_name.get("loss_against_norm")),
         *inputs(result),
         *attribution(attribution_cards(result)),
-        Section("How large the gradients are", [image(by_name["norm_histogram"])], "norms", "Norms"),
+        Section(
+            "How large the gradients are",
+            [image(by_name[name]) for name in ("norm_histogram", "norm_against_length") if name in by_name],
+            "norms",
+            "Norms",
+        ),
         *by_class(result, by_name.get("norms_per_class")),
         *by_layer(result, by_name.get("norms_per_layer")),
         *measure_sections(result, of_measures or {}, FIGURES_ROOM),

@@ -28,14 +28,14 @@ from psgrad.reports.drawing import (
     say_empty,
     sheet,
 )
-from psgrad.reports.loss_against_norm import NORM_AXIS, drawable, loss_against_norm
+from psgrad.reports.loss_against_norm import MAX_POINTS, NORM_AXIS, drawable, loss_against_norm
 from psgrad.reports.outliers import LISTED, listed_words
 from psgrad.reports.pictures import PICTURE_NOTE, to_rgb
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
 from psgrad.results.manifest import read_manifest
-from psgrad.wording import common_prefix, parameter_names, prefix_note
+from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
 MAX_MARKS = 250  # single samples drawn as vectors
@@ -50,6 +50,8 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
     if not (samples["status"] == "ok").any():
         return plots
     plots.append(loss_against_norm(samples, unit, listed))
+    if "length" in samples and samples["length"].nunique() > 1:
+        plots.append(norm_against_length(samples, listed))
     if has_classes(samples):
         plots.append(norms_per_class(samples, names, listed))
     if len(result.parameters):
@@ -92,6 +94,32 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
             reviewed_norms = f"{number(norm[review].min())} to {number(norm[review].max())}"
             alt += f" Of them {int(review.sum()):,} are marked, {listed}, of norms from {reviewed_norms}."
     return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
+
+
+def norm_against_length(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
+    """Each sample's norm against how many of its positions count, with the median norm along the length."""
+    drawn, not_drawn = drawable(samples, ["grad_norm", "length"])
+    figure, axes = figure_with_axes(3.2)
+    if not len(drawn):
+        say_empty(axes)
+        return Plot("norm_against_length", "Gradient norm against length", not_drawn, figure)
+    review = drawn["is_outlier_issue"]
+    for rows, colour, words in ((drawn[~review], REST, "other samples"), (drawn[review], REVIEW, listed)):
+        some = rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
+        points = axes.scatter(some["length"], some["grad_norm"], s=16, color=colour, label=words)
+        points.set(alpha=0.7, linewidths=0)
+    bins = pd.qcut(drawn["length"], min(12, drawn["length"].nunique()), duplicates="drop")
+    middle = drawn.groupby(bins, observed=True)[["length", "grad_norm"]].median()
+    axes.plot(middle["length"], middle["grad_norm"], color=DARK, label="median along the length")
+    axes.set(xlabel="length (positions that count)", ylabel="gradient norm (log scale)")
+    log_axis(axes, "y")
+    legend_above(axes)
+    spearman = correlation(drawn["length"].rank().corr(drawn["grad_norm"].rank()))
+    many = f" At most {MAX_POINTS:,} samples of each colour are drawn." if len(drawn) > MAX_POINTS else ""
+    caption = f"One point a sample; rank correlation of length and norm (Spearman): {spearman}.{many} "
+    alt = f"Gradient norm against length of {count(len(drawn))}; their rank correlation is {spearman}."
+    title = "Gradient norm against length"
+    return Plot("norm_against_length", title, caption + not_drawn, figure, vector=False, alt=alt)
 
 
 def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed: str = LISTED) -> Plot:

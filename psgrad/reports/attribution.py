@@ -25,10 +25,13 @@ MAX_POSITIONS = 160
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring pieces of one shade. level: -6 to 6, 0 for nothing."""
+    """Neighbouring pieces of one shade. level: -6 to 6, 0 for nothing. counts: whether they have a loss of
+    their own; a prompt and padding have none.
+    """
 
     text: str
     level: int
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,11 @@ class Passage:
     @property
     def html(self) -> Markup:
         """The pieces, each on the background of its shade."""
-        shaded, plain = Markup('<span style="{}">{}</span>'), Markup("<span>{}</span>")
+        shaded, plain = Markup('<span style="{}">{}</span>'), Markup("<span{}>{}</span>")
         return Markup().join(
-            shaded.format(style_of(span.level), span.text) if span.level else plain.format(span.text)
+            shaded.format(style_of(span.level), span.text)
+            if span.level
+            else plain.format(Markup("" if span.counts else ' class="quiet"'), span.text)
             for span in self.spans
         )
 
@@ -104,14 +109,16 @@ def spans_of(
     text: str | None,
     vocabulary: Mapping[int, str] | None = None,
     padding: int | None = None,
+    counted: Array | None = None,
 ) -> tuple[list[Span], float, str]:
     """(spans, what full colour stands for, what is left out) of positions [t]; a piece of several positions
-    has their sum.
+    has their sum. counted: [t] bool, which positions have a loss of their own; None for all.
 
     Ids that are no characters, bytes or words of the text are shown by their own texts, `vocabulary`, where
     these are known, and without padding.
     """
     pieces, sizes = pieces_of(ids, text)
+    counted = np.ones(len(ids), bool) if counted is None else counted
     notes = []
     if pieces == _numbered(ids):
         start, stop, filler = unpadded(ids, padding)
@@ -119,7 +126,7 @@ def spans_of(
             rest = np.delete(weights, np.s_[start:stop])
             share = f", which together have {number(float(rest.sum()))}" if np.any(rest) else ""
             notes.append(f"{count(len(rest), 'position')} of padding (id {filler}) left out{share}")
-        ids, weights = ids[start:stop], weights[start:stop]
+        ids, weights, counted = ids[start:stop], weights[start:stop], counted[start:stop]
         pieces, sizes = pieces_of(ids, text)
         if pieces == _numbered(ids):
             if vocabulary:
@@ -132,12 +139,11 @@ def spans_of(
     totals = np.array([weights[start:end].sum() for start, end in pairwise(ends)], dtype=np.float64)
     shown = int(np.searchsorted(ends, MAX_POSITIONS, side="right")) - 1
     scale = scale_of(totals)
-    leveled = [
-        (level_of(value, scale), piece) for value, piece in zip(totals[:shown].tolist(), pieces, strict=False)
-    ]
+    counts = [bool(counted[start:end].any()) for start, end in pairwise(ends)]
+    shades = [(level_of(value, scale), counts[place]) for place, value in enumerate(totals[:shown].tolist())]
     spans = [
-        Span(printable("".join(piece for _, piece in group), "\n\t"), level)
-        for level, group in groupby(leveled, key=lambda each: each[0])
+        Span(printable("".join(piece for _, piece in group), "\n\t"), *shade)
+        for shade, group in groupby(zip(shades, pieces, strict=False), key=lambda each: each[0])
     ]
     if shown < len(pieces):
         notes.append(f"the first {ends[shown]:,} of {len(ids):,} positions")
@@ -145,8 +151,15 @@ def spans_of(
 
 
 # In the order of a page; and of those, the ones whose parts add up to a whole.
-MEASURES = ("input_gradient", "gradient_x_input", "integrated_gradients", "smooth_grad")
-ADDITIVE = ("gradient_x_input", "integrated_gradients")
+MEASURES = (
+    "input_gradient",
+    "gradient_x_input",
+    "integrated_gradients",
+    "smooth_grad",
+    "token_loss",
+    "token_share",
+)
+ADDITIVE = ("gradient_x_input", "integrated_gradients", "token_loss", "token_share")
 
 # With pictures of noise these are some 0.4 MB of a page.
 MAX_CARDS = 6
@@ -158,7 +171,8 @@ ATTRIBUTION_NOTE = (
     " lowers it; the colour is full at the largest magnitude in the sample, which stands beside it, so shades"
     " compare parts of one sample, not samples. Channels of a picture are added up. For tokens, gradients are"
     " shown by their size alone, which has no sign. A strong colour says what the model looks at, not whether"
-    " it is right to."
+    " it is right to. Token losses and token shares are numbers of the tokens themselves; grey tokens"
+    " have no loss of their own."
 )
 
 
@@ -257,12 +271,21 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
     found = []
     for place in ids:
         at = np.flatnonzero(measure.arrays["rows"] == row)[0]
+        counted = measure.arrays.get(f"counted_{place}")
         words = (
             result.vocabulary if place == ids[0] else {}
         )  # the dataset knows the words of the first input of ids
         padding = (measure.numbers.get("padding_ids") or {}).get(str(place))
         here = measure.arrays[f"ids_{place}"][at].reshape(-1)
-        spans, scale, note = spans_of(here, maps[place].reshape(-1), shown.text, words, padding)
+        length = int(np.flatnonzero(here >= 0).max(initial=-1)) + 1  # -1 behind the last token
+        spans, scale, note = spans_of(
+            here[:length],
+            maps[place].reshape(-1)[:length],
+            shown.text,
+            words,
+            padding,
+            None if counted is None else counted[at][:length],
+        )
         title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
         found.append(Passage(measure.name, title, spans, scale_words(result, measure, scale), note))
     return found
@@ -277,6 +300,8 @@ def unit_of(measure: MeasureResult) -> str:
 
 def unit_words(result: AnalyzeResult, measure: MeasureResult) -> str:
     """The unit of a map's numbers."""
+    if measure.name == "token_share":
+        return "of the squared norm"
     unit, known = unit_of(measure), read_manifest(result.manifest).loss_unit
     if unit == "loss" and known != UNKNOWN_UNIT:
         unit = known

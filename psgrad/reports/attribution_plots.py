@@ -51,6 +51,11 @@ _UNSIGNED = (
     " said with it."
 )
 
+_OF_TOKENS = {
+    "token_loss": "The darker, the larger the {of} of the token itself.",
+    "token_share": "Orange adds to the squared norm of the gradient, blue takes from it.",
+}
+
 
 def attribution_plots(result: AnalyzeResult) -> list[Plot]:
     """A sheet a measure that kept maps of pictures or of ids."""
@@ -69,7 +74,9 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
     ]
     name, title = (
         f"attribution_{measure.name}",
-        f"{measure.title}: which parts of the input the samples depend on",
+        measure.title
+        if measure.name in _OF_TOKENS
+        else f"{measure.title}: which parts of the input the samples depend on",
     )
     if pictures:
         caption = (
@@ -84,7 +91,7 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
         (shown, passage) for row, shown in mapped for passage in passages_of(result, measure, row, shown)
     ]
     if passages:
-        words = _SIGNED if measure.name in ADDITIVE else _UNSIGNED
+        words = _OF_TOKENS.get(measure.name) or (_SIGNED if measure.name in ADDITIVE else _UNSIGNED)
         caption = f"The passages of the largest gradient norms. {words.format(of=unit_of(measure))}"
         return Plot(name, title, caption, _text(passages[:MAX_PASSAGES]), vector=False)
     return None

@@ -166,7 +166,7 @@ def drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, 
     return drawn, f"Not drawn: {' and '.join(missing)}." if missing else ""
 
 
-_SHORT = {"grad_norm": "norm", "loss": "loss"}
+_SHORT = {"grad_norm": "norm", "loss": "loss", "length": "length"}
 
 
 def _draw_points(axes: Axes, drawn: pd.DataFrame, listed: str) -> str:

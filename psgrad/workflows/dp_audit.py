@@ -19,6 +19,7 @@ from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
+from psgrad.user_code import with_code_beside
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_setup import (
     PrivateSetup,
@@ -38,6 +39,7 @@ _MANY, _ENOUGH = 5000, 1000
 _DRAWS, _FEWEST_STEPS, _MOST_STEPS, _MOST_STEPS_ALONE = 2.0, 2, 50, 500
 
 
+@with_code_beside
 def dp_audit(
     config: Config,
     *,

@@ -36,6 +36,7 @@ from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
+from psgrad.user_code import with_code_beside
 from psgrad.wording import LOSSES_IN_NATS
 from psgrad.workflows.dp_plan import curve_points
 from psgrad.workflows.private_resume import (
@@ -68,6 +69,7 @@ _STEPS = "steps.parquet"
 _NORMS = 10_000
 
 
+@with_code_beside
 def dp_step(
     config: Config,
     *,

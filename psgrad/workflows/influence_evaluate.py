@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,6 +40,7 @@ from psgrad.reports.terminal import json_values
 from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
+from psgrad.user_code import with_code_beside
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
 from psgrad.workflows.influence import described, without_nonfinite
@@ -161,8 +161,7 @@ def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
     labels = torch.from_numpy(given)
 
     def read(start: int, stop: int) -> Block:
-        block: Any = training.read(start, stop)
-        return Block(block.inputs, labels[start:stop])
+        return training.read(start, stop).with_target(labels[start:stop])
 
     return replace(
         training,
@@ -199,6 +198,7 @@ _WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
 }
 
 
+@with_code_beside
 def evaluate_influence(
     config: Config,
     kind: EvaluationKind,

@@ -15,6 +15,7 @@ from psgrad.engine.influence.method import Screened
 from psgrad.errors import ConfigError, OutputError
 from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
+from psgrad.user_code import with_code_beside
 from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
 from psgrad.workflows.running import Clock
@@ -24,6 +25,7 @@ from psgrad.workflows.setup import Setup
 _COMPARED = 8
 
 
+@with_code_beside
 def influence_index(
     config: Config, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
 ) -> IndexResult:

@@ -60,7 +60,7 @@ class Judging:
         self._units = (
             None
             if self._of_data is None
-            else load_data(run.config.data, run.config.base, self._of_data).units
+            else load_data(run.config.data, run.config.base, self._of_data, run.loaded.pretrained).units
         )
         self._found = self._find()
         self._trusted = self._load_trusted()
@@ -181,7 +181,7 @@ class Judging:
         source, run = self._outliers.reference, self._run
         if source is None or source.data is None:
             return None
-        trusted = load_data(source.data, run.config.base, self._of_data)
+        trusted = load_data(source.data, run.config.base, self._of_data, run.loaded.pretrained)
         config = run.config.model_copy(update={"data": source.data})
         return replace(run, config=config, samples=trusted).with_rows_described()
 

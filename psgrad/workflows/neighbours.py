@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch, RowBatch
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
@@ -23,6 +22,7 @@ from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_b
 from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
+from psgrad.ragged import Block
 from psgrad.results import NeighbourPair
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
@@ -199,11 +199,11 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
     records, rows = setup.records, len(setup.run.samples)
     monsters = list(_MONSTERS.values()) if has_floats(setup) else []
 
-    def take(wanted: np.ndarray) -> Batch:
+    def take(wanted: np.ndarray) -> Block:
         kind, row = np.divmod(wanted, rows)
         block = setup.run.reader.take(row)
         factors = np.array([1.0, *monsters])[kind]
-        return RowBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
+        return dataclasses.replace(block, inputs=tuple(_times(x, factors) for x in block.inputs))
 
     own = records.rows_of(0)
     order = np.concatenate(

@@ -10,9 +10,11 @@ from psgrad.engine.execution.run_plan import RunPlan, plan_run
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Machine
 from psgrad.results import ParameterPlan, PlanResult
+from psgrad.user_code import with_code_beside
 from psgrad.workflows.setup import set_up
 
 
+@with_code_beside
 def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> PlanResult:
     """What `analyze` would do with the config, and what it would take: the whole of `psgrad plan`.
 

@@ -125,7 +125,7 @@ def describe_run(
             trainable=sum(p.numel() for p in parameters if p.requires_grad),
             checkpoint=config.model.checkpoint,
             sha256=loaded.sha256,
-            notes=loaded.notes,
+            notes=[*loaded.notes, *run.samples.notes],
             modules_imported=[
                 *loaded.modules_imported,
                 *run.criterion.modules_imported,
@@ -133,7 +133,7 @@ def describe_run(
             ],
             origin=loaded.origin,
         ),
-        data=DataFacts(config.data.path or config.data.factory, run.samples.fingerprint),
+        data=DataFacts(config.data.source, run.samples.fingerprint),
         hashes=hashes_of(run, specs),
         engine=EngineFacts(device, config.engine.dtype, torch.get_num_threads()),
         self_check=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def load(
     trainable: Sequence[str] | None = None,
     trainable_key: str = "privacy.trainable",
     unit: str | None = None,
+    kept: Path | None = None,
 ) -> Loaded:
     """Load all that a config names.
 
@@ -135,6 +137,7 @@ def load(
             trainable.
         trainable_key: the config's name for these patterns.
         unit: the column of the data that says whom each row belongs to.
+        kept: the folder of a run that keeps the tokens of texts.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
@@ -146,15 +149,19 @@ def load(
     )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
-    samples = load_data(config.data, config.base, unit)
+    samples = load_data(config.data, config.base, unit, loaded.pretrained, kept)
+    if config.data.class_names is None and samples.class_names is not None:
+        named = config.data.model_copy(update={"class_names": list(samples.class_names)})
+        config = config.model_copy(update={"data": named})
     model = place(loaded.model, device, dtype, config.model.dtype)
     forward = Forward(samples.keywords, loaded.pick)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
-def set_up(config: Config) -> Setup:
+def set_up(config: Config, kept: Path | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
-    return setup_of(load(config, trainable=config.analyze.trainable, trainable_key="analyze.trainable"))
+    trainable = config.analyze.trainable
+    return setup_of(load(config, trainable=trainable, trainable_key="analyze.trainable", kept=kept))
 
 
 def setup_of(parts: Loaded) -> Setup:
@@ -166,7 +173,8 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    reader = CheckedReader(parts.samples, criterion, class_count(parts.first_output, criterion))
+    classes = None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
+    reader = CheckedReader(parts.samples, criterion, classes)
     return Setup(**vars(parts), objective=objective, reader=reader)
 
 

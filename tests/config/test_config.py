@@ -241,14 +241,14 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         (
             "train.parquet",
             "train.xlsx",
-            "data.path: 'train.xlsx' does not end in one of .csv, .npz, .parquet, .safetensors",
+            "data.path: 'train.xlsx' does not end in one of .arrow, .csv, .feather, .json, .jsonl, .npz",
         ),
         (
             "path: train.parquet",
             "factory: a.py:b, path: train.parquet",
-            "give exactly one of path (a file) and factory",
+            "give exactly one of path (a file), dataset (of the datasets library)",
         ),
-        ("path: train.parquet, ", "", "give exactly one of path (a file) and factory"),
+        ("path: train.parquet, ", "", "give exactly one of path (a file), dataset (of the datasets library)"),
         ("inputs: pixels, ", "", "inputs is missing"),
         ("inputs: pixels", "inputs: [a, a]", "data.inputs: a column is named twice"),
         (

@@ -150,7 +150,7 @@ def test_the_loss_is_found_by_its_file(tmp_path: Path) -> None:
 
 
 SOURCE_PROGRAM = """
-from psgrad.config.sections import DataConfig
+from psgrad.config.data import DataConfig
 from psgrad.inputs.sources.load import load_data
 from psgrad.inputs.sources.source import data_header, header_problems
 config = DataConfig(path=Path("rows.npy"), inputs="x", target="y")

@@ -78,12 +78,6 @@ def test_what_is_not_there_is_the_configs_mistake(tmp_path: Path, spec: str, exp
     assert caught.value.exit_code == EXIT_USAGE
 
 
-def test_a_module_that_lies_beside_the_config_is_pointed_at(tmp_path: Path) -> None:
-    write(tmp_path, "", "beside_the_config.py")
-    with pytest.raises(ConfigError, match=r"write beside_the_config\.py:<callable>"):
-        resolve("beside_the_config:build", tmp_path)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -44,13 +44,13 @@ def both(a: pd.DataFrame, b: pd.DataFrame, tail: str = "upper") -> pd.DataFrame:
     return matched(a, b, "grad_norm", tail, "group")
 
 
-def test_classes_stay_whole_numbers_where_samples_came_and_went() -> None:
+def test_comparison_classes_stay_integers() -> None:
     a, b = frame({"a": 1.0, "b": 2.0, "gone": 3.0}), frame({"a": 1.0, "b": 2.0, "new": 3.0})
     classed = matched(a.assign(target=[3, 7, 3]), b.assign(target=[3, 7, 7]), "grad_norm", "upper", "target")
     assert set(groups_of(classed)["group"]) == {"3", "7"}
 
 
-def test_samples_are_matched_whatever_their_rows() -> None:
+def test_comparison_matches_samples_by_id() -> None:
     a = frame({"a": 1.0, "b": 2.0, "c": 3.0, "gone": 9.0}, listed="c")
     b = frame({"new": 5.0, "c": 1.0, "b": 2.0, "a": 3.0}, listed="ab")
     one = both(a, b)
@@ -79,20 +79,20 @@ def test_samples_are_matched_whatever_their_rows() -> None:
     assert spearman(one["score_a"], one["score_b"]) == pytest.approx(-1.0)
 
 
-def test_where_low_is_suspect_rising_is_becoming_smaller() -> None:
+def test_comparison_lower_tail() -> None:
     a, b = frame({"a": 1.0, "b": 2.0, "c": 3.0}), frame({"a": 1.0, "b": 2.0, "c": 0.5})
     assert changes_of(both(a, b, "lower"), "lower", 1).query("change == 'rose'")["id"].tolist() == ["c"]
     assert changes_of(both(a, b), "upper", 1).query("change == 'fell'")["id"].tolist() == ["c"]
 
 
-def test_equal_samples_are_matched_one_by_one() -> None:
+def test_comparison_matches_duplicates_by_content() -> None:
     a = table(4, prints=["x", "x", "y", "x"])
     b = table(3, prints=["x", "y", "x"])
     counts = counts_of(both(a, b))
     assert (counts["common"], counts["went"], counts["came"]) == (3, 1, 0)
 
 
-def test_samples_without_a_score_are_common_and_do_not_rise() -> None:
+def test_comparison_samples_without_score() -> None:
     one = both(table(4, nonfinite=(3,)), table(4, nonfinite=(0,)))
     counts = counts_of(one)
     assert (counts["common"], int(one["moved"].notna().sum()), counts["left"], counts["entered"]) == (
@@ -110,7 +110,7 @@ def test_samples_without_a_score_are_common_and_do_not_rise() -> None:
         max_size=25,
     )
 )
-def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, str]]) -> None:
+def test_comparison_equals_the_loop(scores: list[tuple[float, float, bool, bool, str]]) -> None:
     names = [f"s{number}" for number in range(len(scores))]
     groups = {name: each[4] for name, each in zip(names, scores, strict=True)}
     in_a = {name: each[0] for name, each in zip(names, scores, strict=True) if each[2]}
@@ -142,7 +142,7 @@ def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, s
 # -- The whole way -------------------------------------------------------------------------------------------
 
 
-def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -> None:
+def test_comparison_of_different_measurements_warns(tmp_path: Path) -> None:
     known = {"modules": "m", "code": {}}
     weights = {"weights": "3" * 64, **known}
     a = finished(
@@ -167,7 +167,7 @@ def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -
     assert diff(a, a).spearman == pytest.approx(1.0)
 
 
-def test_numbers_of_a_comparison_are_exact_where_they_are_whole(tmp_path: Path) -> None:
+def test_comparison_number_format(tmp_path: Path) -> None:
     """A correlation of 1 is the same order and nothing less, and percentiles have two digits."""
     a, b = finished(tmp_path / "a", table(400)), finished(tmp_path / "b", table(400))
     same = diff(a, b)
@@ -188,7 +188,7 @@ def test_numbers_of_a_comparison_are_exact_where_they_are_whole(tmp_path: Path) 
         assert row[5] == f"{change['percentile_b'] - change['percentile_a']:+.2f}"
 
 
-def test_runs_by_different_scores_are_compared_by_norms(tmp_path: Path) -> None:
+def test_comparison_of_different_scores_uses_norms(tmp_path: Path) -> None:
     a = finished(tmp_path / "a", table(5))
     b = finished(tmp_path / "b", table(5), config={"analyze": {"outliers": {"score": "loss"}}})
     found = diff(a, b)
@@ -198,14 +198,14 @@ def test_runs_by_different_scores_are_compared_by_norms(tmp_path: Path) -> None:
     ) == ("grad_norm", True)
 
 
-def test_runs_without_a_common_sample_are_refused(tmp_path: Path) -> None:
+def test_comparison_without_common_sample_refused(tmp_path: Path) -> None:
     a, b = finished(tmp_path / "a", table(3)), finished(tmp_path / "b", table(3, ids=["x", "y", "z"]))
     with pytest.raises(DataError, match="have no sample in common"):
         diff(a, b)
 
 
 @pytest.mark.parametrize("style", FORMATS)
-def test_nasty_ids_are_harmless_in_a_comparison(style: str, tmp_path: Path) -> None:
+def test_comparison_nasty_ids(style: str, tmp_path: Path) -> None:
     ids = [text for name, text in NASTY.items() if name not in NOT_IN_PARQUET]
     frames = table(len(ids), ids=ids), table(len(ids), ids=ids[::-1])
     a, b = (finished(tmp_path / name, each) for name, each in zip("ab", frames, strict=True))
@@ -218,7 +218,7 @@ def test_nasty_ids_are_harmless_in_a_comparison(style: str, tmp_path: Path) -> N
 
 
 @pytest.mark.report
-def test_the_page_is_whole_and_escapes(tmp_path: Path) -> None:
+def test_comparison_page_escapes_text(tmp_path: Path) -> None:
     ids = [text for name, text in NASTY.items() if name not in NOT_IN_PARQUET]
     a, b = (
         finished(tmp_path / "a", table(len(ids), ids=ids)),
@@ -234,6 +234,6 @@ def test_the_page_is_whole_and_escapes(tmp_path: Path) -> None:
 
 @pytest.mark.report
 @pytest.mark.parametrize("rows", [1, 50, 5000])
-def test_the_plot_is_drawn_for_few_and_many(tmp_path: Path, rows: int) -> None:
+def test_comparison_plot(tmp_path: Path, rows: int) -> None:
     a = finished(tmp_path / "a", table(rows))
     assert draw_comparison(diff(a, a)).png().startswith(b"\x89PNG")

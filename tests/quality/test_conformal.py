@@ -37,7 +37,7 @@ def step_up(p: list[float], q: float) -> list[bool]:
     return [each <= limit for each in p]
 
 
-def test_a_small_case_by_hand() -> None:
+def test_p_values_by_hand() -> None:
     reference = np.array([1.0, 2.0, 2.0, 5.0])
     assert p_values(np.array([6.0, 5.0, 2.0, 1.5, 0.0]), reference).tolist() == [
         1 / 5,
@@ -50,13 +50,13 @@ def test_a_small_case_by_hand() -> None:
 
 
 @given(SCORES, SCORES, st.sampled_from(["upper", "lower"]))
-def test_p_values_are_the_count(scores: list[float], reference: list[float], tail: str) -> None:
+def test_p_values_equal_the_count(scores: list[float], reference: list[float], tail: str) -> None:
     found = p_values(np.array(scores), np.array(reference), tail)
     np.testing.assert_array_equal(found, [counted(score, reference, tail) for score in scores])
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12))
-def test_whichever_of_the_samples_is_asked_about_p_values_are_valid(together: list[int]) -> None:
+def test_p_values_valid_for_exchangeable_samples(together: list[int]) -> None:
     """Exchangeable: each of n + 1 values is the sample as likely as any other. P(p <= t) <= t for every t,
     ties or none.
     """
@@ -66,13 +66,13 @@ def test_whichever_of_the_samples_is_asked_about_p_values_are_valid(together: li
         assert np.mean(np.array(p) <= t) <= t * (1 + 1e-12)
 
 
-def test_without_ties_p_values_are_uniform() -> None:
+def test_p_values_uniform_without_ties() -> None:
     values = np.random.default_rng(0).permutation(10).astype("float64")
     p = [p_values(values[[place]], np.delete(values, place))[0] for place in range(10)]
     np.testing.assert_allclose(sorted(p), np.arange(1, 11) / 10)
 
 
-def test_each_group_has_its_own_reference() -> None:
+def test_p_values_by_group() -> None:
     scores, labels = np.array([3.0, 3.0, 3.0, np.nan]), np.array(["a", "b", "c", "a"], dtype=object)
     reference, known = np.array([1.0, 2.0, 9.0, 8.0, 7.0]), np.array(["a", "a", "b", "b", "b"], dtype=object)
     np.testing.assert_array_equal(
@@ -84,7 +84,7 @@ def test_each_group_has_its_own_reference() -> None:
     st.lists(st.one_of(st.integers(1, 20).map(lambda k: k / 20), st.just(float("nan"))), max_size=12),
     st.sampled_from([0.05, 0.1, 0.3]),
 )
-def test_q_values_flag_whom_the_step_up_procedure_flags(p: list[float], q: float) -> None:
+def test_q_values_equal_step_up_procedure(p: list[float], q: float) -> None:
     found = q_values(np.array(p))
     assert np.isnan(found).tolist() == np.isnan(p).tolist()
     assert (found <= q * (1 + 1e-12)).tolist() == step_up(p, q)
@@ -95,7 +95,7 @@ def test_q_values_flag_whom_the_step_up_procedure_flags(p: list[float], q: float
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=3),
     st.sampled_from([0.05, 0.1, 0.25]),
 )
-def test_the_resolution_limit_is_what_can_be_flagged_at_all(sizes: list[tuple[int, int]], q: float) -> None:
+def test_resolution_limit_of_reference(sizes: list[tuple[int, int]], q: float) -> None:
     tested = {str(group): tests for group, (tests, _) in enumerate(sizes)}
     reference = {str(group): known for group, (_, known) in enumerate(sizes)}
     possible: dict[str, list[int]] = {group: [] for group in tested if tested[group]}
@@ -121,5 +121,5 @@ def test_the_resolution_limit_is_what_can_be_flagged_at_all(sizes: list[tuple[in
     ("tests", "known", "q", "smallest"),
     [(8000, 4000, 0.1, 20), (8000, 79_999, 0.1, 1), (200, 4000, 0.1, 1), (100, 8, 0.1, None)],
 )
-def test_sizes_of_the_page(tests: int, known: int, q: float, smallest: int | None) -> None:
+def test_resolution_sizes_of_the_page(tests: int, known: int, q: float, smallest: int | None) -> None:
     assert resolution({"all": tests}, {"all": known}, q).smallest == smallest

@@ -60,7 +60,7 @@ def mean_distances(
     seed=st.integers(0, 99),
 )
 @settings(max_examples=30)
-def test_neighbours_are_those_of_all_distances(
+def test_nearest_neighbours_equal_all_distances(
     metric: str, n: int, m: int, k: int, neighbours: int, seed: int
 ) -> None:
     rows, reference = drawn(n, k, seed), drawn(m, k, seed + 1) if m else None
@@ -71,13 +71,13 @@ def test_neighbours_are_those_of_all_distances(
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_twin_is_a_neighbour_and_oneself_is_none() -> None:
+def test_nearest_neighbours_duplicate_rows() -> None:
     rows = np.array([[0.0, 0], [0, 0], [3, 4]])
     assert detect("nearest_neighbours", {"neighbours": 1}, rows, None, 0).tolist() == [0, 0, 5]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
-def test_the_forest_is_scikit_learns(with_reference: bool) -> None:
+def test_isolation_forest_equals_scikit_learn(with_reference: bool) -> None:
     rows, reference = drawn(300, 5), drawn(400, 5, 1) if with_reference else None
     found = detect("isolation_forest", {"trees": 20, "samples_per_tree": 64}, rows, reference, 7)
     forest = IsolationForest(n_estimators=20, max_samples=64, random_state=7).fit(
@@ -87,7 +87,7 @@ def test_the_forest_is_scikit_learns(with_reference: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_lies_far_off_is_strangest(name: str) -> None:
+def test_detector_scores_far_row_highest(name: str) -> None:
     rows = drawn(200, 8)
     rows[17] += 30
     assert detect(name, FEW[name], rows, None, 0).argmax() == 17
@@ -98,7 +98,7 @@ def test_what_lies_far_off_is_strangest(name: str) -> None:
     ("name", "options"),
     [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})],
 )
-def test_by_direction_the_length_does_not_count(name: str, options: dict[str, Any]) -> None:
+def test_detector_by_direction_ignores_length(name: str, options: dict[str, Any]) -> None:
     random = np.random.default_rng(3)
     rows = np.array([1.0, 0.2, 0.1]) + 0.05 * random.normal(size=(100, 3))
     rows[4] = [-1, 0.2, 0.1]
@@ -112,7 +112,7 @@ def test_by_direction_the_length_does_not_count(name: str, options: dict[str, An
     ("name", "options"),
     [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})],
 )
-def test_zeros_have_no_direction(name: str, options: dict[str, Any]) -> None:
+def test_detector_by_direction_zero_rows(name: str, options: dict[str, Any]) -> None:
     rows = drawn(20, 3)
     rows[[2, 9]] = 0
     found = detect(name, options, rows, None, 0)
@@ -124,7 +124,7 @@ def test_zeros_have_no_direction(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_reference", [False, True])
-def test_rows_that_are_not_finite_have_no_score_and_change_no_other(name: str, with_reference: bool) -> None:
+def test_detector_nonfinite_rows(name: str, with_reference: bool) -> None:
     rows = drawn(40, 3)
     spoilt = np.insert(rows, [5, 20], [[np.nan, 1, 1], [1, np.inf, 1]], axis=0)
     reference = drawn(50, 3, 1) if with_reference else None
@@ -138,7 +138,7 @@ def test_rows_that_are_not_finite_have_no_score_and_change_no_other(name: str, w
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1e30])
-def test_no_size_of_gradients_is_out_of_range(name: str, scale: float) -> None:
+def test_detector_magnitude_of_rows(name: str, scale: float) -> None:
     rows = drawn(60, 4).astype(np.float64)
     assert (
         np.argsort(detect(name, FEW[name], rows * scale, None, 0))
@@ -147,13 +147,13 @@ def test_no_size_of_gradients_is_out_of_range(name: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_are_all_alike_are_alike_in_score(name: str) -> None:
+def test_detector_equal_rows(name: str) -> None:
     found = detect(name, FEW[name], np.ones((12, 3)), None, 0)
     assert len(np.unique(found)) == 1
     assert np.isfinite(found).all()
 
 
-def test_one_row_has_no_neighbour_and_no_rows_have_no_scores() -> None:
+def test_detector_one_row_and_no_rows() -> None:
     assert np.isnan(detect("nearest_neighbours", {}, drawn(1, 3), None, 0)).all()
     assert np.isfinite(detect("isolation_forest", {}, drawn(1, 3), None, 0)).all()
     for name in NAMES:
@@ -162,7 +162,7 @@ def test_one_row_has_no_neighbour_and_no_rows_have_no_scores() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_seed_alone_decides_what_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detector_seed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 30)
     rows = drawn(100, 3)
     one = detect(name, FEW[name], rows, None, 1)
@@ -170,7 +170,7 @@ def test_the_seed_alone_decides_what_is_drawn(name: str, monkeypatch: pytest.Mon
     assert (one != detect(name, FEW[name], rows, None, 2)).any()
 
 
-def test_of_many_rows_some_are_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_neighbours_large_reference_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 30)
     rows = drawn(100, 3)
     found = detect("nearest_neighbours", {"neighbours": 3}, rows, None, 5)
@@ -180,7 +180,7 @@ def test_of_many_rows_some_are_held_against(monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_allclose(found, np.sort(table, 1)[:, :3].mean(1), rtol=1e-5)
 
 
-def test_memory_grows_with_the_rows_not_with_their_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_neighbours_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 1000)
     rows = drawn(30_000, 8)
     detect("nearest_neighbours", {}, rows[:100], None, 0)  # what scikit-learn imports is not ours to count
@@ -210,13 +210,13 @@ def test_memory_grows_with_the_rows_not_with_their_distances(monkeypatch: pytest
         ("nearest_neighbours", {"neighbours": "ten"}, "expected a whole number"),
     ],
 )
-def test_mistakes_are_told(name: str, options: dict[str, Any], words: str) -> None:
+def test_detector_options_refused(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="detector") as caught:
         detector_from(name, options)
     assert words in str(caught.value)
 
 
-def test_a_reference_that_can_not_be_held_against_is_refused() -> None:
+def test_detector_reference_of_other_width_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[n, 4\], those in question \[n, 3\]"):
         detect("isolation_forest", {}, drawn(5, 3), drawn(5, 4), 0)
     with pytest.raises(ConfigError, match="no row of the reference"):
@@ -226,7 +226,7 @@ def test_a_reference_that_can_not_be_held_against_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_detector_tells_what_it_is(name: str) -> None:
+def test_detector_descriptions(name: str) -> None:
     kind = own_classes(DETECTORS)[name]
     assert all((kind.title, kind.unit, kind.source))
     assert all(f"{option}:" in str(kind.__doc__) for option in (each.name for each in fields(kind)))

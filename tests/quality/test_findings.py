@@ -20,7 +20,7 @@ def found(
     return list(records(ordered, frame, gate or GateConfig(), "grad_norm", Location("data.csv"), {2: 7}))
 
 
-def test_each_rule_names_its_samples_the_gravest_first_and_of_a_rule_the_first_rank_first() -> None:
+def test_findings_order() -> None:
     frame = table(8, listed=(2, 5, 7), nonfinite=(1,), zero=(0,))
     assert [(each.rule, each.id) for each in found(frame)] == [
         ("nonfinite", "s1"),
@@ -32,7 +32,7 @@ def test_each_rule_names_its_samples_the_gravest_first_and_of_a_rule_the_first_r
     assert {each.rule for each in found(frame, NO_REFERENCE)} == {"nonfinite", "zero-gradient", "review"}
 
 
-def test_a_finding_says_where_its_sample_is_and_with_which_numbers() -> None:
+def test_finding_location_and_values() -> None:
     one = found(table(4, listed=(2,)))[0]
     assert (one.location, one.index, one.reasons, one.values) == (
         Location("data.csv", 7),
@@ -46,7 +46,7 @@ def test_a_finding_says_where_its_sample_is_and_with_which_numbers() -> None:
     assert (nan.location, "grad_norm nan" in nan.message) == (Location("data.csv"), True)
 
 
-def test_a_fingerprint_is_of_the_rule_and_the_sample_not_of_its_row_or_values() -> None:
+def test_finding_fingerprint_of_rule_and_sample() -> None:
     frame = table(6, listed=(1, 4), zero=(1,))
     moved = (
         frame.iloc[::-1]
@@ -58,7 +58,7 @@ def test_a_fingerprint_is_of_the_rule_and_the_sample_not_of_its_row_or_values() 
     assert len(set(before.values())) == 3
 
 
-def test_samples_with_the_same_content_have_findings_of_their_own() -> None:
+def test_finding_fingerprints_of_equal_samples() -> None:
     prints = ["aa", "bb", "aa", "aa", "cc"]
     frame = table(5, listed=(0, 1, 2, 3), prints=prints)
     digests = {each.index: each.fingerprint for each in found(frame)}
@@ -69,7 +69,7 @@ def test_samples_with_the_same_content_have_findings_of_their_own() -> None:
     assert found(table(1, listed=(0,), prints=["aa"]))[0].fingerprint == digests[0]
 
 
-def test_levels_follow_the_gate() -> None:
+def test_finding_levels_follow_the_gate() -> None:
     assert levels_of(GateConfig())["outlier"] == "warning"
     assert (
         levels_of(GateConfig(max_outliers=0))["outlier"]
@@ -81,7 +81,7 @@ def test_levels_follow_the_gate() -> None:
     ] == ["error", "warning", "note"]
 
 
-def test_what_is_kept_is_bounded_and_what_is_counted_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_limit_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "FINDINGS_OF_A_RULE", 3)
     frame = table(20, listed=tuple(range(10)), nonfinite=(15, 16, 17, 18))
     named = named_samples(frame, {"outliers": REFERENCE})
@@ -91,5 +91,5 @@ def test_what_is_kept_is_bounded_and_what_is_counted_is_not(monkeypatch: pytest.
     assert (counts_of(named)["outlier"]["new"], counts_of(named)["nonfinite"]["new"]) == (10, 4)
 
 
-def test_ids_of_numbers_stay_numbers() -> None:
+def test_finding_id_number() -> None:
     assert found(table(3, listed=(1,), ids=[10, 11, 12]))[0].id == 11

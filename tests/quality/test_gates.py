@@ -36,25 +36,25 @@ def outcomes(
 
 
 @pytest.mark.parametrize(("limit", "outcome"), [(0, "failed"), (1, "failed"), (2, "passed"), (3, "passed")])
-def test_outliers_are_counted_against_the_limit(limit: int, outcome: str) -> None:
+def test_gate_max_outliers(limit: int, outcome: str) -> None:
     assert outcomes(table(listed=(3, 4)), GateConfig(max_outliers=limit))["max_outliers"].outcome == outcome
 
 
-def test_a_fraction_is_of_all_samples_and_exact() -> None:
+def test_gate_max_fraction() -> None:
     # 0.29 * 100 is 28.999999999999996.
     frame = table(100, listed=tuple(range(29)))
     assert outcomes(frame, GateConfig(max_fraction=0.29))["max_fraction"].outcome == "passed"
     assert outcomes(frame, GateConfig(max_fraction=0.289))["max_fraction"].outcome == "failed"
 
 
-def test_without_a_reference_there_is_no_verdict() -> None:
+def test_gate_without_reference_not_evaluable() -> None:
     outcome = outcomes(table(listed=(3,)), GateConfig(max_outliers=5), NO_REFERENCE)["max_outliers"]
     assert (outcome.outcome, outcome.found) == ("not evaluable", None)
     assert "there is no reference" in outcome.message
     assert "Next step: give analyze.outliers.reference" in outcome.message
 
 
-def test_a_reference_that_is_too_small_gives_no_verdict_and_the_next_step() -> None:
+def test_gate_small_reference_not_evaluable() -> None:
     facts = {**REFERENCE, "smallest_flaggable": 20, "counts": {"tested": 8000}}
     small = outcomes(table(8000), GateConfig(max_outliers=5), facts)["max_outliers"]
     assert small.outcome == "not evaluable"
@@ -72,7 +72,7 @@ def test_a_reference_that_is_too_small_gives_no_verdict_and_the_next_step() -> N
     )
 
 
-def test_what_is_known_helps_to_flag_what_is_new() -> None:
+def test_gate_small_reference_with_baseline() -> None:
     facts = {**REFERENCE, "smallest_flaggable": 20}
     frame = table(100, listed=tuple(range(25)))
     rows = mark_known(
@@ -84,7 +84,7 @@ def test_what_is_known_helps_to_flag_what_is_new() -> None:
 
 
 @pytest.mark.parametrize(("rule", "outcome"), [("error", "failed"), ("warning", "passed"), ("ignore", None)])
-def test_samples_that_are_not_finite(rule: Any, outcome: str | None) -> None:
+def test_gate_nonfinite(rule: Any, outcome: str | None) -> None:
     found = outcomes(table(nonfinite=(2,)), GateConfig(nonfinite=rule)).get("nonfinite")
     assert (found.outcome if found else None) == outcome
 
@@ -97,7 +97,7 @@ def ignore_list(folder: Path, text: str) -> Path:
     return folder / "ignore.yaml"
 
 
-def test_who_is_ignored_does_not_count_and_the_rest_does(tmp_path: Path) -> None:
+def test_ignore_list_entries_do_not_count(tmp_path: Path) -> None:
     frame = table(10, listed=(1, 2, 3), zero=(1,))
     print_of_2 = named(frame).set_index(["rule", "id"]).loc[("outlier", "s2"), "fingerprint"]
     entries = read_ignore_list(
@@ -125,7 +125,7 @@ def test_who_is_ignored_does_not_count_and_the_rest_does(tmp_path: Path) -> None
     assert outcomes(frame, GateConfig(max_outliers=0), rows=rows)["max_outliers"].found == 1
 
 
-def test_an_id_that_is_a_number_is_found(tmp_path: Path) -> None:
+def test_ignore_list_number_as_id(tmp_path: Path) -> None:
     entries = read_ignore_list(ignore_list(tmp_path, "- {id: 11, reason: x}\n- {id: '12', reason: x}\n"))
     rows, warnings = settle(named(table(3, listed=(0, 1, 2), ids=[10, 11, 12])), entries, TODAY)
     assert (rows["state"].tolist(), warnings) == (["new", "ignored", "ignored"], [])
@@ -146,14 +146,14 @@ def test_an_id_that_is_a_number_is_found(tmp_path: Path) -> None:
         ("just text", "expected a group of keys"),
     ],
 )
-def test_a_mistake_in_the_ignore_list_is_told_with_its_line(tmp_path: Path, entry: str, words: str) -> None:
+def test_ignore_list_invalid_entry(tmp_path: Path, entry: str, words: str) -> None:
     with pytest.raises(ConfigError) as told:
         read_ignore_list(ignore_list(tmp_path, f"- {entry}\n"))
     assert words in str(told.value)
     assert "ignore.yaml:1" in str(told.value)
 
 
-def test_an_ignore_list_that_is_none(tmp_path: Path) -> None:
+def test_ignore_list_missing_or_invalid(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no ignore list"):
         read_ignore_list(tmp_path / "ignore.yaml")
     with pytest.raises(ConfigError, match="holds a group of keys"):
@@ -164,7 +164,7 @@ def test_an_ignore_list_that_is_none(tmp_path: Path) -> None:
 # -- Baselines -----------------------------------------------------------------------------------------------
 
 
-def test_a_baseline_only_shrinks_unless_told() -> None:
+def test_baseline_only_shrinks_by_default() -> None:
     before = changed(None, named(table(10, listed=(1, 2, 3))), {}, {"scores": 1}, Path("b"), grow=False)
     assert (before.taken, before.refused, before.first, len(before.baseline.findings)) == (3, 0, True, 3)
     later = named(table(10, listed=(2, 3, 4), nonfinite=(5,)))
@@ -178,7 +178,7 @@ def test_a_baseline_only_shrinks_unless_told() -> None:
     assert grown.baseline.reference == {"scores": 2}
 
 
-def test_what_is_ignored_and_the_review_list_are_not_accepted(tmp_path: Path) -> None:
+def test_baseline_excludes_ignored_and_review_list(tmp_path: Path) -> None:
     entries = read_ignore_list(ignore_list(tmp_path, "- {id: s1, reason: x}\n"))
     rows, _ = settle(named(table(10, listed=(1, 2))), entries, TODAY)
     assert [each.id for each in changed(None, rows, {}, None, Path("b"), grow=False).baseline.findings] == [
@@ -192,7 +192,7 @@ def test_what_is_ignored_and_the_review_list_are_not_accepted(tmp_path: Path) ->
     )
 
 
-def test_a_baseline_comes_back_from_its_file_and_tells_what_is_gone(tmp_path: Path) -> None:
+def test_baseline_round_trip(tmp_path: Path) -> None:
     saved = changed(
         None,
         named(table(10, listed=(1, 2), nonfinite=(7,))),
@@ -227,7 +227,7 @@ def test_a_baseline_comes_back_from_its_file_and_tells_what_is_gone(tmp_path: Pa
         ('{"tool": "psgrad", "kind": "baseline", "version": 1}', "its findings are damaged"),
     ],
 )
-def test_a_file_that_is_no_baseline(tmp_path: Path, text: str, words: str) -> None:
+def test_baseline_invalid_file(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "b.json").write_text(text)
     with pytest.raises(DataError) as told:
         read_baseline(tmp_path / "b.json")

@@ -32,14 +32,14 @@ NEW_COLUMNS = (
 )
 
 
-def test_columns_are_complete_and_in_order_with_and_without_a_reference() -> None:
+def test_judge_columns() -> None:
     frame = samples([1.0, 2.0, 3.0], target=[0, 1, 0], prediction=[0, 1, 1], confidence=0.5, el2n=0.1)
     for reference in (None, trusted([1.0, 2.0])):
         assert list(judge(frame, config(), reference).frame) == [*SAMPLE_COLUMNS, "el2n"]
     assert set(NEW_COLUMNS) <= set(SAMPLE_COLUMNS)
 
 
-def test_without_a_reference_there_is_a_review_list_and_no_verdict() -> None:
+def test_judge_without_reference() -> None:
     done = judge(samples([4.0, 1.0, 3.0, 2.0]), config(review_fraction=0.25))
     frame, facts = done.frame, done.facts
     assert frame["is_outlier_issue"].tolist() == [True, False, False, False]
@@ -60,7 +60,7 @@ def test_without_a_reference_there_is_a_review_list_and_no_verdict() -> None:
     }
 
 
-def test_with_a_reference_the_verdict_is_conformal() -> None:
+def test_judge_with_reference() -> None:
     norms = [100.0, 200.0, 0.0, 5.0, np.nan]
     done = judge(samples(norms), config(fdr=0.1), trusted(np.arange(1.0, 40.0)))
     frame = done.frame
@@ -81,7 +81,7 @@ def test_with_a_reference_the_verdict_is_conformal() -> None:
     assert done.facts.counts.zero_gradients == 1
 
 
-def test_the_lower_tail_and_another_score() -> None:
+def test_judge_lower_tail_of_another_score() -> None:
     frame = samples([1.0] * 4, margin=[-9.0, 5.0, np.nan, 7.0])
     done = judge(frame, config(score="margin", tail="lower", fdr=0.1), trusted(np.arange(1.0, 40.0)))
     assert done.frame["is_outlier_issue"].tolist() == [True, False, False, False]
@@ -95,7 +95,7 @@ def test_the_lower_tail_and_another_score() -> None:
     )
 
 
-def test_the_logarithm_of_the_norm_judges_as_the_norm_does() -> None:
+def test_judge_log_norm_equals_norm() -> None:
     random = np.random.default_rng(0)
     norms, known = np.append(random.lognormal(size=50), 0.0), random.lognormal(size=200)
     plain = judge(samples(norms), config(), trusted(known)).frame
@@ -104,7 +104,7 @@ def test_the_logarithm_of_the_norm_judges_as_the_norm_does() -> None:
         assert plain[column].tolist() == log[column].tolist()
 
 
-def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> None:
+def test_judge_skips_samples_of_reference() -> None:
     frame = samples([1.0, 50.0, 60.0, 70.0])
     known = trusted(
         [1.0, 50.0, 2.0, 3.0], fingerprints=np.array(["0" * 32, f"{1:032x}", f"{2:032x}", "x"], dtype=object)
@@ -127,9 +127,7 @@ def test_samples_of_the_reference_are_not_tested_unless_they_have_changed() -> N
 
 
 @pytest.mark.parametrize(("kind", "evaluable"), [("run", False), ("data", False), ("baseline", True)])
-def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(
-    kind: str, evaluable: bool
-) -> None:
+def test_judge_all_samples_in_reference(kind: str, evaluable: bool) -> None:
     frame = samples(np.arange(1.0, 30.0))
     frame["fingerprint"] = [f"{row:016x}" for row in range(29)]
     known = trusted(frame["grad_norm"], kind=kind, fingerprints=frame["fingerprint"].to_numpy())
@@ -138,7 +136,7 @@ def test_where_all_samples_are_in_the_reference_only_a_baseline_has_said_all(
     assert facts.resolution == "no sample was tested"
 
 
-def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> None:
+def test_judge_small_reference_not_evaluable() -> None:
     facts = judge(samples(np.ones(50)), config(fdr=0.1), trusted([1.0] * 8)).facts
     assert not facts.evaluable
     assert (
@@ -154,13 +152,13 @@ def test_a_reference_that_is_too_small_is_told_with_the_size_that_it_takes() -> 
     )
 
 
-def test_trusted_samples_without_a_score_only_raise_p_values() -> None:
+def test_judge_reference_sample_without_score() -> None:
     done = judge(samples([10.0]), config(), trusted([1.0, 2.0, np.nan]))
     assert done.frame["p_value"].tolist() == [2 / 4]
     assert any("1 of the trusted samples have no finite score" in each for each in done.facts.caveats)
 
 
-def test_groups_are_compared_within_and_small_ones_together() -> None:
+def test_judge_groups_and_small_groups() -> None:
     target = np.repeat([0, 1, 2, 3], [60, 60, 3, 2])
     norms = np.where(target == 1, 1000.0, 1.0) + np.arange(125)
     done = judge(samples(norms, target=target), config(group_by="class", min_group=50, review_fraction=0.04))
@@ -173,7 +171,7 @@ def test_groups_are_compared_within_and_small_ones_together() -> None:
     assert facts.groups.each[OTHER].samples == 5
 
 
-def test_a_group_that_the_reference_does_not_have_makes_the_verdict_not_evaluable() -> None:
+def test_judge_group_missing_in_reference_not_evaluable() -> None:
     known = trusted(np.arange(1.0, 201.0), np.repeat(["0", "1"], 100))
     frame = samples(np.ones(30), target=np.repeat([0, 1, 7], 10))
     facts = judge(frame, config(group_by="class"), known).facts
@@ -182,7 +180,7 @@ def test_a_group_that_the_reference_does_not_have_makes_the_verdict_not_evaluabl
     assert judge(frame[:20], config(group_by="class"), known).facts.evaluable
 
 
-def test_lengths_fall_into_classes_that_are_the_same_in_every_run() -> None:
+def test_judge_group_by_length() -> None:
     frame = samples(np.ones(6), length=[0, 1, 2, 3, 4, 100])
     assert labels_of(frame, "length").tolist() == [
         "0 to 1",
@@ -203,13 +201,13 @@ def test_lengths_fall_into_classes_that_are_the_same_in_every_run() -> None:
         ("class", {"target": [np.zeros(3), np.zeros(3)]}, "more than one value a sample"),
     ],
 )
-def test_groups_that_can_not_be_are_refused(by: str, columns: dict[str, Any], words: str) -> None:
+def test_judge_group_by_refused(by: str, columns: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="group_by") as caught:
         judge(samples([1.0, 2.0], **columns), config(group_by=by))
     assert words in str(caught.value)
 
 
-def test_missing_values_are_a_group_and_whole_numbers_stay_whole() -> None:
+def test_judge_group_of_missing_values() -> None:
     assert labels_of(samples(np.ones(3), source=[1.0, np.nan, 2.0]), "source").tolist() == [
         "1",
         "(missing)",
@@ -224,13 +222,13 @@ def test_missing_values_are_a_group_and_whole_numbers_stay_whole() -> None:
 @pytest.mark.parametrize(
     ("score", "words"), [("grad_nrm", "did you mean grad_norm?"), ("id", "no column of numbers 'id'")]
 )
-def test_a_score_that_is_no_number_is_refused(score: str, words: str) -> None:
+def test_judge_score_refused(score: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         judge(samples([1.0, 2.0]), config(score=score))
     assert words in str(caught.value)
 
 
-def test_nothing_is_flagged_for_its_z() -> None:
+def test_judge_robust_z_flags_nothing() -> None:
     random = np.random.default_rng(0)
     norms = np.exp(np.append(random.normal(size=2000), 30.0))
     frame = judge(samples(norms), config(), trusted(np.exp(random.normal(size=100)))).frame
@@ -245,7 +243,7 @@ def test_robust_z_by_hand() -> None:
     assert without == {}
 
 
-def test_robust_z_where_half_are_equal_where_all_are_and_where_few_are() -> None:
+def test_robust_z_ties_and_small_groups() -> None:
     values = np.concatenate([np.zeros(30), np.full(10, 4.0), np.ones(40), np.arange(5.0), [-np.inf]])
     labels = np.repeat(np.array(["ties", "same", "few"], object), [40, 40, 6])
     z, without = robust_z(values, labels)
@@ -254,7 +252,7 @@ def test_robust_z_where_half_are_equal_where_all_are_and_where_few_are() -> None
     assert without == {"same": "degenerate", "few": "fewer than 30 rows"}
 
 
-def test_loss_stands_beside_the_norm() -> None:
+def test_judge_compares_norm_with_loss() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
     said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1)).facts.loss_agreement
@@ -264,7 +262,7 @@ def test_loss_stands_beside_the_norm() -> None:
     assert (said.top, said.shared, said.other) == (20, len(top), "loss")
 
 
-def test_where_the_loss_is_the_score_the_norm_stands_beside_it() -> None:
+def test_judge_compares_loss_with_norm() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
     said = judge(
@@ -274,7 +272,7 @@ def test_where_the_loss_is_the_score_the_norm_stands_beside_it() -> None:
     assert said.spearman == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
 
 
-def test_nearly_the_same_order_is_not_written_as_the_same() -> None:
+def test_judge_nearly_equal_order() -> None:
     norms = np.exp(np.linspace(0, 3, 2000))
     losses = norms.copy()
     losses[-20:] = losses[-20:][::-1]
@@ -284,7 +282,7 @@ def test_nearly_the_same_order_is_not_written_as_the_same() -> None:
     assert "loss 0.9999; 0 of the first 10" in words
 
 
-def test_low_separability_is_told_and_flags_nobody() -> None:
+def test_judge_low_separability() -> None:
     random = np.random.default_rng(4)
     strange = np.append(random.normal(size=700), random.normal(1.7, 0.3, size=300))
     facts = judge(samples(np.exp(strange)), config(), trusted(np.exp(random.normal(size=2000)))).facts
@@ -297,7 +295,7 @@ def test_low_separability_is_told_and_flags_nobody() -> None:
 
 
 @pytest.mark.parametrize(("shift", "warned"), [(-1.0, True), (0.0, False), (1.0, True)])
-def test_a_shift_of_all_samples_is_told(shift: float, warned: bool) -> None:
+def test_judge_shift_of_all_samples(shift: float, warned: bool) -> None:
     random = np.random.default_rng(6)
     facts = judge(
         samples(np.exp(shift + random.normal(size=800))), config(), trusted(np.exp(random.normal(size=800)))
@@ -311,7 +309,7 @@ def test_a_shift_of_all_samples_is_told(shift: float, warned: bool) -> None:
     st.lists(st.sampled_from([0.0, 1.0, np.nan]), max_size=4),
     st.booleans(),
 )
-def test_any_table_is_judged(norms: list[float], known: list[float], grouped: bool) -> None:
+def test_judge_any_table(norms: list[float], known: list[float], grouped: bool) -> None:
     frame = samples(np.array(norms), target=np.arange(len(norms)) % 2)
     by = {"group_by": "class", "min_group": 2} if grouped else {}
     for reference in (None, trusted(known, np.array(["0"] * len(known), dtype=object) if grouped else None)):
@@ -324,7 +322,7 @@ def test_any_table_is_judged(norms: list[float], known: list[float], grouped: bo
         json.dumps(content_of(done.facts), allow_nan=True)
 
 
-def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> None:
+def test_judge_joined_small_groups() -> None:
     """Classes 1 to 3 are rare here or there; class 3 has no sample of its own. Their norms are a thousand
     times those of class 0.
     """
@@ -344,12 +342,12 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
     ("fraction", "count", "listed"),
     [(0.07, 100, 7), (0.14, 50, 7), (0.29, 100, 29), (0.011, 1000, 11), (0.07, 99, 7)],
 )
-def test_the_review_list_has_the_share_that_is_written(fraction: float, count: int, listed: int) -> None:
+def test_judge_review_fraction(fraction: float, count: int, listed: int) -> None:
     done = judge(samples(np.arange(1.0, count + 1)), config(review_fraction=fraction))
     assert done.frame["is_outlier_issue"].sum() == done.facts.counts.review == listed
 
 
-def test_a_baseline_with_which_nothing_could_be_tested_is_no_pass() -> None:
+def test_judge_baseline_nothing_tested_not_evaluable() -> None:
     reference = replace(trusted(np.arange(1.0, 40.0)), kind="baseline")
     frame = samples([1.0, 2.0, 3.0], margin=np.nan)
     facts = judge(frame, config(score="margin"), reference).facts

@@ -51,7 +51,7 @@ def with_outliers(**outliers: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by", [None, "class"])
-def test_a_saved_reference_judges_as_the_run_itself(by: str | None) -> None:
+def test_reference_saved_judges_as_the_run(by: str | None) -> None:
     random = np.random.default_rng(0)
     known = samples(
         np.append(random.lognormal(size=300), np.nan),
@@ -69,7 +69,7 @@ def test_a_saved_reference_judges_as_the_run_itself(by: str | None) -> None:
     assert "1 samples of the reference had no score" in read.caveats[0]
 
 
-def test_of_many_rows_a_random_choice_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_saved_subsample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(references, "SAVED_ROWS", 100)
     random = np.random.default_rng(0)
     prints = [random.bytes(16).hex() for _ in range(1000)]
@@ -83,7 +83,7 @@ def test_of_many_rows_a_random_choice_is_saved(monkeypatch: pytest.MonkeyPatch) 
     assert 300 < np.mean(kept["scores"]) < 700
 
 
-def test_fingerprints_that_are_cut_are_still_found() -> None:
+def test_reference_shortened_fingerprints() -> None:
     frame = samples([1.0, 2.0], fingerprint=["ab" * 16, "cd" * 16])
     read = read_reference(saved_reference(frame, MANIFEST), "b.json", "grad_norm", None)
     assert read.holds(frame["fingerprint"].to_numpy(), np.array([1.0, 2.5])).tolist() == [True, False]
@@ -111,14 +111,14 @@ def test_fingerprints_that_are_cut_are_still_found() -> None:
         ),
     ],
 )
-def test_scores_of_another_model_or_loss_are_not_compared(change: dict[str, Any], words: str) -> None:
+def test_reference_of_another_model_or_loss_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require_comparable(measured_as(MANIFEST), measured_as(MANIFEST | change), "grad_norm", "b.json")
     assert words in str(caught.value)
     assert "can't be compared" in str(caught.value)
 
 
-def test_other_measures_matter_only_to_their_own_scores() -> None:
+def test_reference_of_other_measures() -> None:
     other = json.loads(json.dumps(MANIFEST))
     other["config"]["analyze"]["measures"] = []
     other["config"]["model"]["factory"] = "../elsewhere/nets/model.py:build"
@@ -131,14 +131,14 @@ def test_other_measures_matter_only_to_their_own_scores() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [None, "abc"])
-def test_reference_of_older_psgrad_without_hashes_is_told(checkpoint: str | None) -> None:
+def test_reference_of_older_psgrad_without_hashes(checkpoint: str | None) -> None:
     now = measured_as(MANIFEST | {"model": {"sha256": checkpoint, "trainable": 10}})
     old = {key: value for key, value in now.items() if key not in ("weights", "modules", "code")}
     (caveat,) = require_comparable(now, old, "loss", "b.json")
     assert "kept no hash of weights and imported code: whether they are the same is not known" in caveat
 
 
-def test_reference_weights_decide_and_checkpoint_saved_again_is_the_same() -> None:
+def test_reference_checkpoint_saved_again() -> None:
     again = measured_as(MANIFEST | {"model": {"sha256": "saved again", "trainable": 10}})
     assert require_comparable(measured_as(MANIFEST), again, "loss", "b.json") == ()
     trained = measured_as(MANIFEST | {"hashes": MANIFEST["hashes"] | {"weights": "x" * 64}})
@@ -172,13 +172,13 @@ def test_reference_of_edited_code_has_a_caveat(change: dict[str, Any], words: st
         {"score": 3},
     ],
 )
-def test_a_damaged_reference_is_told(damage: dict[str, Any]) -> None:
+def test_reference_damaged(damage: dict[str, Any]) -> None:
     saved = saved_reference(samples([1.0]), MANIFEST) | damage
     with pytest.raises(DataError, match=r"the reference in b\.json can't be read"):
         read_reference(saved, "b.json", "grad_norm", None)
 
 
-def test_a_reference_of_another_score_or_other_groups_is_refused() -> None:
+def test_reference_of_another_score_or_groups_refused() -> None:
     saved = saved_reference(samples([1.0]), MANIFEST)
     with pytest.raises(ConfigError, match=r"with score grad_norm, and analyze\.outliers\.score is loss"):
         read_reference(saved, "b.json", "loss", None)
@@ -186,12 +186,12 @@ def test_a_reference_of_another_score_or_other_groups_is_refused() -> None:
         read_reference(saved, "b.json", "grad_norm", "class")
 
 
-def test_a_reference_without_the_score_is_told() -> None:
+def test_reference_without_score_refused() -> None:
     with pytest.raises(ConfigError, match="has no column 'el2n'"):
         reference_of(samples([1.0]), "el2n", None, "run", "runs/known")
 
 
-def test_a_detector_is_fitted_to_one_half_and_held_against_the_other() -> None:
+def test_detector_fitted_to_half_of_reference() -> None:
     random = np.random.default_rng(0)
     rows, known = random.normal(size=(30, 4)), random.normal(size=(200, 4))
     rows[0] = 30
@@ -213,7 +213,7 @@ def test_a_detector_is_fitted_to_one_half_and_held_against_the_other() -> None:
     assert done.frame["is_outlier_issue"].tolist() == [True] + [False] * 29
 
 
-def test_detectors_inform_and_the_score_decides() -> None:
+def test_detector_does_not_change_verdict() -> None:
     random = np.random.default_rng(1)
     rows, known = random.normal(size=(30, 4)), random.normal(size=(400, 4))
     rows[0] = 30
@@ -231,7 +231,7 @@ def test_detectors_inform_and_the_score_decides() -> None:
     ("rows", "kind", "words"),
     [(None, "data", "none are measured"), (np.ones((2, 2)), "baseline", "keeps scores only")],
 )
-def test_detectors_without_rows_are_refused(rows: Any, kind: str, words: str) -> None:
+def test_detector_without_rows_refused(rows: Any, kind: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         judge(
             samples([1.0, 2.0]),

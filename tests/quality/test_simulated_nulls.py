@@ -31,7 +31,7 @@ def false_share(flagged: Array, outlying: Array) -> float:
 @pytest.mark.parametrize("q", [0.05, 0.2])
 @pytest.mark.parametrize(("tests", "known"), [(20, 500), (200, 200), (60, 2000)])
 @pytest.mark.parametrize("kind", DRAWS)
-def test_the_false_discovery_rate_stays_below_q(kind: str, tests: int, known: int, q: float) -> None:
+def test_false_discovery_rate_below_q(kind: str, tests: int, known: int, q: float) -> None:
     random, draw = np.random.default_rng([tests, known, len(kind)]), DRAWS[kind]
     shares, hits = [], []
     for _ in range(SIMULATIONS):
@@ -45,7 +45,7 @@ def test_the_false_discovery_rate_stays_below_q(kind: str, tests: int, known: in
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_of_sound_samples_alone_any_is_flagged_at_most_as_often_as_q(kind: str) -> None:
+def test_false_discovery_rate_without_outliers(kind: str) -> None:
     """2,000 simulations: their mean is then within 0.02, three standard errors, of the rate, which may be
     just q.
     """
@@ -54,7 +54,7 @@ def test_of_sound_samples_alone_any_is_flagged_at_most_as_often_as_q(kind: str) 
     assert np.mean(anyone) <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
 
 
-def test_the_whole_verdict_keeps_its_rate_within_groups_of_unlike_sizes() -> None:
+def test_false_discovery_rate_of_verdict_in_groups() -> None:
     """Classes whose norms differ tenfold, one of them rare; rows that are not finite; samples that are in the
     reference.
     """
@@ -84,7 +84,7 @@ def test_the_whole_verdict_keeps_its_rate_within_groups_of_unlike_sizes() -> Non
     assert np.mean(whole) > 0.5, "against all samples together, sound ones of the rare class would be flagged"
 
 
-def test_p_values_are_valid_within_each_group() -> None:
+def test_p_values_valid_within_groups() -> None:
     random = np.random.default_rng(2)
     found = []
     for _ in range(SIMULATIONS):

@@ -11,6 +11,7 @@ ALLOWED = (
     "writes in place into a tensor without a sample axis",
     "writes in place into a tensor from outside",
     "writes in place into a tensor that the transform does not follow",
+    "writes in place into a tensor that has one place in memory for several elements",
     "can't turn a tensor of shape",
     "has no rule",
     "as_strided with size",

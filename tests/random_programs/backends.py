@@ -125,14 +125,24 @@ class Loops:
         return tree_unflatten(pushed, structure)
 
     def jacrev(self, f: Function, places: Sequence[int]) -> Function:
+        return self._jacobian(f, places, self._rows)
+
+    def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
+        return self._jacobian(f, places, self._tangents)
+
+    def _jacobian(self, f: Function, places: Sequence[int], parts: Function) -> Function:
         def jacobian(*args: Tensor) -> Any:
             given = [followed(args[i]) for i in places]
             outs, structure = tree_flatten(within(f, places, args)(*given))
-            return tree_unflatten([self._rows(outs, place, given) for place in range(len(outs))], structure)
+            return tree_unflatten([parts(outs, place, given) for place in range(len(outs))], structure)
 
         return jacobian
 
-    jacfwd = jacrev
+    def _tangents(self, outs: Sequence[Tensor], place: int, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The same numbers as `_rows`. A tangent has the dtype of the result, a cotangent that of the
+        argument.
+        """
+        return tuple(x.to(outs[place].dtype) for x in self._rows(outs, place, given))
 
     def _rows(self, outs: Sequence[Tensor], place: int, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cotangents of zero go into the other outputs, and may meet infinities, as they do in
@@ -157,13 +167,8 @@ class LoopsByOutput(Loops):
     It is for Jacobians by tangents, which know no cotangents.
     """
 
-    def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
-        def jacobian(*args: Tensor) -> Any:
-            given = [followed(args[i]) for i in places]
-            outs, structure = tree_flatten(within(f, places, args)(*given))
-            return tree_unflatten([self._rows([out], 0, given) for out in outs], structure)
-
-        return jacobian
+    def _tangents(self, outs: Sequence[Tensor], place: int, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return super()._tangents([outs[place]], 0, given)
 
 
 class TangentLoops(Loops):

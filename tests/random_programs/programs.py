@@ -104,15 +104,13 @@ class Program:
         again: Callable[[Any], Any] | None = None,
         written_out: bool | None = None,
         inside: Callable[[Tensor], Tensor] = lambda x: x,
-        in_loop: bool = False,
     ) -> Callable[..., Any]:
         """The program as a function of its arguments. plain: as the oracle runs it. after: called when a
         statement has run.
 
         again: what a statement sees of a value that it names a second time. written_out: whether the
         functions of WrittenOut are programs of elementwise operators; by default where the oracle takes
-        second derivatives. inside: what these see of their values. in_loop: whether the functions of
-        WrittenOutTorch stand for PyTorch's, as where `plain` is set.
+        second derivatives. inside: what these see of their values.
         """
         written_out = plain and self.mode not in FIRST_ORDER if written_out is None else written_out
         texts = [s.plain if plain and s.plain is not None else s.text for s in self.statements]
@@ -126,7 +124,7 @@ class Program:
             if functional is not F and "jvp" not in self.mode and "jacfwd" not in self.mode:
                 # double backward passes are no tangents here, but second derivatives
                 functional.embedding, functional.embedding_bag = F.embedding, F.embedding_bag
-            modules = {"torch": WrittenOutTorch() if in_loop or plain else torch, "F": functional}
+            modules = {"torch": WrittenOutTorch() if plain else torch, "F": functional}
             names: dict[str, Any] = {**modules, "again": again} | {
                 a.name: x for a, x in zip(self.arguments, args, strict=True)
             }
@@ -155,9 +153,7 @@ class Program:
     @property
     def unit(self) -> float:
         """A unit in the last place of the narrowest type that the program computes with."""
-        text = " ".join(statement.text for statement in self.statements)
-        named = [torch.float32] * (".float()" in text) + [torch.bfloat16] * ("bfloat16" in text)
-        return max(torch.finfo(dtype).eps for dtype in (self.dtype, *named))
+        return unit_of(self.dtype, " ".join(statement.text for statement in self.statements))
 
     def places(self, which: Callable[[Argument], bool]) -> list[int]:
         return [i for i, argument in enumerate(self.arguments) if which(argument)]
@@ -187,6 +183,14 @@ class Program:
             for s in self.statements
         )
         yield f"    return {', '.join(self.outputs)},"
+
+
+def unit_of(dtype: torch.dtype, text: str) -> float:
+    """A unit in the last place of the narrowest type that statements compute with: this one, or one that they
+    cast to, which rounds values and their cotangents.
+    """
+    named = [torch.float32] * (".float()" in text) + [torch.bfloat16] * ("bfloat16" in text)
+    return max(torch.finfo(kind).eps for kind in (dtype, *named))
 
 
 @functools.lru_cache(maxsize=4096)

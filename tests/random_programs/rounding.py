@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.random_programs.programs import Statement
+from tests.random_programs.programs import Statement, unit_of
 
 
 class Nudge:
@@ -21,10 +21,12 @@ class Nudge:
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, unit: float | None = None) -> Tensor:
+        """unit: how far one unit in the last place is, of a number of size one; that of x's type if None."""
         if not x.is_floating_point():
             return x
-        return _Moved.apply(x, torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype))
+        steps = torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype)
+        return _Moved.apply(x, steps * (torch.finfo(x.dtype).eps if unit is None else unit))
 
     def again(self, x: Any) -> Any:
         """The same value, whose cotangent is moved: those of a value's several uses are rounded, each by
@@ -37,11 +39,13 @@ class Nudge:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return
         if statement.writes:
-            x.copy_(self(x.clone()))
+            x.copy_(self(x.clone(), unit_of(x.dtype, statement.text)))
         elif not x._is_view() and all(
             x is not other for name, other in names.items() if name != statement.target
         ):
-            names[statement.target] = self(x) + self.of_deviation(names, statement, x)
+            names[statement.target] = self(x, unit_of(x.dtype, statement.text)) + self.of_deviation(
+                names, statement, x
+            )
 
     def of_deviation(self, names: dict[str, Any], statement: Statement, x: Tensor) -> Tensor | int:
         """What is lost of a deviation of numbers: some units of the largest. Of equal numbers it is zero, or
@@ -63,14 +67,14 @@ class Nudge:
 
 
 class _Moved(torch.autograd.Function):
-    """x times 1 + unit * eps. A NaN gets an arbitrary sign: operators may give it either, and copysign reads
+    """x times 1 + step. A NaN gets an arbitrary sign: operators may give it either, and copysign reads
     it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: Tensor) -> Tensor:
-        ctx.factor = 1 + unit * torch.finfo(x.dtype).eps
-        return torch.where(x.isnan(), torch.full_like(x, math.nan).copysign(unit), x * ctx.factor)
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        ctx.factor = 1 + step
+        return torch.where(x.isnan(), torch.full_like(x, math.nan).copysign(step), x * ctx.factor)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

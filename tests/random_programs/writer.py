@@ -85,6 +85,13 @@ class Writer:
             return self.random.choice(known)
         return self.argument(shape)
 
+    def apart(self, source: str, target: str) -> str:
+        """The source of a write by places, a clone where it shares memory with the target: what PyTorch's
+        kernel reads of what it has written already goes by its order.
+        """
+        memories = [self.tensors[name].untyped_storage().data_ptr() for name in (source, target)]
+        return f"{source}.clone()" if memories[0] == memories[1] else source
+
     def broadcasting(self, name: str) -> str:
         """A tensor that broadcasts to the shape of the one named."""
         shape = self.shape(name)

@@ -18,6 +18,7 @@ from PIL import Image
 from psgrad.quality.judging import rank_samples
 from psgrad.reports.analyze_plots import (
     draw_plots,
+    norm_against_length,
     norm_histogram,
     norms_per_class,
     norms_per_layer,
@@ -30,12 +31,24 @@ from psgrad.reports.measure_plots import trajectories
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
 from psgrad.reports.ticks import power_words
 from psgrad.results import TopSample, has_classes, top_samples
+from psgrad.wording import correlation
 from tests.browser.results import measured
 from tests.reports import frames, influence_runs, private_runs
 
 
 def _texts(figure: Figure) -> list[str]:
     return [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
+
+
+def test_norm_against_length_draws_each_sample_and_the_median() -> None:
+    samples = frames.classification(500, nonfinite=3)
+    samples["length"] = np.arange(len(samples)) % 40 + 1
+    plot = norm_against_length(samples)
+    drawn = samples[(samples["status"] == "ok") & (samples["grad_norm"] > 0)]
+    points = [len(each.get_offsets()) for each in plot.figure.axes[0].collections]
+    assert sum(points) == len(drawn)
+    assert correlation(drawn["length"].rank().corr(drawn["grad_norm"].rank())) in plot.caption
+    assert "norm_against_length" in [each.name for each in draw_plots(frames.result(samples))]
 
 
 def test_the_histogram_holds_every_finite_sample_once() -> None:

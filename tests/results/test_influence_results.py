@@ -45,7 +45,7 @@ def _pairs(scores: list[list[float]], k: int, **options: Any) -> pd.DataFrame:
     ),
     st.integers(1, 7),
 )
-def test_ranks_are_those_of_a_plain_sort(scores: list[list[float]], k: int) -> None:
+def test_ranked_pairs_equal_a_sort(scores: list[list[float]], k: int) -> None:
     found = _pairs(scores, k)
     expected = []
     for query, row in enumerate(scores):
@@ -61,7 +61,7 @@ def test_ranks_are_those_of_a_plain_sort(scores: list[list[float]], k: int) -> N
     assert list(found["train_id"]) == [f"t{place}" for _, _, place, _ in expected]
 
 
-def test_extras_stay_with_their_pairs_and_columns_come_in_one_order() -> None:
+def test_ranked_pairs_extras_and_column_order() -> None:
     values, rows = strongest(np.array([[3.0, -1.0, 2.0]]), 2)
     spread = np.where(rows >= 0, rows / 10, NAN)
     found = ranked_pairs(
@@ -75,19 +75,19 @@ def test_extras_stay_with_their_pairs_and_columns_come_in_one_order() -> None:
     assert set(found["layer"]) == {"2.weight"}
 
 
-def test_query_ids_are_text_beside_the_name_of_all_queries() -> None:
+def test_ranked_pairs_query_ids_are_text() -> None:
     values, rows = strongest(np.array([[1.0]]), 1)
     assert ranked_pairs([12], [0], np.array([3]), values, rows)["query_id"].tolist() == ["12"]
 
 
-def test_a_query_is_looked_up_over_all_layers() -> None:
+def test_pairs_of_query_over_all_layers() -> None:
     total, layer = _pairs([[1.0, -2.0, 3.0]], 2, layer=""), _pairs([[9.0, 9.0, 9.0]], 2, layer="0")
     helps, hurts = pairs_of(pd.concat([layer, total]), 10, 1)
     assert helps["train_index"].tolist() == [2]
     assert hurts["score"].tolist() == [-2.0]
 
 
-def test_shown_queries_wrong_ones_and_highest_losses_first() -> None:
+def test_shown_queries_order() -> None:
     queries = pd.DataFrame(
         {
             "index": [10, 11, 12, 13, 14],
@@ -118,18 +118,18 @@ def test_shown_queries_wrong_ones_and_highest_losses_first() -> None:
 
 
 @given(st.lists(st.integers(-5, 50), min_size=1, max_size=30), st.sampled_from([0.25, 0.5, 0.9, 1.0]))
-def test_carriers_are_counted_as_by_hand(scores: list[int], share: float) -> None:
+def test_carrier_count_by_hand(scores: list[int], share: float) -> None:
     positive = sorted((score for score in scores if score > 0), reverse=True)
     by_hand = next((k for k in range(1, len(positive) + 1) if sum(positive[:k]) / sum(positive) >= share), 0)
     assert carriers(np.array(scores, dtype=float), share) == by_hand
 
 
-def test_the_cumulative_share_ends_at_one_and_leaves_out_what_hurts() -> None:
+def test_cumulative_influence_of_proponents() -> None:
     np.testing.assert_allclose(cumulative_influence(np.array([1.0, -9.0, 3.0, NAN, 0.0])), [0.75, 1.0])
     assert len(cumulative_influence(np.array([-1.0]))) == 0
 
 
 @pytest.mark.parametrize("k", [1, 3, 9])
-def test_fewer_than_k_of_a_sign_are_fewer_rows(k: int) -> None:
+def test_ranked_pairs_fewer_than_k(k: int) -> None:
     found = _pairs([[2.0, 1.0, -1.0, 0.0]], k)
     assert found["rank"].tolist() == [*range(1, min(k, 2) + 1), -1]

@@ -22,7 +22,7 @@ def _frame(norms: list[float], losses: list[float] | None = None) -> pd.DataFram
     )
 
 
-def test_rank_1_is_the_largest_norm_and_rows_stay_in_dataset_order() -> None:
+def test_rank_samples_by_norm() -> None:
     ranked = rank_samples(_frame([2.0, 8.0, 4.0, 1.0]), 0.25)
     assert ranked["id"].tolist() == ["s0", "s1", "s2", "s3"]
     assert ranked["rank"].tolist() == [3, 1, 2, 4]
@@ -32,7 +32,7 @@ def test_rank_1_is_the_largest_norm_and_rows_stay_in_dataset_order() -> None:
     np.testing.assert_allclose(ranked["log_norm"], np.log10([2, 8, 4, 1]))
 
 
-def test_rows_that_are_not_finite_are_unranked_and_always_in_the_review_list() -> None:
+def test_rank_samples_nonfinite_rows() -> None:
     ranked = rank_samples(_frame([1.0, np.nan, np.inf, 3.0], [1.0, 1.0, 1.0, np.nan]), 0.01)
     assert ranked["status"].tolist() == ["ok", "nonfinite", "nonfinite", "nonfinite"]
     assert ranked["rank"].isna().tolist() == [False, True, True, True]
@@ -42,7 +42,7 @@ def test_rows_that_are_not_finite_are_unranked_and_always_in_the_review_list() -
     assert ranked["reasons"].tolist()[1:] == ["loss or gradient is not finite"] * 3
 
 
-def test_a_row_that_the_engine_calls_nonfinite_stays_so() -> None:
+def test_rank_samples_keeps_nonfinite_status() -> None:
     ranked = rank_samples(_frame([1.0, 2.0]).assign(status=["ok", "nonfinite"]), 0.5)
     assert ranked["status"].tolist() == ["ok", "nonfinite"]
     assert ranked.loc[0, "rank"] == 1
@@ -52,47 +52,47 @@ def test_a_row_that_the_engine_calls_nonfinite_stays_so() -> None:
     ("n", "fraction", "expected"),
     [(1, 0.01, 1), (100, 0.01, 1), (101, 0.01, 2), (1797, 0.01, 18), (10, 0.9, 9)],
 )
-def test_the_review_list_has_its_fraction_rounded_up(n: int, fraction: float, expected: int) -> None:
+def test_rank_samples_review_fraction(n: int, fraction: float, expected: int) -> None:
     assert rank_samples(_frame(list(np.arange(1.0, n + 1))), fraction)["is_outlier_issue"].sum() == expected
 
 
-def test_ties_are_ranked_in_dataset_order_and_never_enlarge_the_list() -> None:
+def test_rank_samples_ties() -> None:
     ranked = rank_samples(_frame([5.0] * 10), 0.2)
     assert ranked["rank"].tolist() == list(range(1, 11))
     assert ranked["is_outlier_issue"].sum() == 2
     assert (ranked["percentile"] == 100).all()
 
 
-def test_zero_gradients_are_named_but_not_reviewed() -> None:
+def test_rank_samples_zero_gradients() -> None:
     ranked = rank_samples(_frame([0.0, 0.0]), 0.5)
     assert ranked["reasons"].tolist() == ["gradient is exactly zero"] * 2
     assert not ranked["is_outlier_issue"].any()
     assert (ranked["log_norm"] == -np.inf).all()
 
 
-def test_an_empty_frame_and_one_without_finite_rows_are_ranked() -> None:
+def test_rank_samples_empty_frame() -> None:
     assert len(rank_samples(_frame([]), 0.01)) == 0
     assert rank_samples(_frame([np.nan]), 0.01)["rank"].isna().all()
 
 
-def test_columns_come_in_one_order_and_unknown_ones_last() -> None:
+def test_rank_samples_column_order() -> None:
     ranked = rank_samples(_frame([1.0]).assign(place="a", target=3), 0.01)
     assert list(ranked) == [column for column in SAMPLE_COLUMNS if column in ranked] + ["place"]
 
 
-def test_the_top_is_sorted_and_holds_no_unranked_rows() -> None:
+def test_top_samples() -> None:
     ranked = rank_samples(_frame([2.0, np.nan, 8.0]), 0.01)
     assert top_samples(ranked, 20)["id"].tolist() == ["s2", "s0"]
     assert top_samples(ranked, 1)["id"].tolist() == ["s2"]
 
 
 @pytest.mark.parametrize("dtype", ["int64", "Int64", "str", "object"])
-def test_predictions_disagree_only_where_both_classes_are_known(dtype: str) -> None:
+def test_disagrees_of_classes(dtype: str) -> None:
     frame = _frame([1.0] * 3).assign(target=pd.array([1, 2, 3], dtype="Int64").astype(dtype), confidence=0.5)
     frame["prediction"] = pd.Series([1, 9, 9]).astype(dtype).astype(object).where([True, True, False], None)
     assert disagrees(frame).tolist() == [False, True, False]
     assert not disagrees(frame.drop(columns="prediction")).any()
 
 
-def test_real_numbers_do_not_disagree() -> None:
+def test_disagrees_of_real_numbers() -> None:
     assert not disagrees(_frame([1.0, 2.0]).assign(target=[0.1, 0.2], prediction=[0.3, 0.4])).any()

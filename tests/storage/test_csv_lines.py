@@ -17,7 +17,7 @@ CELLS = st.text(alphabet='ab,"\n é', max_size=6)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_quoted_cells_may_hold_line_ends(tmp_path: Path, end: str) -> None:
+def test_csv_lines_quoted_line_ends(tmp_path: Path, end: str) -> None:
     file = tmp_path / "data.csv"
     text = 'id,text\na,plain\nb,"two\nlines"\n\nc,"a ""quote"""\nd,last\n'
     file.write_bytes(text.replace("\n", end).encode())
@@ -26,9 +26,7 @@ def test_quoted_cells_may_hold_line_ends(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.parametrize("block", [1, 3, 7, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_plain_files_are_counted_block_by_block(
-    tmp_path: Path, block: int, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_csv_lines_blocks(tmp_path: Path, block: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "_BLOCK", block)
     file = tmp_path / "data.csv"
     file.write_bytes("id,x\na,1\n\n\nb,2\nc,3".replace("\n", end).encode())
@@ -37,7 +35,7 @@ def test_plain_files_are_counted_block_by_block(
 
 
 @given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=8), block=st.integers(1, 9))
-def test_every_row_is_where_its_first_letter_is(
+def test_csv_lines_random_files(
     rows: list[tuple[str, str]], block: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("lines") / "data.csv"
@@ -53,13 +51,13 @@ def test_every_row_is_where_its_first_letter_is(
         assert csv_lines(file, range(len(rows))) == dict(enumerate(starts))
 
 
-def test_a_quote_inside_a_plain_cell_opens_nothing(tmp_path: Path) -> None:
+def test_csv_lines_quote_inside_cell(tmp_path: Path) -> None:
     file = tmp_path / "data.csv"
     file.write_text('id,x\na,5" pipe\nb,2\nc,3\n')
     assert csv_lines(file, [2]) == {2: 4}
 
 
-def test_a_cell_may_be_long(tmp_path: Path) -> None:
+def test_csv_lines_long_cell(tmp_path: Path) -> None:
     limit = csv.field_size_limit()
     file = tmp_path / "data.csv"
     file.write_text(f'id,x\na,"{"x" * 200_000}"\nb,2\n')

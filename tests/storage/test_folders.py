@@ -36,7 +36,7 @@ def _names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_from_the_first_shard_to_the_finished_tables(tmp_path: Path) -> None:
+def test_run_folder_from_shards_to_tables(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "deep" / "run")
     shards = Shards(run, "samples", counted=True)
     for end in (2.0, 4.0):
@@ -63,17 +63,17 @@ def test_a_run_from_the_first_shard_to_the_finished_tables(tmp_path: Path) -> No
     assert json.loads((run.path / "manifest.json").read_text()) == {"tool": "psgrad", "state": "complete"}
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_run_folder_empty_folder(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path).path == tmp_path
 
 
-def test_a_folder_whose_run_was_killed_at_birth_is_taken(tmp_path: Path) -> None:
+def test_run_folder_of_a_run_killed_before_its_manifest(tmp_path: Path) -> None:
     (tmp_path / ".manifest.json.123.tmp").write_text('{"too')
     RunFolder.require_free(tmp_path)
     assert _names(RunFolder.create(tmp_path).path) == {"manifest.json"}
 
 
-def test_an_earlier_run_is_refused_and_replaced_only_on_demand(tmp_path: Path) -> None:
+def test_run_folder_overwrite(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     append(run)
     with pytest.raises(OutputExistsError, match="holds an earlier run") as refusal:
@@ -86,7 +86,7 @@ def test_an_earlier_run_is_refused_and_replaced_only_on_demand(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("manifest", [None, "{}", '{"name": "an app"}', "[1]", "not JSON"])
-def test_a_folder_that_is_no_run_is_never_replaced(tmp_path: Path, manifest: str | None) -> None:
+def test_run_folder_overwrite_of_other_folder_refused(tmp_path: Path, manifest: str | None) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     if manifest is not None:
         (tmp_path / "manifest.json").write_text(manifest)
@@ -96,7 +96,7 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path: Path, manifest: str
     assert _names(tmp_path) == before
 
 
-def test_overwriting_leaves_strangers_files_and_what_links_point_to(tmp_path: Path) -> None:
+def test_run_folder_overwrite_keeps_other_files(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     treasure = tmp_path / "treasure"
     treasure.mkdir()
@@ -110,7 +110,7 @@ def test_overwriting_leaves_strangers_files_and_what_links_point_to(tmp_path: Pa
     assert (treasure / "gold").exists()
 
 
-def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(self: Path) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypatch
         RunFolder.require_free(tmp_path)
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_run_folder_path_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(OutputExistsError, match="not a folder"):
         RunFolder.create(tmp_path / "run", overwrite=True)
@@ -128,7 +128,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(
+def test_run_folder_full_disk_keeps_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     run = RunFolder.create(tmp_path / "run")
@@ -149,9 +149,7 @@ def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(
     assert len(pd.read_parquet(run.path / "parts" / "samples" / "00000.parquet")) == 2
 
 
-def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_folder_full_disk_without_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.create(tmp_path / "run", overwrite=False)
 
     def full(descriptor: int) -> None:
@@ -163,9 +161,7 @@ def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(
     assert "likely cause: no space; what was written before is whole\n" in str(failure.value)
 
 
-def test_a_failed_write_leaves_the_earlier_file_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_folder_failed_write_keeps_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.write_bytes("report.html", b"old")
 
@@ -180,7 +176,7 @@ def test_a_failed_write_leaves_the_earlier_file_as_it_was(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs RLIMIT_FSIZE")
-def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
+def test_run_folder_file_size_limit(tmp_path: Path) -> None:
     script = f"""
         import resource, signal
         from pathlib import Path
@@ -210,9 +206,7 @@ def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
     }
 
 
-def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_folder_interrupted_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path / "run")
 
     def interrupted(descriptor: int) -> None:
@@ -224,7 +218,7 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(
     assert _names(run.path) == {"manifest.json"}
 
 
-def test_json_is_plain_whatever_goes_in(tmp_path: Path) -> None:
+def test_run_folder_json_of_any_value(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     content = {
         "a": np.float32(0.5),
@@ -247,7 +241,7 @@ def test_json_is_plain_whatever_goes_in(tmp_path: Path) -> None:
     }
 
 
-def test_csv_cells_never_start_a_formula_and_numbers_stay_numbers(tmp_path: Path) -> None:
+def test_run_folder_csv_formulas_escaped(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     ids = ["=1+1", "+1", "-1", "@x", "\tx", "a=b", ""]
     run.finish_samples(pd.DataFrame({"id": ids, "log_norm": [-1.5] * 7}))
@@ -258,7 +252,7 @@ def test_csv_cells_never_start_a_formula_and_numbers_stay_numbers(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", [name for name in NASTY if name not in NOT_IN_PARQUET])
-def test_no_nasty_text_starts_a_formula_in_csv(tmp_path: Path, what: str) -> None:
+def test_run_folder_csv_nasty_text(tmp_path: Path, what: str) -> None:
     run = RunFolder.create(tmp_path / "run")
     hidden = ("", " ", "\u3000", "\ufeff", "\u200b", "\u202e", "\x00", "\n")
     full_width = {"=": "\uff1d", "+": "\uff0b", "-": "\uff0d", "@": "\uff20"}
@@ -276,5 +270,5 @@ def test_no_nasty_text_starts_a_formula_in_csv(tmp_path: Path, what: str) -> Non
         assert not cell.startswith(("\t", "\r", "\n"))
 
 
-def test_a_new_folder_is_private(tmp_path: Path) -> None:
+def test_run_folder_permissions(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path / "run").path.stat().st_mode & 0o077 == 0

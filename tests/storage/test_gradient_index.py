@@ -72,13 +72,13 @@ def check(path: Path, told: list[Any], finished: bool) -> None:
             GradientIndex.open(path / "index")
 
 
-def test_killed_at_every_operation_and_resumed(tmp_path: Path) -> None:
+def test_gradient_index_killed_at_every_operation(tmp_path: Path) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     for at in range(1, points + 1):
         assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def test_gradient_index_killed_repeatedly(tmp_path: Path) -> None:
     def is_right_in_the_end(path: Path, told: list[Any], finished: bool) -> None:
         if finished:
             np.testing.assert_array_equal(
@@ -88,7 +88,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert kill_and_resume(go, is_right_in_the_end, tmp_path, [7] * 20) >= 3
 
 
-def test_a_shard_written_in_place_would_be_found(tmp_path: Path) -> None:
+def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
     class InPlace(GradientIndex):
         def write(self, checkpoint: int, shard: int | None, found: Any) -> None:
             target = self.file(checkpoint, shard)
@@ -117,7 +117,7 @@ def test_a_shard_written_in_place_would_be_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
-def test_blocks_come_in_order_whatever_their_size(tmp_path: Path, most: int) -> None:
+def test_gradient_index_blocks_in_order(tmp_path: Path, most: int) -> None:
     index = GradientIndex.create(tmp_path, DESCRIPTION)
     fill(index)
     starts, found = zip(
@@ -130,7 +130,7 @@ def test_blocks_come_in_order_whatever_their_size(tmp_path: Path, most: int) -> 
     assert {name for _, block in index.blocks(1, most, ["loss"]) for name in block} == {"loss"}
 
 
-def test_types_are_kept(tmp_path: Path) -> None:
+def test_gradient_index_dtypes(tmp_path: Path) -> None:
     index = GradientIndex.create(tmp_path, {**DESCRIPTION, "rows": 2, "checkpoints": 1})
     given = {
         name: np.arange(4, dtype=name).reshape(2, 2)
@@ -145,7 +145,7 @@ def test_types_are_kept(tmp_path: Path) -> None:
 # -- Refusals ------------------------------------------------------------------------------------------------
 
 
-def test_a_half_built_index_is_refused(tmp_path: Path) -> None:
+def test_gradient_index_unfinished_refused(tmp_path: Path) -> None:
     index = GradientIndex.create(tmp_path, DESCRIPTION)
     index.write(0, 0, arrays(0, index.shards[0]))
     index.write(0, 2, arrays(0, index.shards[2]))
@@ -156,7 +156,7 @@ def test_a_half_built_index_is_refused(tmp_path: Path) -> None:
     assert index.unwritten()[:2] == [(0, 1), (0, None)]
 
 
-def test_no_index_is_refused(tmp_path: Path) -> None:
+def test_gradient_index_missing(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="there is no index in"):
         GradientIndex.open(tmp_path)
 
@@ -171,7 +171,7 @@ def test_no_index_is_refused(tmp_path: Path) -> None:
         ({"seed": 3}, "seed differs"),
     ],
 )
-def test_another_run_s_index_is_refused(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+def test_gradient_index_of_another_run_refused(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
     fill(GradientIndex.create(tmp_path, DESCRIPTION))
     index = GradientIndex.open(tmp_path)
     with pytest.raises(OutputError, match=re.escape(f"the index {tmp_path} is of something else: {named}")):
@@ -182,13 +182,13 @@ def test_another_run_s_index_is_refused(tmp_path: Path, changed: dict[str, Any],
     index.require(DESCRIPTION | {"fingerprint": {"checkpoints": ("a" * 64, "b" * 64)}})  # JSON has no tuples
 
 
-def test_what_differs_is_shown_beside_what_was_found(tmp_path: Path) -> None:
+def test_gradient_index_resume_shows_differences(tmp_path: Path) -> None:
     index = GradientIndex.create(tmp_path, DESCRIPTION)
     with pytest.raises(OutputError, match="dtype: float16; the index has float32"):
         index.require({"dtype": "float16"})
 
 
-def test_an_index_or_a_stranger_s_folder_is_not_built_over(tmp_path: Path) -> None:
+def test_gradient_index_create_over_other_folder_refused(tmp_path: Path) -> None:
     fill(GradientIndex.create(tmp_path / "index", DESCRIPTION))
     with pytest.raises(OutputExistsError, match="holds an index"):
         GradientIndex.create(tmp_path / "index", DESCRIPTION)
@@ -204,7 +204,7 @@ def test_an_index_or_a_stranger_s_folder_is_not_built_over(tmp_path: Path) -> No
         GradientIndex.create(tmp_path / "file", DESCRIPTION)
 
 
-def test_overwriting_leaves_nothing_of_the_earlier_index(tmp_path: Path) -> None:
+def test_gradient_index_overwrite(tmp_path: Path) -> None:
     fill(GradientIndex.create(tmp_path, DESCRIPTION))
     (tmp_path / "checkpoint-000" / "notes.txt").write_text("a stranger's")
     index = GradientIndex.create(tmp_path, DESCRIPTION, overwrite=True)
@@ -212,7 +212,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_index(tmp_path: Path) -> None
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["index.json", "notes.txt"]
 
 
-def test_a_shard_of_another_index_and_one_cut_short_are_refused(tmp_path: Path) -> None:
+def test_gradient_index_damaged_shard_refused(tmp_path: Path) -> None:
     for name, dtype in (("one", "float32"), ("two", "float16")):
         fill(GradientIndex.create(tmp_path / name, {**DESCRIPTION, "dtype": dtype}))
     first, second = (
@@ -229,7 +229,7 @@ def test_a_shard_of_another_index_and_one_cut_short_are_refused(tmp_path: Path) 
     GradientIndex.open(tmp_path / "one")
 
 
-def test_a_full_disk_is_told_and_nothing_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_index_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = GradientIndex.create(tmp_path, DESCRIPTION)
 
     def full(descriptor: int, data: bytes) -> None:
@@ -244,7 +244,7 @@ def test_a_full_disk_is_told_and_nothing_is_torn(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_gradient_index_other_format_refused(tmp_path: Path) -> None:
     GradientIndex.create(tmp_path, DESCRIPTION)
     content = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**content, "format": 99}))
@@ -252,7 +252,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         GradientIndex.open(tmp_path)
 
 
-def test_a_child_killed_in_the_middle_of_a_shard_leaves_the_others(tmp_path: Path) -> None:
+def test_gradient_index_killed_process(tmp_path: Path) -> None:
     GradientIndex.create(tmp_path, DESCRIPTION)
     ended = in_a_child(lambda tell: fill(GradientIndex.resume(tmp_path, DESCRIPTION), tell), 12)
     assert ended.killed
@@ -261,7 +261,7 @@ def test_a_child_killed_in_the_middle_of_a_shard_leaves_the_others(tmp_path: Pat
     assert left[0] == tuple(ended.told[-1])
 
 
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_gradient_index_flipped_bit(tmp_path: Path) -> None:
     index = GradientIndex.create(tmp_path / "index", DESCRIPTION)
     fill(index)
     path = index.file(1, 0)

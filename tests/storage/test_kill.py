@@ -21,14 +21,14 @@ from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 from tests.storage.runs import Run, check, go
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+def test_kill_and_resume(tmp_path: Path) -> None:
     # at every third operation; test_kill_dp_step.py takes every one, of the real run
     points = points_of(go, tmp_path / "undisturbed")
     for at in range(1, points + 1, 3):
         assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def test_kill_repeatedly_and_resume(tmp_path: Path) -> None:
     # no progress but in the ledger: each process dies before its first checkpoint
     path = tmp_path / "run"
     crashes = points_of(go, tmp_path / "undisturbed") // 2
@@ -63,7 +63,7 @@ class ReleasesInPlace(Run):
     ("mistake", "words"),
     [(PaysLate, "the ledger lags a release"), (KeepsInPlace, "is damaged"), (ReleasesInPlace, "is torn")],
 )
-def test_a_planted_mistake_is_found(tmp_path: Path, mistake: type[Run], words: str) -> None:
+def test_kill_check_finds_planted_mistake(tmp_path: Path, mistake: type[Run], words: str) -> None:
     def wrong(path: Path, tell: Tell) -> None:
         mistake(path, tell)()
 
@@ -77,7 +77,7 @@ def test_a_planted_mistake_is_found(tmp_path: Path, mistake: type[Run], words: s
         all_kills()
 
 
-def test_the_hook_kills_where_it_is_told_to(tmp_path: Path) -> None:
+def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"old")
     found = []
@@ -99,7 +99,7 @@ def test_the_hook_kills_where_it_is_told_to(tmp_path: Path) -> None:
     ]
 
 
-def test_the_hook_is_armed_by_the_environment(tmp_path: Path) -> None:
+def test_crash_hook_environment(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from psgrad.storage import files;"
         " files.write_atomically(Path(sys.argv[1]), b'whole')"
@@ -112,7 +112,7 @@ def test_the_hook_is_armed_by_the_environment(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"whole"
 
 
-def test_the_hook_does_nothing_unless_it_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_hook_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash._hook, "at", None)
     before = crash.passed()
     crash.point(lambda: pytest.fail("half of what?"))

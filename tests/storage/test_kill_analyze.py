@@ -135,7 +135,7 @@ class Checked:
 
 
 @pytest.mark.parametrize("half", [0, 1])  # a hundred kills in all, for two workers
-def test_killed_anywhere_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
+def test_analyze_killed_at_every_point_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check = Checked(tmp_path / "undisturbed")
     assert {"samples.parquet", "parameters.parquet", "samples.csv", "measures/everything.safetensors"} <= set(
@@ -148,7 +148,7 @@ def test_killed_anywhere_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
         deaths += kill_and_resume(go, check, tmp_path / f"run-{deaths}", kills)
 
 
-def test_a_state_that_is_lost_would_be_found(go: Go, tmp_path: Path, workplace: Workplace) -> None:
+def test_analyze_kill_check_finds_lost_state(go: Go, tmp_path: Path, workplace: Workplace) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check = Checked(tmp_path / "undisturbed")
     (workplace.folder / "own.py").write_text(MEASURE.replace("self.total = dict(state)", "pass"))
@@ -158,7 +158,7 @@ def test_a_state_that_is_lost_would_be_found(go: Go, tmp_path: Path, workplace: 
 
 @pytest.mark.parametrize("name", ["00001.parquet", "_00002.state.safetensors", "_00001.arrays.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
-def test_a_damaged_shard_is_done_again(
+def test_analyze_resume_damaged_shard(
     go: Go, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points_of(go, tmp_path / "undisturbed")
@@ -182,7 +182,7 @@ def test_a_damaged_shard_is_done_again(
     assert told[0] == 0
 
 
-def test_the_chunk_size_is_that_of_the_first_run(go: Go, workplace: Workplace, tmp_path: Path) -> None:
+def test_analyze_resume_keeps_chunk_size(go: Go, workplace: Workplace, tmp_path: Path) -> None:
     workplace.config["engine"]["chunk_size"] = "auto"
     workplace.save(
         x=np.tile(workplace.arrays["x"], (3, 1)),

@@ -115,7 +115,7 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
 
 
 @pytest.mark.parametrize("half", [1, 2])  # a hundred runs in all, for two workers
-def test_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
+def test_dp_step_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check(tmp_path / "undisturbed", [STEPS], True)
     deaths = 0
@@ -127,7 +127,7 @@ def test_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path, half: int
     assert deaths >= 50
 
 
-def test_the_last_step_is_published_by_who_resumes(private: PrivateWorkplace, go: Go, tmp_path: Path) -> None:
+def test_dp_step_resume_publishes_last_step(private: PrivateWorkplace, go: Go, tmp_path: Path) -> None:
     # no step is left to take when the process dies that paid for the last one
     private.privacy["steps"] = STEPS
     points = points_of(go, tmp_path / "undisturbed")

@@ -45,7 +45,7 @@ def a_ledger(path: Path, steps: int = 3) -> Path:
     return path
 
 
-def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
+def test_ledger_lines_of_a_run(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "run" / "public" / "ledger.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     plain = [json.loads(line) for line in lines]  # any reader of JSON lines will do
@@ -70,7 +70,7 @@ def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
     assert content.unfinished == b""
 
 
-def test_a_run_that_is_resumed_goes_on_counting(tmp_path: Path) -> None:
+def test_ledger_resume_continues_positions(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     with Ledger.resume(path, {"from_step": 2}, expected={"delta": 1e-5, "planned": 3}) as ledger:
         assert ledger.position == 5
@@ -84,7 +84,7 @@ def test_a_run_that_is_resumed_goes_on_counting(tmp_path: Path) -> None:
     assert "torn" not in Ledger.read(path).lines[4]
 
 
-def test_lines_of_other_kinds_are_kept_and_are_no_steps(tmp_path: Path) -> None:
+def test_ledger_lines_of_other_kinds(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "ledger.jsonl", HEADER) as ledger:
         ledger.append({"words": "looked at"}, kind="note")
         assert ledger.steps == []
@@ -100,9 +100,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
         max_size=4,
     )
 )
-def test_what_is_read_is_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]
-) -> None:
+def test_ledger_round_trip(tmp_path_factory: pytest.TempPathFactory, contents: list[dict[str, Any]]) -> None:
     path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
     with Ledger.create(path, HEADER) as ledger:
         for content in contents:
@@ -116,9 +114,7 @@ def test_what_is_read_is_what_was_written(
 # -- A line is on the disk before append returns -------------------------------------------------------------
 
 
-def test_a_line_is_one_write_and_synced_before_append_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_append_is_one_synced_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("write", "fsync"):
         honest = getattr(os, name)
@@ -132,7 +128,7 @@ def test_a_line_is_one_write_and_synced_before_append_returns(
     assert calls == ["write", "fsync"]
 
 
-def test_numbers_that_are_no_json_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_ledger_append_nonfinite_number_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger.create(path, HEADER) as ledger:
         before = path.read_bytes()
@@ -149,7 +145,7 @@ def test_numbers_that_are_no_json_are_refused_before_anything_is_written(tmp_pat
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_line_that_can_t_be_written_releases_nothing(
+def test_ledger_failed_write_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl", steps=1)
@@ -173,7 +169,7 @@ def test_a_line_that_can_t_be_written_releases_nothing(
     assert len(Ledger.resume(path, {}).steps) == (2 if call == "fsync" else 1)
 
 
-def test_a_disk_that_takes_a_part_of_a_line(tmp_path: Path) -> None:
+def test_ledger_partial_write(tmp_path: Path) -> None:
     script = f"""
         import resource, signal
         from pathlib import Path
@@ -203,9 +199,7 @@ def test_a_disk_that_takes_a_part_of_a_line(tmp_path: Path) -> None:
         assert len(ledger.steps) == done
 
 
-def test_an_interrupt_in_the_middle_of_a_line_ends_the_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ledger_interrupted_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger.create(tmp_path / "ledger.jsonl", HEADER)
 
     def interrupted(descriptor: int) -> None:
@@ -239,9 +233,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [moved, restored, appended, cut])
-def test_a_ledger_that_is_changed_during_the_run_pays_for_nothing_more(
-    tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_ledger_changed_during_run_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
     ledger = Ledger.create(tmp_path / "ledger.jsonl", HEADER)
     ledger.append({"step": 0})
     change(tmp_path / "ledger.jsonl")
@@ -252,7 +244,7 @@ def test_a_ledger_that_is_changed_during_the_run_pays_for_nothing_more(
 # -- Unfinished lines ----------------------------------------------------------------------------------------
 
 
-def test_a_line_cut_anywhere_is_accounted_for_by_who_resumes(tmp_path: Path, quick_disk: None) -> None:
+def test_ledger_resume_after_cut_step_line(tmp_path: Path, quick_disk: None) -> None:
     whole = a_ledger(tmp_path / "whole.jsonl").read_bytes()
     start = whole.index(b'{"kind": "step", "position": 3')
     for length in range(start, len(whole) + 1):
@@ -275,7 +267,7 @@ def test_a_line_cut_anywhere_is_accounted_for_by_who_resumes(tmp_path: Path, qui
         assert torn is None or torn == whole[start:length] + b" [unfinished]\n"
 
 
-def test_a_resume_line_cut_anywhere_is_accounted_for_by_the_next(tmp_path: Path, quick_disk: None) -> None:
+def test_ledger_resume_after_cut_resume_line(tmp_path: Path, quick_disk: None) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl", steps=1)
     torn = path.read_bytes() + b'{"kind": "st'
     path.write_bytes(torn)
@@ -288,7 +280,7 @@ def test_a_resume_line_cut_anywhere_is_accounted_for_by_the_next(tmp_path: Path,
         assert [line["step"] for line in Ledger.read(path).steps] == [0, 1]
 
 
-def test_a_power_cut_may_leave_zeros(tmp_path: Path) -> None:
+def test_ledger_resume_after_trailing_zeros(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     appended = path.read_bytes() + bytes(200)
     path.write_bytes(appended)
@@ -301,7 +293,7 @@ def test_a_power_cut_may_leave_zeros(tmp_path: Path) -> None:
     "left",
     [b"", bytes(50), b"{", b'{"kind": "header", "position": 0, "previous": nu', b'{"ki [unfinished]\n{"kind'],
 )
-def test_a_run_killed_before_its_header_was_whole_begins_anew(tmp_path: Path, left: bytes) -> None:
+def test_ledger_create_after_cut_header(tmp_path: Path, left: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(left)
     assert not has_begun(path)
@@ -338,7 +330,7 @@ def damaged(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> str:
 @pytest.mark.parametrize(
     "number", range(3)
 )  # the last line, lost whole, is missed by the checkpoint's mark alone: below
-def test_a_lost_line_is_named(tmp_path: Path, number: int) -> None:
+def test_ledger_damage_lost_line(tmp_path: Path, number: int) -> None:
     words = damaged(a_ledger(tmp_path / "ledger.jsonl"), lambda lines: lines[:number] + lines[number + 1 :])
     assert (
         f"is damaged: line {number + 1} says that there are {number + 1} lines before it, and there are"
@@ -347,7 +339,7 @@ def test_a_lost_line_is_named(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_changed_number_is_named(tmp_path: Path, number: int) -> None:
+def test_ledger_damage_changed_number(tmp_path: Path, number: int) -> None:
     def change(lines: list[bytes]) -> list[bytes]:
         lines[number] = lines[number].replace(b"1.1" if number else b"1e-05", b"9.9" if number else b"1e-04")
         return lines
@@ -361,7 +353,7 @@ def test_a_changed_number_is_named(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"\n", b"garbage\n", b"12\n", b'{"kind": "step"}\n', bytes(30) + b"\n", b"\xff\xfe\n"]
 )
-def test_a_line_that_can_t_be_read_is_named(tmp_path: Path, number: int, garbage: bytes) -> None:
+def test_ledger_damage_unreadable_line(tmp_path: Path, number: int, garbage: bytes) -> None:
     def change(lines: list[bytes]) -> list[bytes]:
         lines[number] = garbage
         return lines
@@ -371,7 +363,7 @@ def test_a_line_that_can_t_be_read_is_named(tmp_path: Path, number: int, garbage
     )
 
 
-def test_a_flipped_bit_anywhere_before_the_last_line_is_found(tmp_path: Path) -> None:
+def test_ledger_damage_flipped_bit(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     whole = path.read_bytes()
     for place in range(whole.rindex(b"{")):
@@ -381,7 +373,7 @@ def test_a_flipped_bit_anywhere_before_the_last_line_is_found(tmp_path: Path) ->
             parse(path, bytes(changed))
 
 
-def test_a_flipped_bit_in_the_last_line_never_hides_a_step(tmp_path: Path) -> None:
+def test_ledger_damage_flipped_bit_in_last_line(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     whole = path.read_bytes()
     for place in range(whole.rindex(b"{"), len(whole) - 1):
@@ -394,7 +386,7 @@ def test_a_flipped_bit_in_the_last_line_never_hides_a_step(tmp_path: Path) -> No
         assert len(content.steps) == 3
 
 
-def test_an_unfinished_line_must_be_accounted_for_as_it_is(tmp_path: Path) -> None:
+def test_ledger_damage_changed_unfinished_line(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     path.write_bytes(path.read_bytes() + b'{"kind": "step", "po')
     Ledger.resume(path, {}).close()
@@ -418,7 +410,7 @@ def test_an_unfinished_line_must_be_accounted_for_as_it_is(tmp_path: Path) -> No
     )
 
 
-def test_lines_out_of_place_are_named(tmp_path: Path) -> None:
+def test_ledger_damage_line_order(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
 
     def words(*lines: dict[str, Any]) -> str:
@@ -440,7 +432,7 @@ def test_lines_out_of_place_are_named(tmp_path: Path) -> None:
     assert "is of format 2" in words({**header, "format": 2})
 
 
-def test_the_checkpoint_knows_the_ledger_that_paid_for_it(tmp_path: Path) -> None:
+def test_ledger_matches_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger.create(path, HEADER) as ledger:
         ledger.append({"step": 0})
@@ -469,7 +461,7 @@ def test_the_checkpoint_knows_the_ledger_that_paid_for_it(tmp_path: Path) -> Non
 # -- One process, one run ------------------------------------------------------------------------------------
 
 
-def test_a_second_process_is_refused(tmp_path: Path) -> None:
+def test_ledger_second_process_refused(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
 
     def elsewhere() -> Ended:
@@ -485,7 +477,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     assert elsewhere().told == [6]
 
 
-def test_a_process_that_came_and_went_meanwhile_is_noticed(tmp_path: Path) -> None:
+def test_ledger_resume_after_other_process_refused(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     seen = Ledger.read(path)
     with Ledger.resume(path, {}, seen=seen) as ledger:
@@ -496,7 +488,7 @@ def test_a_process_that_came_and_went_meanwhile_is_noticed(tmp_path: Path) -> No
     Ledger.resume(path, {}, seen=Ledger.read(path)).close()
 
 
-def test_a_refusal_lets_go_of_the_ledger(tmp_path: Path) -> None:
+def test_ledger_refusal_releases_lock(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     for _ in range(2):
         with pytest.raises(ConfigError):
@@ -506,7 +498,7 @@ def test_a_refusal_lets_go_of_the_ledger(tmp_path: Path) -> None:
     Ledger.resume(path, {}).close()
 
 
-def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
+def test_ledger_resume_other_run_refused(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     before = path.read_bytes()
     with pytest.raises(ConfigError) as refusal:
@@ -521,7 +513,7 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_what_differs_in_private_is_not_shown() -> None:
+def test_ledger_refusal_hides_private_values() -> None:
     require_same({"fingerprint": "abc", "rows": [1, 2]}, {"rows": (1, 2)}, "the data")
     with pytest.raises(ConfigError, match="the data is that of another run: fingerprint differs") as refusal:
         require_same({"fingerprint": "abc"}, {"fingerprint": "def"}, "the data", show=False)
@@ -530,7 +522,7 @@ def test_what_differs_in_private_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("content", [b"my notes\n", b'{"a": 1}\n', b"x"])
-def test_a_strangers_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_ledger_create_over_other_file_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(content)
     with pytest.raises(LedgerError):
@@ -540,7 +532,7 @@ def test_a_strangers_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_ledger_that_is_not_there_is_not_made_by_resuming(tmp_path: Path) -> None:
+def test_ledger_resume_missing_file(tmp_path: Path) -> None:
     for use in (
         lambda: Ledger.resume(tmp_path / "ledger.jsonl", {}),
         lambda: Ledger.read(tmp_path / "ledger.jsonl"),
@@ -551,7 +543,7 @@ def test_a_ledger_that_is_not_there_is_not_made_by_resuming(tmp_path: Path) -> N
     assert not has_begun(tmp_path / "ledger.jsonl")
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     def unsupported(*_: Any) -> None:

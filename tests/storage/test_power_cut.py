@@ -150,7 +150,7 @@ def cuts(path: Path) -> list[tuple[Tree, list[Any]]]:
     return list(found.values())
 
 
-def test_a_file_is_on_the_disk_when_writing_it_returns(tmp_path: Path) -> None:
+def test_write_atomically_is_durable(tmp_path: Path) -> None:
     found: list[Tree] = []
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(tmp_path, lambda disk: found.append(disk.after_a_cut(lambda fates: fates[0])), patch)
@@ -182,7 +182,7 @@ def survive(cases: list[tuple[Tree, list[Any]]], path: Path, patch: pytest.Monke
         check(folder / "run", told, True)
 
 
-def test_the_power_is_cut_after_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_cut_after_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "watched").mkdir()
     cases = cuts(tmp_path / "watched")
     assert any(
@@ -230,7 +230,7 @@ def unsynced_write(target: Path, data: bytes) -> None:
         ("psgrad.storage.files.write_atomically", unsynced_write, "is damaged|is torn"),
     ],
 )
-def test_a_planted_mistake_is_found(
+def test_power_cut_check_finds_planted_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, instead: Any, words: str
 ) -> None:
     (tmp_path / "watched").mkdir()

@@ -41,7 +41,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_published_and_what_is_not(tmp_path: Path) -> None:
+def test_private_run_public_and_private_files(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     folder.write_checkpoint(b"tensors")
     folder.write_public_json("step.json", {"steps": 1})
@@ -64,7 +64,7 @@ def test_what_is_published_and_what_is_not(tmp_path: Path) -> None:
     assert folder.checkpoint.read_bytes() == b"tensors"
 
 
-def test_the_manifest_keeps_its_private_half_apart(tmp_path: Path) -> None:
+def test_private_run_manifest_halves(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     folder.write_manifest({**FACTS, "state": "failed", "error": "row 17 has a NaN", "invented later": 3})
     public = json.loads((folder.path / "manifest.json").read_text())
@@ -82,7 +82,7 @@ def test_the_manifest_keeps_its_private_half_apart(tmp_path: Path) -> None:
     }
 
 
-def test_every_private_file_says_so(tmp_path: Path) -> None:
+def test_private_run_private_file_names(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     folder.write_private_json("step.json", {"clip_fraction": 0.5, "warning": "none"})
     assert next(
@@ -103,7 +103,7 @@ def test_every_private_file_says_so(tmp_path: Path) -> None:
         folder.write_bytes("private/NOT_PRIVATE_plots/norms.png", b"")
 
 
-def test_the_private_folder_is_its_owners(tmp_path: Path) -> None:
+def test_private_run_permissions(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = a_run(tmp_path / "run")
@@ -115,7 +115,7 @@ def test_the_private_folder_is_its_owners(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [RunFolder, PrivateRunFolder])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_ledger_is_never_cleared_away(tmp_path: Path, kind: type[RunFolder], overwrite: bool) -> None:
+def test_private_run_overwrite_keeps_ledger(tmp_path: Path, kind: type[RunFolder], overwrite: bool) -> None:
     folder = a_run(tmp_path / "run")
     before = names(folder.path)
     with pytest.raises(OutputExistsError, match="holds the ledger of a private run") as refusal:
@@ -126,7 +126,7 @@ def test_a_ledger_is_never_cleared_away(tmp_path: Path, kind: type[RunFolder], o
     assert names(folder.path) == before
 
 
-def test_a_damaged_ledger_is_never_cleared_away_either(tmp_path: Path) -> None:
+def test_private_run_overwrite_keeps_damaged_ledger(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     folder.ledger.write_bytes(b"coffee was spilt")
     with pytest.raises(OutputExistsError, match="holds the ledger"):
@@ -134,7 +134,7 @@ def test_a_damaged_ledger_is_never_cleared_away_either(tmp_path: Path) -> None:
     assert folder.ledger.exists()
 
 
-def test_a_run_that_was_killed_before_it_spent_anything_may_be_replaced(tmp_path: Path) -> None:
+def test_private_run_overwrite_before_first_step(tmp_path: Path) -> None:
     folder = PrivateRunFolder.create(tmp_path / "run")
     folder.write_manifest(FACTS)
     folder.write_private_json("x.json", {})
@@ -147,7 +147,7 @@ def test_a_run_that_was_killed_before_it_spent_anything_may_be_replaced(tmp_path
     assert names(PrivateRunFolder.create(folder.path, overwrite=True).path) == {"manifest.json"}
 
 
-def test_what_can_t_be_resumed(tmp_path: Path) -> None:
+def test_private_run_resume_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run to resume in") as refusal:
         PrivateRunFolder.open(tmp_path / "nowhere")
     assert refusal.value.exit_code == 2
@@ -164,7 +164,7 @@ def test_what_can_t_be_resumed(tmp_path: Path) -> None:
     )
 
 
-def test_whether_the_last_process_came_to_its_end(tmp_path: Path) -> None:
+def test_private_run_finished(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     assert not folder.finished
     folder.write_manifest({"state": "finished"})
@@ -173,7 +173,7 @@ def test_whether_the_last_process_came_to_its_end(tmp_path: Path) -> None:
     assert not folder.finished
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_private_run_removes_temporary_files(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     kept = names(folder.path) | {".mine.1.tmp"}
     leftovers = [
@@ -188,7 +188,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
     assert names(folder.path) == kept
 
 
-def test_without_the_private_half_nobody_knows_the_data(tmp_path: Path) -> None:
+def test_private_run_resume_without_private_manifest_refused(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     (folder.path / "private" / "NOT_PRIVATE_manifest.json").write_text("{")
     with pytest.raises(OutputError, match=r"NOT_PRIVATE_manifest.json can't be read: Expecting"):
@@ -199,7 +199,7 @@ def test_without_the_private_half_nobody_knows_the_data(tmp_path: Path) -> None:
     assert "by which they are known again" in str(refusal.value)
 
 
-def test_a_full_disk_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_run_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = a_run(tmp_path / "run")
     folder.write_checkpoint(b"old")
 

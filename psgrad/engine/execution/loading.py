@@ -10,58 +10,33 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.transforms import random_draws
+from psgrad.ragged import Block
 
 # How long the end of a run waits for a read whose rows are not needed any more.
 _PATIENCE_SECONDS = 5.0
 
 
-class Batch(Protocol):
-    """Neighbouring rows of a dataset, stacked on the CPU, sample axis first."""
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]: ...
-
-    @property
-    def target(self) -> torch.Tensor | None: ...
-
-
-@dataclass(frozen=True)
-class RowBatch:
-    """A Batch of these tensors: inputs [n, ...] each, target [n, ...] or None."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-
-def joined(parts: Sequence[Batch]) -> RowBatch:
-    """The rows of these batches, one batch after another."""
-    inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
-    targets = [part.target for part in parts if part.target is not None]
-    return RowBatch(inputs, torch.cat(targets) if targets else None)
-
-
-Read = Callable[[int, int], Batch]
+Read = Callable[[int, int], Block]
 DeviceRows = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
 
 
 @dataclass
 class Chunk:
-    """Rows that were read, sample axis in front, still on the CPU.
+    """Rows that were read, still on the CPU.
 
     rows: which rows they are. on_device: the same on a GPU, where they were copied ahead, and what tells that
     the copy is done.
     """
 
     rows: Sequence[int]
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
+    block: Block
     on_device: tuple[DeviceRows, Any] | None = None
 
     def __len__(self) -> int:
@@ -79,8 +54,7 @@ class Chunk:
         """The rows at the places first, ..., last - 1 of this chunk; nothing is copied, nor read again."""
         if (first, last) == (0, len(self)):
             return self
-        target = None if self.target is None else self.target[first:last]
-        return Chunk(self.rows[first:last], tuple(x[first:last] for x in self.inputs), target)
+        return Chunk(self.rows[first:last], self.block.at(slice(first, last)))
 
 
 class Loader:
@@ -157,7 +131,7 @@ class Loader:
     def place(self, chunk: Chunk) -> DeviceRows:
         """A chunk's inputs and target on the device."""
         if chunk.on_device is None:
-            return to_device(chunk.inputs, chunk.target, self.device, self.dtype)
+            return to_device(chunk.block.inputs, chunk.block.target, self.device, self.dtype)
         (inputs, target), copied = chunk.on_device
         here = torch.cuda.current_stream(self.device)
         here.wait_event(copied)
@@ -181,13 +155,13 @@ class Loader:
 
     def _read_here(self, start: int, stop: int) -> Chunk:
         before = random_draws.on_the_cpu() if self._first else None
-        batch = self.read(start, stop)
+        block = self.read(start, stop)
         if self._first and before != random_draws.on_the_cpu():
             self._read_between_chunks(
                 "reading them draws random numbers, which would fall in with the model's"
             )
         self._first = False
-        return Chunk(range(start, stop), batch.inputs, batch.target)
+        return Chunk(range(start, stop), block)
 
     def _read_between_chunks(self, why: str) -> None:
         if self.ahead:
@@ -220,8 +194,7 @@ class Loader:
         while (job := self._jobs.get()) is not None:
             before = random_draws.on_the_cpu()
             try:
-                batch = self.read(job.start, job.stop)
-                job.chunk = Chunk(range(job.start, job.stop), batch.inputs, batch.target)
+                job.chunk = Chunk(range(job.start, job.stop), self.read(job.start, job.stop))
                 job.chunk.on_device = self._copied(job.chunk)
             except BaseException as error:  # raised again where its rows are taken
                 job.error = error
@@ -235,8 +208,8 @@ class Loader:
             return None
         try:
             pinned = (
-                tuple(x.pin_memory() for x in chunk.inputs),
-                (None if chunk.target is None else chunk.target.pin_memory()),
+                tuple(x.pin_memory() for x in chunk.block.inputs),
+                (None if chunk.block.target is None else chunk.block.target.pin_memory()),
             )
             with torch.cuda.device(self.device), torch.cuda.stream(self._side):
                 on_device = to_device(*pinned, self.device, self.dtype)
@@ -244,7 +217,7 @@ class Loader:
                 copied.record(self._side)
         except RuntimeError:  # no memory for it, be it pinned or the GPU's: it is copied when it is used
             return None
-        chunk.inputs, chunk.target = pinned
+        chunk.block = replace(chunk.block, inputs=pinned[0], target=pinned[1])
         return on_device, copied
 
 

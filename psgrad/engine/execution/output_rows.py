@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.streaming import Measure, Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.transforms import grad, hessian, vmap
 from psgrad.errors import InfluenceError
+from psgrad.ragged import Block
 
 # A second derivative below zero by no more than this share of the sample's largest one is rounding. So is one
 # below zero by no more than some rounding errors of a number of order one: where a probability is nearly one,
@@ -139,9 +139,8 @@ class OutputRows(Examples):
     def row_stream(self) -> Stream:
         """Of samples, in chunks that their rows fit in; each sample's number comes as its first input."""
 
-        def read(start: int, stop: int) -> Batch:
-            batch = self.read(start, stop)
-            return _Numbered((torch.arange(start, stop), *batch.inputs), batch.target)
+        def read(start: int, stop: int) -> Block:
+            return self.read(start, stop).with_inputs(before=[torch.arange(start, stop)])
 
         def loss(params: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
             return self.objective.loss(params, inputs[1:], target)
@@ -294,12 +293,6 @@ def _assert_one_tensor(output: Any) -> None:
                 " ekfac, fisher: empirical)"
             ),
         )
-
-
-@dataclass(frozen=True)
-class _Numbered:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
 
 
 def gram_matrix(rows: Examples) -> torch.Tensor:

@@ -25,11 +25,11 @@ from typing import Any, Self
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch, RowBatch
 from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.curvature.products import Curvature
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.errors import ConfigError, InfluenceError
+from psgrad.ragged import Block
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def output_products(training: Examples, half: Callable[[torch.Tensor], torch.Ten
 def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
     """The same rows, with the product of the output and `cotangents` [n, C] as what is differentiated."""
 
-    def read(start: int, stop: int) -> Batch:
-        return RowBatch(training.read(start, stop).inputs, cotangents[start:stop])
+    def read(start: int, stop: int) -> Block:
+        return training.read(start, stop).with_target(cotangents[start:stop])
 
     def product(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
         return (output.reshape(-1) * cotangent).sum()

@@ -11,15 +11,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.loading import joined, to_device
+from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
-from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
+from psgrad.engine.measures.measure import (
+    Arrays,
+    Gathered,
+    Measure,
+    OwnPass,
+    Setting,
+    require_classes,
+    shown_rows,
+)
 from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
+from psgrad.ragged import joined
 
-# Maps are kept for so many samples, those with the largest gradient norms.
-SHOWN = 24
 _AT_ONCE = 8
 
 
@@ -72,8 +79,7 @@ class Attribution(Measure):
         numbers: dict[str, Any] = {"of": self.of, "places": [place.name for place in self._scalar.places]}
         if padding := self._padding():
             numbers["padding_ids"] = padding
-        norms = torch.where(rows["ok"], rows["grad_norm"], -1.0)
-        shown = norms.argsort(descending=True, stable=True)[: min(SHOWN, int(rows["ok"].sum()))]
+        shown = shown_rows(rows)
         if not self._setting.shows_inputs or not len(shown):
             return Gathered(numbers=numbers)
         found = [self._maps(part) for part in shown.split(_AT_ONCE)]

@@ -176,6 +176,16 @@ class Measure:
         return Gathered()
 
 
+SHOWN = 24
+"""Of so many samples maps over their inputs are kept."""
+
+
+def shown_rows(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[m] int64: the finite samples of the largest gradient norms, largest first; rows as for `gather`."""
+    norms = torch.where(rows["ok"], rows["grad_norm"], -1.0)
+    return norms.argsort(descending=True, stable=True)[: min(SHOWN, int(rows["ok"].sum()))]
+
+
 def require_classes(measure: Measure, setting: Setting) -> None:
     """Raises MeasureError unless each sample has one class."""
     if setting.kind != "class" or setting.classes is None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Columns, Stream, on_the_cpu
@@ -25,6 +24,7 @@ from psgrad.engine.gradients.projections.base import key_of, normals, signs, str
 from psgrad.engine.measures.measure import Arrays, Measure
 from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import MeasureError, TransformError
+from psgrad.ragged import Block
 
 # The share of the free memory (one in so many) for gradients that are kept for the second pass.
 _SHARE = 4
@@ -152,12 +152,7 @@ def _bytes(gradients: PerSampleGradients) -> int:
     """What these gradients keep in memory: whole storages, each once, as several factors may be views
     of one.
     """
-    factors = [
-        factor
-        for gradient in gradients.gradients.values()
-        for placed in gradient.terms
-        for factor in placed.term.factors
-    ]
+    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
     storages = [factor.untyped_storage() for factor in factors]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
@@ -254,10 +249,9 @@ class _WithoutRows:
         return self.objective.loss(params, inputs[:-1], target)
 
 
-def _numbered(examples: Examples, start: int, stop: int) -> RowBatch:
+def _numbered(examples: Examples, start: int, stop: int) -> Block:
     """The rows start, ..., stop - 1 with their numbers [k] as one more input."""
-    batch = examples.read(start, stop)
-    return RowBatch((*batch.inputs, torch.arange(start, stop)), batch.target)
+    return examples.read(start, stop).with_inputs(after=[torch.arange(start, stop)])
 
 
 class _Columns:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Batch, joined
+from psgrad.ragged import Block, joined
 
 COLUMN = "projected_gradients"
 
@@ -84,7 +84,7 @@ def examples_at(examples: Examples, rows: torch.Tensor) -> Examples:
     """The examples of these rows [k], counted from 0."""
     numbers = rows.tolist()
 
-    def read(start: int, stop: int) -> Batch:
+    def read(start: int, stop: int) -> Block:
         return joined([examples.read(row, row + 1) for row in numbers[start:stop]])
 
     return replace(examples, read=read, count=len(numbers), numbers=examples.numbers_of(rows))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.loading import Batch, RowBatch, joined
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
+from psgrad.ragged import Block, joined
 
 RowNumbers = npt.NDArray[np.int64]
-Take = Callable[[RowNumbers], Batch]
+Take = Callable[[RowNumbers], Block]
 Augment = Callable[..., Any]
 
 ROWS_WITHOUT_A_CAP = 1000
@@ -192,7 +193,7 @@ class RecordReader:
             loss = by_record(loss, self._draws_now)
         return record_loss(loss, randomness=randomness) if self.several else loss
 
-    def __call__(self, start: int, stop: int) -> Batch:
+    def __call__(self, start: int, stop: int) -> Block:
         """The n records at the places start, ..., stop - 1 of `drawn`.
 
         If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
@@ -208,13 +209,12 @@ class RecordReader:
         if not self.several:
             if self.draws is None:
                 return rows
-            return RowBatch((*rows.inputs, torch.from_numpy(labels_of(chosen, 1)[:, 0])), rows.target)
+            return rows.with_inputs(after=[torch.from_numpy(labels_of(chosen, 1)[:, 0])])
         sizes = self.records.sizes[chosen] * self.copies
         width = int(sizes.max()) if self._width is None else self._width
         places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
         labels = () if self.draws is None else (torch.from_numpy(labels_of(chosen, width)),)
-        inputs = (*(x[places] for x in rows.inputs), *labels, weights)
-        return RowBatch(inputs, None if rows.target is None else rows.target[places])
+        return rows.grouped(places).with_inputs(after=[*labels, weights])
 
     def _draws_now(self) -> StepDraws:
         assert self._now is not None
@@ -226,7 +226,7 @@ class RecordReader:
         found = labels_of(chosen, int(sizes.max(initial=0)))
         return found[np.arange(found.shape[1]) < sizes[:, None]]
 
-    def _rows(self, chosen: RowNumbers) -> Batch:
+    def _rows(self, chosen: RowNumbers) -> Block:
         """The rows of these records, one record's after another's; each by itself where reading draws random
         numbers.
         """
@@ -246,17 +246,18 @@ class RecordReader:
                 parts.append(self._take(row[None]))
         return joined(parts)
 
-    def _augmented(self, rows: Batch, chosen: RowNumbers) -> RowBatch:
+    def _augmented(self, rows: Block, chosen: RowNumbers) -> Block:
         made = []
         with nullcontext() if self._now is None else self._now.kept():
             for place, label in enumerate(self._labels(chosen, self.copies)):
                 if self._now is not None:
                     self._now.seed(int(label), COPY)
-                made.append(self._copy([x[place // self.copies] for x in rows.inputs]))
-        inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
-        return RowBatch(
-            inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0)
-        )
+                row = rows.at(slice(place // self.copies, place // self.copies + 1))
+                if row.ragged is not None:
+                    self._shapes = [tuple(x.shape[1:]) for x in row.inputs]
+                copy = self._copy([x[0] for x in row.inputs])
+                made.append(replace(row, inputs=tuple(x[None] for x in copy)))
+        return joined(made)
 
     def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
         """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is

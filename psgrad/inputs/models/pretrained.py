@@ -21,7 +21,7 @@ from psgrad.inputs.models.hub import Location, library, located, quiet
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.models.weight_files import dtype_of_weights, weights_file
 
-_CLASSES: Mapping[Task, str] = {
+AUTO_CLASSES: Mapping[Task, str] = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
     "causal-lm": "AutoModelForCausalLM",
@@ -160,7 +160,7 @@ def _class_for(task: Task, settings: Any) -> Any:
     and where the head's kind of label is another.
     """
     transformers = library("transformers")
-    kind = getattr(transformers, _CLASSES[task])
+    kind = getattr(transformers, AUTO_CLASSES[task])
     if task not in _tasks_of(settings, [task]):
         known = _tasks_of(settings, TASKS)
         raise ConfigError(
@@ -186,7 +186,7 @@ def _tasks_of(settings: Any, tasks: Iterable[Any]) -> list[Task]:
     transformers = library("transformers")
     found: list[Task] = []
     for task in tasks:
-        kind = getattr(transformers, _CLASSES[task])
+        kind = getattr(transformers, AUTO_CLASSES[task])
         if type(settings) in kind._model_mapping or kind.__name__ in getattr(settings, "auto_map", {}):
             found.append(task)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,3 +57,90 @@ def plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """A column as one array, without categories."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """What a column holds, in a word."""
+    if is_list(kind):
+        return f"lists of {kind_of(kind.value_type)}"
+    if pa.types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    words = {
+        "nothing": pa.types.is_null,
+        "true and false": pa.types.is_boolean,
+        "whole numbers": pa.types.is_integer,
+        "fractions": pa.types.is_floating,
+        "text": is_text,
+        "bytes": is_bytes,
+        "objects": pa.types.is_struct,
+    }
+    return next((word for word, holds in words.items() if holds(kind)), str(kind))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds text."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether a column holds bytes."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def common_schema(schemas: Sequence[tuple[str, pa.Schema]], texts: Iterable[str] = ()) -> pa.Schema:
+    """The schema to which tables can be converted without loss: whole numbers and fractions are fractions,
+    an empty column is of the type of the others.
+
+    Args:
+        schemas: (where, schema) of each table; `where` is for messages.
+        texts: columns that are text in all tables where they are text in one.
+
+    Raises DataError where a column holds different things in two tables.
+    """
+    if not schemas:
+        return pa.schema([])
+    return pa.schema(
+        [
+            (name, _common_type(name, [(where, schema.field(name).type) for where, schema in schemas], texts))
+            for name in schemas[0][1].names
+        ]
+    )
+
+
+def _common_type(
+    name: str, kinds: Sequence[tuple[str, pa.DataType]], texts: Iterable[str] = ()
+) -> pa.DataType:
+    if name in texts and any(is_text(kind) for _, kind in kinds):
+        return pa.string()
+    found = pa.null()
+    for where, kind in kinds:
+        merged = merged_type(found, kind)
+        if merged is None:
+            before = next(other for other in kinds if merged_type(other[1], kind) is None)
+            raise mixed_types(name, before, (where, kind))
+        found = merged
+    return found
+
+
+def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The type that holds what either of two holds; None where there is none."""
+    plain_types = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in (one, other)]
+    if is_text(plain_types[0]) and is_text(plain_types[1]):
+        return pa.string()
+    if is_bytes(plain_types[0]) != is_bytes(plain_types[1]) and pa.null() not in plain_types:
+        return None  # Arrow makes bytes of text
+    try:
+        schemas = [pa.schema([("x", kind)]) for kind in plain_types]
+        return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return None
+
+
+def mixed_types(name: str, one: tuple[str, pa.DataType], other: tuple[str, pa.DataType]) -> DataError:
+    """The error for a column that holds one thing in one place and another in another."""
+    return DataError(
+        f"the column {name!r} has mixed types: {kind_of(one[1])} in {one[0]}, {kind_of(other[1])} in"
+        f" {other[0]}",
+        expected="one type in all rows",
+        next_step="convert the column to one type before it is saved",
+    )

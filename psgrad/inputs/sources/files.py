@@ -6,10 +6,14 @@ Which columns a config names, and whether a dataset has them. No torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from psgrad.config import DataConfig, nearest
+from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import ConfigError, DataError, PsgradError
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -47,6 +51,31 @@ def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
     return path
 
 
+def open_text(path: Path) -> TextIO:
+    """A file of text in UTF-8, decompressed where its suffix says that it is compressed."""
+    if path.suffix.lower() not in COMPRESSIONS:
+        return path.open(encoding="utf-8-sig", newline="")
+    import pyarrow as pa
+
+    return io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", newline="")
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number counted from 1, text) of each line that is not blank. Raises DataError for bytes that are not
+    UTF-8.
+    """
+    with open_text(path) as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, line.rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} can't be read as text after line {number}: {error}", expected="text in UTF-8"
+            ) from error
+
+
 def is_archive(path: Path) -> bool:
     """Whether a file begins as a zip archive does."""
     with path.open("rb") as file:
@@ -62,20 +91,63 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def named_files(paths: Sequence[Path]) -> str:
+    """Files in words: the only one, or the first and how many more."""
+    return str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
 def input_names(config: DataConfig) -> list[str]:
     """The columns that a file's config names as inputs."""
+    if isinstance(config.inputs, dict):
+        return [each if isinstance(each, str) else each.length_of for each in config.inputs.values()]
     return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
 
 
-def named_columns(config: DataConfig, unit: str | None = None) -> list[str]:
-    """All columns that a config names, each once: inputs, target, id, and the one that says whom a row
-    belongs to.
+@dataclass(frozen=True)
+class Wanted:
+    """The columns that a config names, by what they are read as; each in one of the lists.
+
+    Attributes:
+        numbers: inputs and weights: numbers, or lists of them.
+        labels: targets: numbers, or lists of them, or the names of classes.
+        texts: texts, chats and images: kept as they are.
+        ids: ids, users and groups: text where numbers would lose their spelling (007).
     """
-    return list(
-        dict.fromkeys(
-            [*input_names(config), *(name for name in (config.target, config.id, unit) if name is not None)]
+
+    numbers: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: DataConfig, unit: str | None = None) -> Wanted:
+        """Those of a config, and the column that says whom a row belongs to."""
+        text = [config.text] if isinstance(config.text, str) else list(config.text or ())
+        roles = [*text, config.prompt, config.completion, config.messages, config.image]
+        taken: set[str] = set()
+
+        def new(names: Iterable[str | None]) -> tuple[str, ...]:
+            found = tuple(dict.fromkeys(name for name in names if name is not None and name not in taken))
+            taken.update(found)
+            return found
+
+        texts = new(roles)
+        return cls(
+            numbers=new([*input_names(config), config.weight]),
+            labels=new([config.target]),
+            texts=texts,
+            ids=new([config.id, config.group, unit]),
         )
-    )
+
+    @property
+    def columns(self) -> list[str]:
+        """All of them."""
+        return [*self.numbers, *self.labels, *self.texts, *self.ids]
+
+
+def named_columns(config: DataConfig, unit: str | None = None) -> list[str]:
+    """All columns that a config names, each once, and the one that says whom a row belongs to."""
+    return Wanted.of(config, unit).columns
 
 
 def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:

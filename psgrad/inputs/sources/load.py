@@ -5,21 +5,70 @@ from __future__ import annotations
 from pathlib import Path
 
 from psgrad.config import DataConfig
+from psgrad.errors import ConfigError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.datasets import load_dataset
-from psgrad.inputs.sources.source import source_of
+from psgrad.inputs.sources.files import Wanted, require_rows
+from psgrad.inputs.sources.source import TableSource, source_of
+from psgrad.inputs.sources.table_samples import TableSamples
+from psgrad.inputs.sources.tables import Rows, joined
 
-__all__ = ["Block", "Samples", "load_data"]
+__all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
 
 
-def load_data(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
+def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
+    """The columns that a config names, of any type, as Arrow tables; paths are relative to `base`.
+
+    Raises ConfigError where a file or column is not there, DataError where the data can't be used.
+    """
+    source, paths = source_of(config, base)
+    if not isinstance(source, TableSource):
+        raise ConfigError(
+            f"{paths[0]} holds arrays of numbers",
+            expected="a table, such as jsonl, csv or parquet, for texts and for several files",
+        )
+    wanted = Wanted.of(config, unit)
+    rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
+    require_rows(rows.count, rows.source)
+    return rows
+
+
+def load_data(
+    config: DataConfig,
+    base: Path,
+    unit: str | None = None,
+    pretrained: Pretrained | None = None,
+    kept: Path | None = None,
+) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
 
     `unit` names the column that says whom each row belongs to (privacy.unit.column); what it holds is in
-    `Samples.units`. Raises ConfigError where a file, column or factory is not there, DataError where the data
-    can't be used.
+    `Samples.units`. `pretrained` is the model that texts are prepared for, `kept` the folder of a run that
+    keeps their tokens. Raises ConfigError where a file, column or factory is not there, DataError where the
+    data can't be used.
     """
+    if config.text is not None or config.prompt is not None or config.messages is not None:
+        return _load_texts(config, base, unit, pretrained, kept)
     if config.path is None:
         return load_dataset(config, base, unit)
-    source, path = source_of(config, base)
-    return source.load(path, config, unit)
+    source, paths = source_of(config, base)
+    if isinstance(source, TableSource) or len(paths) > 1:
+        return TableSamples(open_rows(config, base, unit), config, unit)
+    return source.load(paths[0], config, unit)
+
+
+def _load_texts(
+    config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None, kept: Path | None
+) -> Samples:
+    if pretrained is None:
+        raise ConfigError(
+            "data names columns of text, and the model is not a pretrained one",
+            expected="model.pretrained and model.task, whose tokenizer makes numbers of texts",
+            next_step="name columns of numbers in data.inputs for a model of your own",
+        )
+    from psgrad.inputs.tasks.choice import text_task
+    from psgrad.inputs.text.samples import TextSamples
+
+    task = text_task(config, base, pretrained)
+    return TextSamples(open_rows(config, base, unit), task, config, unit, kept)

@@ -1,175 +1,216 @@
-"""Datasets in csv and parquet: columns of numbers or of lists of numbers, larger than memory if need be."""
+"""Rows of data files as Arrow tables: larger than memory if need be, of one file or of many. No torch."""
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 
-from psgrad.config import DataConfig
-from psgrad.errors import DataError
-from psgrad.inputs.rows import Array, Block, Samples, row_numbers, runs, to_tensor, unique_ids, unit_ids
-from psgrad.inputs.sources.arrow import is_list, plain, require_numbers
-from psgrad.inputs.sources.files import (
-    input_names,
-    named_columns,
-    require_rows,
-    sha256_of,
-)
+from psgrad.inputs.sources.arrow import common_schema, damage_told, plain
+from psgrad.inputs.sources.files import named_files, sha256_of
+
+Array = npt.NDArray[Any]
 
 
-class Rows(Protocol):
-    """The named columns of a table on the disk."""
+class Rows(ABC):
+    """The named columns of a dataset. Rows are counted from 0.
 
-    schema: pa.Schema
-    count: int
+    Attributes:
+        schema: a field for each column; of any type: text, lists, structs, bytes.
+        count: how many rows there are.
+        files: what they were read from, in order.
+        source: the same for messages.
+    """
 
+    def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
+        self.schema = schema
+        self.count = count
+        self.files = tuple(files)
+        self.source = named_files(self.files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 over the files: of one file its own, of many the one of theirs in order."""
+        found = [sha256_of(path) for path in self.files]
+        return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+    @abstractmethod
     def read(self, start: int, stop: int) -> pa.Table:
-        """The rows start, ..., stop - 1."""
+        """The rows start, ..., stop - 1, of which there is at least one."""
 
     def take(self, rows: Array) -> pa.Table:
-        """Rows from anywhere, in rising order, each once. What else was read to get at them does not stay in
-        memory.
+        """Rows from anywhere, in the given order; a row may occur more than once.
+
+        What else was read to get at them does not stay in memory.
         """
+        distinct, places = np.unique(rows, return_inverse=True)
+        table = self._take_rising(distinct)
+        return table if np.array_equal(distinct, rows) else table.take(pa.array(places))
 
     def column(self, name: str) -> pa.ChunkedArray:
         """A whole column."""
+        return self.read(0, self.count).column(name)
+
+    def place(self, row: int) -> str:
+        """Where a row is, for messages: its file and its number there."""
+        return f"{self.source}, row {row}"
+
+    def _take_rising(self, rows: Array) -> pa.Table:
+        return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
 
 
-class TableSamples(Samples):
-    """Rows of a table as tensors. A list of scalar columns is one feature vector; any other column is a
-    tensor of its own.
-    """
+class TableRows(Rows):
+    """Rows of a table that is in memory, or mapped."""
 
-    def __init__(self, rows: Rows, config: DataConfig, path: Path, unit: str | None = None) -> None:
-        require_rows(rows.count, str(path))
-        self._rows = rows
-        self._inputs = input_names(config)
-        self._target = config.target
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        kinds = {name: rows.schema.field(name).type for name in named_columns(config)}
-        for name in (*self._inputs, *([config.target] if config.target is not None else ())):
-            require_numbers(name, kinds[name])
-        self._one_vector = isinstance(config.inputs, list) and not any(
-            is_list(kinds[name]) for name in self._inputs
-        )
-        ids = (
-            row_numbers(rows.count)
-            if config.id is None
-            else unique_ids(plain(rows.column(config.id)).to_pandas(), config.id)
-        )
-        units = None if unit is None else unit_ids(plain(rows.column(unit)).to_pandas(), unit)
-        targets = None
-        if config.target is not None and not is_list(kinds[config.target]):
-            targets = to_tensor(_numbers(rows.column(config.target), config.target, 0), config.target).numpy()
-        super().__init__(ids, targets, sha256_of(path), units)
-        self.read(0, 1)  # the first row's shapes are what every other row must have
+    def __init__(self, table: pa.Table, files: Sequence[Path]) -> None:
+        super().__init__(table.schema, table.num_rows, files)
+        self._table = table
 
-    def read(self, start: int, stop: int) -> Block:
-        return self._block(self._rows.read(start, stop), start)
+    def read(self, start: int, stop: int) -> pa.Table:
+        return self._table.slice(start, stop - start)
 
-    def input_names(self) -> list[str]:
-        return list(self._inputs)
-
-    def take(self, rows: Array) -> Block:
-        distinct, places = np.unique(self._existing(rows), return_inverse=True)
-        table = self._rows.take(distinct)
-        try:
-            return self._block(table, 0).at(places)
-        except DataError:
-            for row in distinct.tolist():  # one of them is at fault, and is told with its own number
-                self.read(row, row + 1)
-            raise
-
-    def _block(self, table: pa.Table, start: int) -> Block:
-        arrays = [self._array(table, name, start) for name in self._inputs]
-        if self._one_vector:
-            inputs = [to_tensor(np.stack(arrays, axis=1), ", ".join(self._inputs))]
-        else:
-            inputs = [to_tensor(array, name) for name, array in zip(self._inputs, arrays, strict=True)]
-        return Block(
-            tuple(inputs),
-            (
-                None
-                if self._target is None
-                else to_tensor(self._array(table, self._target, start), self._target)
-            ),
-        )
-
-    def _array(self, table: pa.Table, name: str, start: int) -> Array:
-        array = _numbers(table.column(name), name, start, self._shapes.get(name))
-        self._shapes.setdefault(name, array.shape[1:])
-        return array
+    def column(self, name: str) -> pa.ChunkedArray:
+        return self._table.column(name)
 
 
-class MappedTable:
+class MappedRows(TableRows):
     """Parts of a table, written one after another into a file in the temporary folder, which the system pages
     in and out.
+
+    Args:
+        parts: tables of this schema; anything that they raise is raised.
+        place: the place of a row; None for its number in the only file.
     """
 
-    def __init__(self, schema: pa.Schema, parts: Iterable[pa.Table]) -> None:
+    def __init__(
+        self,
+        schema: pa.Schema,
+        parts: Iterable[pa.Table],
+        files: Sequence[Path],
+        place: Callable[[int], str] | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
         file = Path(self._folder.name) / "table.arrow"
         with pa.ipc.new_file(str(file), schema) as writer:
             for part in parts:
                 writer.write_table(part)
-        self.table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        super().__init__(pa.ipc.open_file(pa.memory_map(str(file))).read_all(), files)
+        self._place = place
+
+    def place(self, row: int) -> str:
+        return super().place(row) if self._place is None else self._place(row)
+
+
+class GroupedRows(Rows):
+    """Rows of a file that is read by groups of rows, of which one at a time is in memory."""
+
+    def __init__(self, schema: pa.Schema, sizes: Iterable[int], path: Path) -> None:
+        self._starts = [0, *accumulate(sizes)]
+        super().__init__(schema, self._starts[-1], [path])
+        self._held: tuple[int, pa.Table] | None = None
+        self._mapped: MappedRows | None = None
+
+    @abstractmethod
+    def read_group(self, group: int) -> pa.Table:
+        """The rows of a group, the columns of the schema."""
 
     def read(self, start: int, stop: int) -> pa.Table:
-        return self.table.slice(start, stop - start)
+        first, last = bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1) - 1
+        parts = []
+        for group in range(first, last + 1):
+            begin, end = max(start, self._starts[group]), min(stop, self._starts[group + 1])
+            parts.append(self._group(group).slice(begin - self._starts[group], end - begin))
+        return pa.concat_tables(parts)
 
-    def take(self, rows: Array) -> pa.Table:
-        return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
+    def _take_rising(self, rows: Array) -> pa.Table:
+        """Rows from all over the file would have each group read anew every time: the first time makes a
+        mapped table of them.
+        """
+        if len(self._starts) == 2:
+            return self._group(0).take(pa.array(rows))
+        if self._mapped is None:
+            with damage_told(self.files[0], "a table"):
+                groups = (_without_categories(self._group(group)) for group in range(len(self._starts) - 1))
+                first = next(groups)
+                self._mapped = MappedRows(first.schema, chain([first], groups), self.files)
+        return self._mapped._take_rising(rows)
+
+    def _group(self, group: int) -> pa.Table:
+        if self._held is None or self._held[0] != group:
+            self._held = None  # before the next one is read: one group in memory, not two
+            self._held = group, self.read_group(group)
+        return self._held[1]
 
 
-# -- Arrow to numpy ------------------------------------------------------------------------------------------
+class JoinedRows(Rows):
+    """The rows of several files, one after another.
 
+    Args:
+        parts: of each file. The columns have one type each, to which those of the files are converted.
+        texts: columns that are text in all files where they are text in one.
 
-def _numbers(
-    column: pa.ChunkedArray | pa.Array,
-    name: str,
-    first_row: int,
-    shape: tuple[int, ...] | None = None,
-    values_per_row: int = 1,
-) -> Array:
-    """[n, *shape] of a column of numbers or of (lists of) lists of them; its first value belongs to
-    `first_row`.
-
-    Without a `shape` the first row's is taken. An empty cell is NaN among fractions, so that its row is
-    reported as nonfinite, and an error among whole numbers and lists, which have no NaN. `values_per_row` is
-    more than one inside a list.
+    Raises DataError where a column's types can't be joined.
     """
-    array = plain(column)
-    if array.null_count and not pa.types.is_floating(array.type):
-        row = first_row + _first(array.is_null().to_numpy(zero_copy_only=False)) // values_per_row
-        raise DataError(
-            f"row {row} of the column {name!r} is empty", expected=f"a value of type {array.type}"
+
+    def __init__(self, parts: Sequence[Rows], texts: Iterable[str] = ()) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(part.count for part in parts)]
+        schema = common_schema([(part.source, part.schema) for part in parts if part.count], texts)
+        super().__init__(schema, self._starts[-1], [file for part in parts for file in part.files])
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        found = []
+        for place in range(bisect_right(self._starts, start) - 1, len(self._parts)):
+            begin, end = max(start, self._starts[place]), min(stop, self._starts[place + 1])
+            if begin < end:
+                part = self._parts[place].read(begin - self._starts[place], end - self._starts[place])
+                found.append(self._converted(part))
+        return pa.concat_tables(found)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        kind = self.schema.field(name).type
+        columns = [plain(part.column(name)).cast(kind) for part in self._parts if part.count]
+        return pa.chunked_array(columns, kind)
+
+    def place(self, row: int) -> str:
+        part = bisect_right(self._starts, row) - 1
+        return self._parts[part].place(row - self._starts[part])
+
+    def _take_rising(self, rows: Array) -> pa.Table:
+        parts = np.split(rows, np.searchsorted(rows, self._starts[1:-1]))
+        return pa.concat_tables(
+            [
+                self._converted(self._parts[place].take(part - self._starts[place]))
+                for place, part in enumerate(parts)
+                if len(part)
+            ]
         )
-    if not is_list(array.type):
-        return np.asarray(array.to_numpy(zero_copy_only=False))
-    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
-    width = int(lengths[0]) if shape is None else shape[0]
-    if (lengths != width).any():
-        index = _first(lengths != width)
-        raise DataError(
-            f"row {first_row + index // values_per_row} of the column {name!r} has a list of {lengths[index]}"
-            f" values, row 0 of {width}",
-            expected="one length in all rows",
-            next_step="pad or cut the rows to one length before they are saved",
-        )
-    if width == 0:
-        return np.empty((len(array), 0), dtype=np.float32)
-    values = _numbers(
-        array.flatten(), name, first_row, None if shape is None else shape[1:], values_per_row * width
-    )
-    return values.reshape(len(array), width, *values.shape[1:])
+
+    def _converted(self, table: pa.Table) -> pa.Table:
+        return _without_categories(table.select(self.schema.names)).cast(self.schema)
 
 
-def _first(mask: Array) -> int:
-    return int(np.argmax(mask))
+def joined(parts: Sequence[Rows], texts: Iterable[str] = ()) -> Rows:
+    """The rows of one file, or of several one after another."""
+    return parts[0] if len(parts) == 1 else JoinedRows(parts, texts)
+
+
+def runs(rows: Array) -> list[tuple[int, int]]:
+    """The (start, stop) of neighbouring rows, for rows in rising order."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
+
+
+def _without_categories(table: pa.Table) -> pa.Table:
+    """Parts have dictionaries of their own, of which a table on the disk takes only one."""
+    return pa.table({name: plain(table.column(name)) for name in table.column_names})

@@ -43,7 +43,7 @@ def chunks(loader: Loader, size: int, count: int = ROWS) -> Iterator[Chunk]:
 
 
 def rows_of(chunk: Chunk) -> list[int]:
-    assert chunk.inputs[0][:, 0].tolist() == list(chunk.rows)
+    assert chunk.block.inputs[0][:, 0].tolist() == list(chunk.rows)
     return list(chunk.rows)
 
 
@@ -334,8 +334,11 @@ def test_chunks_are_on_the_gpu_ahead_until_memory_is_short() -> None:
 
 
 def test_a_part_of_a_chunk_is_not_copied() -> None:
-    chunk = Chunk(range(10, 20), (torch.arange(10),), torch.arange(10))
+    chunk = Chunk(range(10, 20), Block((torch.arange(10),), torch.arange(10)))
     part = chunk.part(3, 5)
-    assert (part.start, part.stop, part.inputs[0].tolist()) == (13, 15, [3, 4])
-    assert part.inputs[0].untyped_storage().data_ptr() == chunk.inputs[0].untyped_storage().data_ptr()
+    assert (part.start, part.stop, part.block.inputs[0].tolist()) == (13, 15, [3, 4])
+    assert (
+        part.block.inputs[0].untyped_storage().data_ptr()
+        == chunk.block.inputs[0].untyped_storage().data_ptr()
+    )
     assert chunk.part(0, 10) is chunk

@@ -29,9 +29,7 @@ SAMPLES = 34
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_every_query_agrees_with_the_loop(
-    architecture: Architecture, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_queries_equal_the_loop(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
     model = architecture.build(dtype=dtype).to(device)
     inputs, target = architecture.batch(SAMPLES, dtype=dtype)
     inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
@@ -55,7 +53,7 @@ def test_every_query_agrees_with_the_loop(
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("block_bytes", [1, 30_000])
-def test_intermediates_may_be_made_for_a_few_samples_at_a_time(
+def test_queries_in_blocks_of_samples(
     architecture: Architecture,
     dtype: torch.dtype,
     block_bytes: int,
@@ -75,7 +73,9 @@ def test_intermediates_may_be_made_for_a_few_samples_at_a_time(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_norms_alone_are_those_of_the_gradients(architecture: Architecture, device: torch.device) -> None:
+def test_per_sample_square_norms_equal_those_of_gradients(
+    architecture: Architecture, device: torch.device
+) -> None:
     """per_sample_square_norms contracts each gradient on the way back: each must be complete by then, shared
     weights too.
     """
@@ -95,7 +95,7 @@ def test_norms_alone_are_those_of_the_gradients(architecture: Architecture, devi
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_the_model_is_left_as_it_was(architecture: Architecture, device: torch.device) -> None:
+def test_per_sample_gradients_leave_the_model(architecture: Architecture, device: torch.device) -> None:
     model = architecture.build().to(device)
     before = copy.deepcopy(model.state_dict())
     inputs, target = architecture.batch(2)
@@ -107,7 +107,7 @@ def test_the_model_is_left_as_it_was(architecture: Architecture, device: torch.d
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_losses_are_those_of_the_samples(architecture: Architecture, device: torch.device) -> None:
+def test_per_sample_losses(architecture: Architecture, device: torch.device) -> None:
     model = architecture.build(dtype=torch.float64).to(device)
     inputs, target = architecture.batch(5, dtype=torch.float64)
     inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
@@ -120,7 +120,7 @@ def test_losses_are_those_of_the_samples(architecture: Architecture, device: tor
 
 
 @pytest.mark.parametrize("positions", [(), (5,)], ids=["vectors", "sequences"])
-def test_nothing_times_infinity_is_no_number(positions: tuple[int, ...]) -> None:
+def test_per_sample_gradients_zero_times_infinity(positions: tuple[int, ...]) -> None:
     """As plain autograd has it: neither zero nor infinity."""
     x, k, weight = torch.randn(4, 6, *positions), torch.randn(4, 3, *positions), torch.randn(3, 6)
     x[1], k[1] = 0, math.inf

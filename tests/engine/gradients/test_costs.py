@@ -54,7 +54,7 @@ sizes = st.integers(1, 3000)
     axis=st.integers(0, 3),
     factor=st.integers(2, 9),
 )
-def test_larger_products_cost_no_less(
+def test_matmul_cost_grows_with_size(
     batch: int, rows: int, columns: int, inner: int, axis: int, factor: int
 ) -> None:
     on, shape = machine.built_in(CPU), [batch, rows, columns, inner]
@@ -64,7 +64,7 @@ def test_larger_products_cost_no_less(
     assert on.matmul_seconds(*shape, torch.float32) >= 0.7 * smaller
 
 
-def test_a_large_product_takes_its_operations_and_its_bytes_at_the_measured_rates() -> None:
+def test_matmul_cost_from_measured_rates() -> None:
     on = dataclasses.replace(
         machine.built_in(CPU), product={"float32": 1e11}, stream=((1e9, 1e10),), call_seconds=1e-6
     )
@@ -81,7 +81,7 @@ def test_a_large_product_takes_its_operations_and_its_bytes_at_the_measured_rate
     )
 
 
-def test_a_pass_over_memory_takes_its_bytes_at_the_measured_rate() -> None:
+def test_memory_cost_from_measured_rate() -> None:
     on = dataclasses.replace(machine.built_in(CPU), stream=((1e3, 1e9), (1e6, 1e10)), call_seconds=1e-6)
     assert on.stream_seconds(3e6, 1e6) == pytest.approx(1e-6 + 3e6 / 1e10)
     assert on.stream_seconds(3e9, 1e9) == pytest.approx(3e9 / 1e10, rel=1e-3)  # the last rate holds beyond
@@ -92,7 +92,7 @@ def test_a_pass_over_memory_takes_its_bytes_at_the_measured_rate() -> None:
 # -- Choices -------------------------------------------------------------------------------------------------
 
 
-def test_the_cheapest_way_that_fits() -> None:
+def test_cheapest_order_that_fits() -> None:
     ways = {"quick": Cost(1.0, 100), "slow": Cost(2.0, 10), "slower": Cost(3.0, 1)}
     assert cheapest(ways, 1000) == "quick"
     assert cheapest(ways, 99) == "slow"
@@ -100,7 +100,7 @@ def test_the_cheapest_way_that_fits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_many_positions_are_materialised_and_few_are_not(dtype: torch.dtype) -> None:
+def test_norm_order_by_number_of_positions(dtype: torch.dtype) -> None:
     on = machine.built_in(CPU)
 
     def order(positions: int) -> str:
@@ -118,7 +118,7 @@ def test_many_positions_are_materialised_and_few_are_not(dtype: torch.dtype) -> 
     )
 
 
-def test_a_choice_does_not_depend_on_the_chunk() -> None:
+def test_norm_order_independent_of_chunk() -> None:
     for positions in (2, 16, 128):
         assert (
             len(
@@ -131,7 +131,7 @@ def test_a_choice_does_not_depend_on_the_chunk() -> None:
         )
 
 
-def test_what_a_machine_is_good_at_decides() -> None:
+def test_norm_order_depends_on_machine() -> None:
     term = Product(torch.ones(2, 1, 64, 256), torch.ones(2, 1, 64, 256))
     on = machine.built_in(CPU)
     machine.use(
@@ -143,7 +143,7 @@ def test_what_a_machine_is_good_at_decides() -> None:
     assert term.describe() == "materialise"
 
 
-def test_every_term_tells_the_way_that_it_takes() -> None:
+def test_norm_order_of_every_term() -> None:
     index, rows = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, 4)
     geometry = Geometry([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     for term in (
@@ -160,7 +160,7 @@ def test_every_term_tells_the_way_that_it_takes() -> None:
 # -- Machines ------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_is_measured_in_seconds_and_described_whole() -> None:
+def test_machine_measured_within_seconds() -> None:
     start = time.perf_counter()
     found = measure(CPU)
     assert time.perf_counter() - start < 30  # on a machine that does nothing else, 3
@@ -171,7 +171,7 @@ def test_a_machine_is_measured_in_seconds_and_described_whole() -> None:
     assert 0 < found.call_seconds < 1e-3
 
 
-def test_what_was_measured_is_kept_and_found(tmp_path: Path) -> None:
+def test_machine_cache_round_trip(tmp_path: Path) -> None:
     assert machine.machine(CPU).origin == "built in"
     assert not machine.is_known(CPU)
     measured = dataclasses.replace(machine.built_in(CPU), origin="measured", attention=0.123)
@@ -186,7 +186,7 @@ def test_what_was_measured_is_kept_and_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "x"}', None])
-def test_a_cache_that_cannot_be_read_is_passed_over(text: str | None) -> None:
+def test_machine_cache_unreadable(text: str | None) -> None:
     path = machine.cache_file(CPU)
     path.parent.mkdir(parents=True)
     if text is None:
@@ -196,7 +196,7 @@ def test_a_cache_that_cannot_be_read_is_passed_over(text: str | None) -> None:
     assert machine.machine(CPU).origin == "built in"
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_cache_not_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "folder"))
     measured = dataclasses.replace(machine.built_in(CPU), origin="measured")
@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPa
     assert machine.machine(CPU) is measured
 
 
-def test_an_override_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_override_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine.keep(dataclasses.replace(machine.built_in(CPU), attention=0.1), CPU)
     for name, attention in (("environment", 0.2), ("config", 0.3)):
         (tmp_path / f"{name}.json").write_text(as_json(machine.built_in(CPU), attention=attention))
@@ -229,7 +229,7 @@ def test_an_override_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ({"pooling": None}, "'pooling' holds None"),
     ],
 )
-def test_a_wrong_override_is_told(
+def test_machine_override_invalid(
     changes: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "machine.json").write_text(as_json(machine.built_in(CPU), **changes))
@@ -240,7 +240,7 @@ def test_a_wrong_override_is_told(
         assert said in str(error.value)
 
 
-def test_an_override_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_machine_override_missing(tmp_path: Path) -> None:
     machine.use(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"engine.machine: .*nowhere.json can't be read"):
         machine.machine(CPU)

@@ -587,7 +587,7 @@ def one_by_one(program: Program, params: Params, batch: tuple[Any, ...]) -> Para
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_stays_factored(name: str) -> None:
+def test_deferral_kinds_of_terms(name: str) -> None:
     program = PROGRAMS[name]
     params, batch = program.draw()
     kinds = kinds_of(gradients_of(program, params, batch))
@@ -595,7 +595,7 @@ def test_what_stays_factored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_queries_of_a_weight_used_in_any_way(name: str) -> None:
+def test_deferral_queries_equal_the_loop(name: str) -> None:
     program = PROGRAMS[name]
     params, batch = program.draw()
     assert_queries_agree(
@@ -632,7 +632,7 @@ LOST: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_can_not_be_factored_is_told(name: str) -> None:
+def test_deferral_unfactored_parameters_listed(name: str) -> None:
     """Where an operator needs the value, it is made for each sample, and the run can say so; a bias, which
     has no factors, is left out.
     """
@@ -648,7 +648,7 @@ def test_what_can_not_be_factored_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_stays_factored_is_not_told(name: str) -> None:
+def test_deferral_factored_parameters_not_listed(name: str) -> None:
     program = PROGRAMS[name]
     assert gradients_of(program, *program.draw()).unfactored == []
 
@@ -664,9 +664,7 @@ def close(actual: Tensor, expected: Tensor, single: bool = False) -> None:
     ("option", "said"),
     [({"max_norm": 1.0}, "max_norm=1"), ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True")],
 )
-def test_tables_whose_gradient_is_none_of_the_loss_are_refused(
-    kind: type, option: dict[str, Any], said: str
-) -> None:
+def test_deferral_embedding_option_refused(kind: type, option: dict[str, Any], said: str) -> None:
     model = kind(5, 4, **option)
     params = {name: value.detach() for name, value in model.named_parameters()}
     before = params["weight"].clone()
@@ -736,7 +734,7 @@ def places(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NEVER_WRITTEN_OUT)
-def test_no_value_of_the_size_of_samples_times_weight_is_made(name: str) -> None:
+def test_deferral_never_materialises_all_samples(name: str) -> None:
     forward, shapes = NEVER_WRITTEN_OUT[name]
     program = of(forward, (WIDE,), kinds={}, **shapes)
     params = {key: randn(*shape) for key, shape in shapes.items()}
@@ -752,7 +750,7 @@ def test_no_value_of_the_size_of_samples_times_weight_is_made(name: str) -> None
     assert seen.elements < MANY * weight / 4
 
 
-def test_a_part_of_a_weight_with_nothing_in_it_adds_nothing() -> None:
+def test_deferral_empty_slice_of_weight() -> None:
     weight, rows = {"w": torch.randn(4, 3, dtype=torch.float64)}, torch.randn(5, 2, 3, dtype=torch.float64)
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -764,7 +762,7 @@ def test_a_part_of_a_weight_with_nothing_in_it_adds_nothing() -> None:
     )
 
 
-def test_gradient_of_one_number_spread_over_axes_times_number() -> None:
+def test_deferral_expanded_number_times_number() -> None:
     """A column's cotangents arrive summed over both axes; then they are multiplied by a tensor
     without axes.
     """

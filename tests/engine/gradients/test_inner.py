@@ -28,7 +28,7 @@ from psgrad.engine.gradients.inner.products import GRAM, MATCHES, VALUES
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import built_in
-from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term
+from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of
 
@@ -144,7 +144,7 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     ],
 )
 @given(drawn=st.one_of(product_pairs(), table_pairs(), tied_pairs()), permuted=st.booleans())
-def test_every_way_gives_the_products_of_the_written_out_values(
+def test_inner_products_every_order_equals_materialised(
     way: str, block: int, side: int, drawn: tuple[list[Gradient], tuple[int, ...]], permuted: bool
 ) -> None:
     (one, other), shape = drawn
@@ -159,7 +159,7 @@ def test_every_way_gives_the_products_of_the_written_out_values(
 
 
 @pytest.mark.parametrize("side", [1, 3000, 64 << 20])
-def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
+def test_inner_products_pieces_of_a_large_parameter(side: int) -> None:
     """Terms that are cut into rows: products, tables, values and convolutions, one group or several."""
     geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
     turned = geometry._replace(transposed=True)
@@ -170,6 +170,7 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
         "product": lambda n: Product(randn(n, 1, 3, count), randn(n, 1, 3, columns)),
         "groups": lambda n: Product(randn(n, count, 2, 20), randn(n, count, 2, 15)),
         "table": lambda n: Rows(index[:n], randn(n, 4, columns), count),
+        "experts": lambda n: GroupedProduct(index[:n], randn(n, 4, 20), randn(n, 4, 15), count),
         "dense": lambda n: Dense(randn(n, count, columns)),
         "convolution": lambda n: Convolution(
             randn(n, 1, count, 4), randn(n, 1, 100, 4), torch.Size([count, 100, 3]), geometry
@@ -182,6 +183,7 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
         ("product", "table"),
         ("dense", "product"),
         ("groups", "dense"),
+        ("experts", "groups"),
         ("convolution", "product"),
     ]
     for left, right in pairs:
@@ -192,7 +194,7 @@ def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
             assert error(x.gram(), one, one) <= 1e-12, (left, right)
 
 
-def test_windows_that_are_apart_do_not_meet() -> None:
+def test_inner_products_disjoint_windows() -> None:
     """Rows 0, 1 of one gradient, and rows 2, 3 of the other; rows 1, 2 of a third have one in common with
     each.
     """
@@ -230,6 +232,7 @@ def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
         "outer products": ((Product(g[:, :, :1], x[:, :, :1]),), (2, 4, 6)),
         "product": ((Product(g, x),), (2, 4, 6)),
         "table": ((Rows(index, g[:, 0], 4),), (4, 4)),
+        "experts": ((GroupedProduct(index, g[:, 0], x[:, 0], 4),), (4, 4, 6)),
         "convolution": ((convolution,), (4, 5, 3)),
         "tied": ((Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])), (6, 4)),
         "unlike": ((Dense(scale * torch.randn(n, 4, 6)), Product(g[:, :1], x[:, :1])), (4, 6)),
@@ -250,7 +253,7 @@ def ways_of(gradient: Gradient) -> list[str]:
     ("scale", "other_scale"),
     [(1e-38, 1.0), (1e-38, 1e-38), (1e-25, 1e-21), (1e-16, 1e25), (1e35, 1e35), (1.0, 1.0)],
 )
-def test_products_beyond_the_range_of_float32(kind: str, scale: float, other_scale: float) -> None:
+def test_inner_products_beyond_float32_range(kind: str, scale: float, other_scale: float) -> None:
     (one, shape), (other, _) = kinds(scale, 4)[kind], kinds(other_scale, 5)[kind]
     for way in ways_of(one):
         with in_way(way):
@@ -259,7 +262,7 @@ def test_products_beyond_the_range_of_float32(kind: str, scale: float, other_sca
 
 
 @pytest.mark.parametrize("way", [GRAM, VALUES])
-def test_samples_of_all_sizes_among_each_other(way: str) -> None:
+def test_inner_products_samples_of_all_magnitudes(way: str) -> None:
     """Zeros, and numbers from the smallest to the largest of float32, in one batch, at one position and at
     several.
     """
@@ -280,7 +283,7 @@ def test_samples_of_all_sizes_among_each_other(way: str) -> None:
 
 @pytest.mark.parametrize("way", [GRAM, VALUES])
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_positions_of_unlike_sizes(way: str, size: float) -> None:
+def test_inner_products_positions_of_unlike_magnitude(way: str, size: float) -> None:
     """What one factor lacks at a position the other has."""
     left, right = torch.randn(4, 1, 2, 5), torch.randn(4, 1, 2, 6)
     left[:, :, 0] *= size
@@ -293,7 +296,7 @@ def test_positions_of_unlike_sizes(way: str, size: float) -> None:
 @pytest.mark.parametrize("way", [GRAM, VALUES])
 @pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
 @pytest.mark.parametrize("positions", [2, 40])
-def test_positions_that_nearly_cancel(way: str, rest: float, most: float, positions: int) -> None:
+def test_inner_products_cancelling_positions(way: str, rest: float, most: float, positions: int) -> None:
     """On one side, on the other and on both; the rounding of what is written out shows as it does in norms
     (test_terms.py).
     """
@@ -308,7 +311,7 @@ def test_positions_that_nearly_cancel(way: str, rest: float, most: float, positi
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
-def test_two_uses_of_a_tied_table_that_nearly_cancel(way: str, rest: float) -> None:
+def test_inner_products_cancelling_uses_of_a_tied_table(way: str, rest: float) -> None:
     index, found = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
     one_hot = torch.nn.functional.one_hot(index, 4).float()
     back = Product(-(one_hot + rest * torch.randn(3, 2, 4)).unsqueeze(1), found.unsqueeze(1))
@@ -321,7 +324,7 @@ def test_two_uses_of_a_tied_table_that_nearly_cancel(way: str, rest: float) -> N
 
 
 @pytest.mark.parametrize("kind", kinds(1.0, 1))
-def test_what_is_not_finite_stays_so_and_leaves_the_others_alone(kind: str) -> None:
+def test_inner_products_nonfinite_samples(kind: str) -> None:
     torch.manual_seed(1)
     gradient, shape = kinds(1.0, 5)[kind]
     torch.manual_seed(1)
@@ -346,7 +349,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_others_alone(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", kinds(1.0, 1))
-def test_halves_are_multiplied_in_float32(kind: str) -> None:
+def test_inner_products_half_precision(kind: str) -> None:
     gradient, shape = kinds(1.0, 6)[kind]
     halves = tuple(term.at(slice(None), torch.bfloat16) for term in gradient)
     for way in ways_of(halves):
@@ -354,7 +357,7 @@ def test_halves_are_multiplied_in_float32(kind: str) -> None:
             assert error(gradients_of(halves, shape).gram(), halves, halves) <= 1e-5
 
 
-def test_long_sums_keep_their_digits() -> None:
+def test_inner_products_long_sums() -> None:
     """Numbers of one sign, of which a float32 product of matrices loses most: a million elements, and many
     positions.
     """
@@ -379,7 +382,7 @@ def test_long_sums_keep_their_digits() -> None:
     ],
     ids=["vectors", "some positions", "many positions", "table"],
 )
-def test_no_gradient_is_written_out_for_all_samples(
+def test_inner_products_never_materialise_all_samples(
     make: Callable[[int], Term], shape: tuple[int, ...]
 ) -> None:
     n, m = 60, 80
@@ -401,7 +404,7 @@ def operations(query: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("positions", [1, 30])
-def test_a_gram_matrix_is_half_the_work(positions: int) -> None:
+def test_inner_products_gram_matrix_is_half_the_work(positions: int) -> None:
     grads = gradients_of(
         (Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)),), (30, 40)
     )
@@ -411,7 +414,7 @@ def test_a_gram_matrix_is_half_the_work(positions: int) -> None:
             assert operations(grads.gram) <= 0.6 * operations(lambda: grads.inner(grads))
 
 
-def test_the_work_of_outer_products_is_that_of_their_factors() -> None:
+def test_inner_products_work_of_outer_products() -> None:
     n, m, a, b = 100, 120, 50, 300
     x, y = (
         gradients_of((Product(torch.randn(k, 1, 1, a), torch.randn(k, 1, 1, b)),), (a, b)) for k in (n, m)
@@ -437,7 +440,7 @@ def product(n: int, t: int, a: int, b: int) -> Product:
     return Product(torch.empty(1).expand(n, 1, t, a), torch.empty(1).expand(n, 1, t, b))
 
 
-def test_the_cheapest_way_is_taken(machine: Machine) -> None:
+def test_inner_products_cheapest_order(machine: Machine) -> None:
     assert way_of(product(1000, 1, 48, 512), product(1000, 1, 48, 512), machine) == GRAM
     assert way_of(product(1000, 64, 32, 144), product(1000, 64, 32, 144), machine) == VALUES
     assert way_of(product(1000, 4, 1000, 1000), product(1000, 4, 1000, 1000), machine) == GRAM
@@ -448,7 +451,7 @@ def test_the_cheapest_way_is_taken(machine: Machine) -> None:
     assert way_of(*crowded, machine) != MATCHES
 
 
-def test_prices_go_with_the_work(machine: Machine) -> None:
+def test_inner_products_prices_follow_the_work(machine: Machine) -> None:
     few_positions, many = product(500, 2, 64, 64), product(500, 32, 64, 64)
     assert prices.gram_seconds(few_positions, few_positions, torch.float32, machine) < prices.gram_seconds(
         many, many, torch.float32, machine

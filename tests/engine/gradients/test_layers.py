@@ -32,7 +32,7 @@ def randn(*shape: int) -> Tensor:
 
 
 @given(n=samples, positions=st.lists(small, max_size=2), i=small, o=small, bias=st.booleans())
-def test_linear(n: int, positions: list[int], i: int, o: int, bias: bool, device: torch.device) -> None:
+def test_layer_linear(n: int, positions: list[int], i: int, o: int, bias: bool, device: torch.device) -> None:
     check_layer(nn.Linear(i, o, bias=bias), (randn(n, *positions, i),), device)
 
 
@@ -69,7 +69,7 @@ def convolutions(draw: st.DrawFn) -> tuple[int, bool, dict[str, Any], list[int]]
 
 
 @given(n=samples, convolution=convolutions())
-def test_convolution(
+def test_layer_convolution(
     n: int, convolution: tuple[int, bool, dict[str, Any], list[int]], device: torch.device
 ) -> None:
     dimensions, transposed, arguments, shape = convolution
@@ -77,26 +77,28 @@ def test_convolution(
 
 
 @pytest.mark.parametrize("kernel_size", [3, 4])
-def test_convolution_with_padding_by_name(kernel_size: int, device: torch.device) -> None:
+def test_layer_convolution_padding_same(kernel_size: int, device: torch.device) -> None:
     check_layer(nn.Conv2d(2, 3, kernel_size, padding="same"), (randn(3, 2, 5, 6),), device)
 
 
 @given(n=samples, t=st.integers(1, 9), vocabulary=st.integers(1, 5), width=small, padded=st.booleans())
-def test_embedding(n: int, t: int, vocabulary: int, width: int, padded: bool, device: torch.device) -> None:
+def test_layer_embedding(
+    n: int, t: int, vocabulary: int, width: int, padded: bool, device: torch.device
+) -> None:
     tokens = torch.randint(vocabulary, (n, t))
     check_layer(nn.Embedding(vocabulary, width, padding_idx=0 if padded else None), (tokens,), device)
 
 
-def test_embedding_of_one_token_repeated(device: torch.device) -> None:
+def test_layer_embedding_repeated_token(device: torch.device) -> None:
     check_layer(nn.Embedding(4, 3), (torch.full((2, 6), 2),), device)
 
 
-def test_embedding_of_one_token_a_sample(device: torch.device) -> None:
+def test_layer_embedding_one_token_a_sample(device: torch.device) -> None:
     check_layer(nn.Embedding(4, 3), (torch.tensor([1, 3, 1]),), device)
 
 
 @given(n=samples, positions=st.lists(small, max_size=2), i=small)
-def test_bias_only(n: int, positions: list[int], i: int, device: torch.device) -> None:
+def test_layer_bias_only(n: int, positions: list[int], i: int, device: torch.device) -> None:
     layer = nn.Linear(i, 3)
     layer.weight.requires_grad_(False)
     check_layer(layer, (randn(n, *positions, i),), device)
@@ -116,7 +118,7 @@ def perturbed(layer: nn.Module) -> nn.Module:
     normalised=st.lists(st.integers(2, 4), min_size=1, max_size=2),
     bias=st.booleans(),
 )
-def test_layer_norm(
+def test_layer_layer_norm(
     n: int, positions: list[int], normalised: list[int], bias: bool, device: torch.device
 ) -> None:
     check_layer(perturbed(nn.LayerNorm(normalised, bias=bias)), (randn(n, *positions, *normalised),), device)
@@ -128,12 +130,12 @@ def test_layer_norm(
     each=st.integers(1, 2),
     sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3),
 )
-def test_group_norm(n: int, groups: int, each: int, sizes: list[int], device: torch.device) -> None:
+def test_layer_group_norm(n: int, groups: int, each: int, sizes: list[int], device: torch.device) -> None:
     check_layer(perturbed(nn.GroupNorm(groups, groups * each)), (randn(n, groups * each, *sizes),), device)
 
 
 @given(n=samples, channels=small, sizes=st.lists(small, max_size=3))
-def test_batch_norm_in_eval_mode(n: int, channels: int, sizes: list[int], device: torch.device) -> None:
+def test_layer_batch_norm_in_eval(n: int, channels: int, sizes: list[int], device: torch.device) -> None:
     layer = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(sizes)]
     check_layer(perturbed(layer(channels)), (randn(n, channels, *sizes),), device)
 
@@ -153,7 +155,9 @@ class Tied(nn.Module):
 
 
 @given(n=samples, t=st.integers(1, 6), vocabulary=st.integers(2, 5), width=small)
-def test_tied_embedding_and_head(n: int, t: int, vocabulary: int, width: int, device: torch.device) -> None:
+def test_layer_tied_embedding_and_head(
+    n: int, t: int, vocabulary: int, width: int, device: torch.device
+) -> None:
     check_layer(Tied(vocabulary, width), (torch.randint(vocabulary, (n, t)),), device)
 
 
@@ -172,15 +176,15 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_linear_used_more_than_once(times: int, device: torch.device) -> None:
+def test_layer_linear_used_repeatedly(times: int, device: torch.device) -> None:
     check_layer(Repeated(nn.Linear(3, 3), times), (randn(4, 5, 3),), device)
 
 
-def test_convolution_used_twice(device: torch.device) -> None:
+def test_layer_convolution_used_twice(device: torch.device) -> None:
     check_layer(Repeated(nn.Conv2d(2, 2, kernel_size=3, padding=1), 2), (randn(3, 2, 5, 4),), device)
 
 
-def test_norm_used_twice(device: torch.device) -> None:
+def test_layer_norm_used_twice(device: torch.device) -> None:
     check_layer(Repeated(perturbed(nn.LayerNorm(4)), 2), (randn(3, 5, 4),), device)
 
 
@@ -196,7 +200,7 @@ class ThereAndBack(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3)], ids=["vectors", "positions"])
-def test_weight_and_its_transpose(shape: tuple[int, ...], device: torch.device) -> None:
+def test_layer_weight_and_its_transpose(shape: tuple[int, ...], device: torch.device) -> None:
     check_layer(ThereAndBack(3, 2), (randn(*shape),), device)
 
 
@@ -216,7 +220,9 @@ class Einsum(nn.Module):
     ("equation", "shape"),
     [("nti,iho->nhto", (3, 2, 4)), ("nti,ti->nt", (5, 3)), ("nti,tio->no", (5, 3, 2)), ("nti,s->nis", (6,))],
 )
-def test_einsum_with_a_bare_parameter(equation: str, shape: tuple[int, ...], device: torch.device) -> None:
+def test_layer_einsum_with_bare_parameter(
+    equation: str, shape: tuple[int, ...], device: torch.device
+) -> None:
     check_layer(Einsum(equation, *shape), (randn(4, 5, 3),), device)
 
 
@@ -233,7 +239,7 @@ class Scaled(nn.Module):
         return torch.sigmoid(self.gate) * x * self.scale + self.shift * self.scale
 
 
-def test_bare_parameters_in_arithmetic(device: torch.device) -> None:
+def test_layer_bare_parameters_in_arithmetic(device: torch.device) -> None:
     check_layer(Scaled(3), (randn(4, 5, 3),), device)
 
 
@@ -257,7 +263,7 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize("merged", [False, True], ids=["beside", "merged"])
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6)], ids=["vectors", "positions"])
-def test_low_rank_update_of_a_frozen_weight(
+def test_layer_low_rank_update_of_frozen_weight(
     merged: bool, shape: tuple[int, ...], device: torch.device
 ) -> None:
     check_layer(LowRank(6, 5, 2, merged), (randn(*shape),), device)
@@ -280,7 +286,7 @@ def test_unused_parameter_has_a_zero_gradient(device: torch.device) -> None:
     check_layer(model, (randn(3, 3),), device)
 
 
-def test_a_loss_that_looks_at_the_weights(device: torch.device) -> None:
+def test_loss_with_weight_penalty(device: torch.device) -> None:
     """A penalty on a weight adds the same to every sample's gradient, beside the factors that stay un-run."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device, torch.float64)
     inputs, target = randn(5, 3).to(device, torch.float64), torch.randint(2, (5,), device=device)

@@ -31,7 +31,7 @@ def numbered(shape: list[int] | tuple[int, ...], lead: tuple[int, ...] = ()) -> 
 
 
 @given(shape=shapes, data=st.data())
-def test_a_chain_of_relabellings_does_what_torch_does(shape: list[int], data: st.DataObject) -> None:
+def test_layout_reshape_and_permute_as_torch(shape: list[int], data: st.DataObject) -> None:
     layout, value = Layout.identity(shape), numbered(shape)
     plain = value
     for _ in range(data.draw(st.integers(0, 4))):
@@ -52,7 +52,7 @@ def test_a_chain_of_relabellings_does_what_torch_does(shape: list[int], data: st
 
 
 @given(shape=shapes, data=st.data())
-def test_one_reshape_is_refused_only_where_the_axes_overlap(shape: list[int], data: st.DataObject) -> None:
+def test_layout_reshape_refused_where_axes_overlap(shape: list[int], data: st.DataObject) -> None:
     value = numbered(shape)
     wanted = data.draw(other_shapes(value.numel()))
     found = Layout.identity(shape).reshape(wanted)
@@ -69,7 +69,7 @@ def test_one_reshape_is_refused_only_where_the_axes_overlap(shape: list[int], da
     lead=st.lists(st.integers(0, 3), max_size=2),
     data=st.data(),
 )
-def test_axes_in_front_are_left_alone(shape: list[int], lead: list[int], data: st.DataObject) -> None:
+def test_layout_leading_axes(shape: list[int], lead: list[int], data: st.DataObject) -> None:
     dims = data.draw(st.permutations(range(len(shape))))
     layout = Layout.identity(shape).permute(dims)
     assert layout is not None
@@ -79,14 +79,14 @@ def test_axes_in_front_are_left_alone(shape: list[int], lead: list[int], data: s
     assert torch.equal(layout.invert(expected, shape, lead=len(lead)), value)
 
 
-def test_another_number_of_elements_is_refused() -> None:
+def test_layout_reshape_wrong_number_of_elements() -> None:
     assert Layout.identity((2, 3)).reshape((2, 2)) is None
     assert Layout.identity((4, 3)).reshape((3, 4)) is None
     assert Layout.identity((4, 3)).reshape((2, 6)) is not None
     assert Layout.identity((0, 3)).reshape((3, 0)) is None
 
 
-def test_the_identity_is_known_as_such() -> None:
+def test_layout_is_identity() -> None:
     swapped = Layout.identity((2, 3)).permute((1, 0))
     assert swapped is not None
     assert not swapped.is_identity
@@ -98,7 +98,7 @@ def test_the_identity_is_known_as_such() -> None:
 # -- Windows -------------------------------------------------------------------------------------------------
 
 
-def test_a_window_is_no_identity() -> None:
+def test_layout_window_is_not_identity() -> None:
     part = Layout.identity((2, 3)).embed(0, 1, 1, 4)
     assert not part.is_identity
     assert part.bare.is_identity
@@ -107,7 +107,7 @@ def test_a_window_is_no_identity() -> None:
 
 
 @given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3), data=st.data())
-def test_a_chain_with_windows_does_what_torch_does(shape: list[int], data: st.DataObject) -> None:
+def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
     layout, value = Layout.identity(shape), numbered(shape) + 1
     plain = value
     for _ in range(data.draw(st.integers(1, 5))):
@@ -141,7 +141,7 @@ def test_a_chain_with_windows_does_what_torch_does(shape: list[int], data: st.Da
 
 
 @given(data=st.data())
-def test_a_window_over_whole_axes_is_one_after_a_reshape(data: st.DataObject) -> None:
+def test_layout_reshape_of_window(data: st.DataObject) -> None:
     """Rows of a matrix stay a run of rows where the rows are put together, taken apart in equal parts, or
     their axis made one.
     """
@@ -153,7 +153,7 @@ def test_a_window_over_whole_axes_is_one_after_a_reshape(data: st.DataObject) ->
 
 
 @given(start=st.integers(0, 4), step=st.integers(1, 3), length=st.integers(1, 4), data=st.data())
-def test_the_places_of_a_run_in_another(start: int, step: int, length: int, data: st.DataObject) -> None:
+def test_layout_run_within_run(start: int, step: int, length: int, data: st.DataObject) -> None:
     run = Run(start, step, start + (length - 1) * step + 1 + data.draw(st.integers(0, 2)))
     first, other = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     count = data.draw(st.integers(0, 4))
@@ -171,9 +171,7 @@ def test_the_places_of_a_run_in_another(start: int, step: int, length: int, data
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
-def test_a_run_along_axes_put_together_is_runs_along_each_or_none(
-    sizes: list[int], data: st.DataObject
-) -> None:
+def test_layout_run_along_merged_axes(sizes: list[int], data: st.DataObject) -> None:
     whole = math.prod(sizes)
     start, step = data.draw(st.integers(0, whole - 1)), data.draw(st.integers(1, 4))
     length = data.draw(st.integers(1, (whole - 1 - start) // step + 1))

@@ -23,12 +23,12 @@ def _default_dtype() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_default_dtype")
-def test_the_code_of_the_page() -> None:
+def test_gradients_page_code() -> None:
     names = run(PAGE)
     assert len(names["square_norms"]) == 6
 
 
-def test_the_page_names_every_kind_of_term_and_every_query() -> None:
+def test_gradients_page_names_every_term_and_query() -> None:
     text = PAGE.read_text(encoding="utf-8")
     kinds = [
         name

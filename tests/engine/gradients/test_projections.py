@@ -120,9 +120,7 @@ class Everything(nn.Module):
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
 @pytest.mark.usefixtures("_blocks")
-def test_a_network_is_projected_by_the_written_out_matrix(
-    projection: Projection, device: torch.device
-) -> None:
+def test_projection_equals_materialised_matrix(projection: Projection, device: torch.device) -> None:
     model, tokens = Everything().to(device, torch.float64), torch.randint(11, (4, 3), device=device)
     loss = lambda output, target: (target * output).square().sum()
     target = torch.rand(4, dtype=torch.float64, device=device)
@@ -140,7 +138,7 @@ def test_a_network_is_projected_by_the_written_out_matrix(
         )
 
 
-def test_two_sides_act_on_the_factors_of_whatever_has_some() -> None:
+def test_projection_two_sided_acts_on_factors() -> None:
     product = Product(torch.randn(4, 2, 3, 6), torch.randn(4, 2, 3, 7))
     turned = Layout.identity((1, 6, 7)).permute([0, 2, 1])
     assert turned is not None
@@ -195,7 +193,7 @@ TERMS = st.one_of(dense(), product(), rows(), convolution(), masked(), multiples
 @pytest.mark.usefixtures("_blocks")
 @settings(max_examples=100)
 @given(pair=TERMS, projection=st.sampled_from(PROJECTIONS), data=st.data())
-def test_every_kind_of_term_in_every_layout(
+def test_projection_every_term_and_layout(
     pair: tuple[Term, Tensor], projection: Projection, data: st.DataObject
 ) -> None:
     term, value = pair
@@ -216,7 +214,7 @@ def window(layout: Layout, start: int, step: int) -> Layout:
     return layout.embed(len(layout.inner) - 1, start, step, start + step * layout.inner[-1] + 1)
 
 
-def test_terms_of_one_parameter_add_up_in_its_own_order() -> None:
+def test_projection_terms_of_one_parameter_add_up() -> None:
     left, right = torch.randn(3, 1, 2, 5, dtype=torch.float64), torch.randn(3, 1, 2, 7, dtype=torch.float64)
     upright = Layout.identity((1, 5, 7)).reshape((5, 7))
     turned = Layout.identity((1, 7, 5)).permute([0, 2, 1])
@@ -234,7 +232,7 @@ def test_terms_of_one_parameter_add_up_in_its_own_order() -> None:
         assert_close(twice, 2 * once)
 
 
-def test_no_samples_no_positions_no_entries_and_no_parameters() -> None:
+def test_projection_empty_inputs() -> None:
     for projection in PROJECTIONS:
         for term in (
             Product(torch.zeros(0, 1, 2, 3), torch.zeros(0, 1, 2, 4)),
@@ -251,7 +249,7 @@ def test_no_samples_no_positions_no_entries_and_no_parameters() -> None:
         assert len(gradients_of([Placed.plain(empty)], 2).select([]).project(projection)) == 2
 
 
-def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
+def test_projection_nonfinite_sample() -> None:
     index, places = torch.tensor([[0, 1], [1, 2], [1, 0]]), torch.randn(3, 2, 4)
     left, right = torch.randn(3, 1, 2, 5), torch.randn(3, 1, 2, 7)
     for term in (Product(left, right), Product(left[:, :, :1], right[:, :, :1]), Rows(index, places, 3)):
@@ -270,7 +268,7 @@ def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
-def test_rows_are_the_same_in_chunks_of_any_size(projection: Projection, device: torch.device) -> None:
+def test_projection_independent_of_chunks(projection: Projection, device: torch.device) -> None:
     model, tokens = Everything().to(device), torch.randint(11, (7, 3), device=device)
     model.mask = model.mask.float()
     target = torch.rand(7, device=device)
@@ -288,7 +286,7 @@ def test_rows_are_the_same_in_chunks_of_any_size(projection: Projection, device:
         assert_close(rows_by(chunk), whole.double().cpu(), 1e-5)
 
 
-def test_the_first_rows_of_a_dense_matrix_do_not_depend_on_how_many_there_are() -> None:
+def test_projection_dense_rows_independent_of_size() -> None:
     for kind in (Rademacher, Gaussian):
         few, many = matrix_of(kind(5)), matrix_of(kind(133))
         torch.testing.assert_close(few * math.sqrt(5), many[:5] * math.sqrt(133))
@@ -303,7 +301,7 @@ def matrix_of(projection: Projection, name: str = "p") -> Tensor:
     )
 
 
-def test_seeds_names_and_kinds_have_matrices_of_their_own() -> None:
+def test_projection_differs_by_seed_name_and_kind() -> None:
     found = [
         matrix_of(projection)
         for projection in (Rademacher(40), Rademacher(40, seed=1), Gaussian(40), Sparse(40), TwoSided(4, 10))
@@ -316,7 +314,7 @@ def test_seeds_names_and_kinds_have_matrices_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_projected_in_float32(dtype: torch.dtype) -> None:
+def test_projection_half_precision(dtype: torch.dtype) -> None:
     term = Product(torch.randn(3, 1, 20, 9).to(dtype), torch.randn(3, 1, 20, 8).to(dtype))
     exact = torch.einsum("ngta,ngtb->ngab", term.left.double(), term.right.double())
     for projection in PROJECTIONS:
@@ -414,7 +412,7 @@ VARIANCES = [
     VARIANCES,
     ids=lambda x: names_of(x) + x.per if isinstance(x, Projection) else "",
 )
-def test_inner_products_are_estimated_without_bias_and_with_the_variance_that_is_claimed(
+def test_projection_inner_products_unbiased_with_stated_variance(
     projection: Projection, variance: object
 ) -> None:
     found, exact = estimates(projection)
@@ -426,7 +424,7 @@ def test_inner_products_are_estimated_without_bias_and_with_the_variance_that_is
         assert errors_in_variance(found, 2 * claimed) > 4
 
 
-def test_entries_have_the_moments_of_their_distribution() -> None:
+def test_projection_moments_of_entries() -> None:
     places = torch.arange(1 << 14)
     for kind, fourth in (("rademacher", 1.0), ("gaussian", 3.0)):
         found = Entries(kind, 7, 64, torch.device("cpu")).at(places).double()  # type: ignore[arg-type]
@@ -439,7 +437,7 @@ def test_entries_have_the_moments_of_their_distribution() -> None:
             assert abs((flat[shift:] * flat[:-shift]).mean().item()) < 4 / math.sqrt(count - shift)
 
 
-def test_a_segment_fills_its_columns_and_both_ways_to_it_agree() -> None:
+def test_projection_segment_fills_its_columns() -> None:
     for size, count in ((1, 3), (6, 2), (64, 1), (100, 1)):
         orders = Orders(3, size, count)
         places, signs = orders.gathered(range(2, 5), torch.device("cpu"))
@@ -459,9 +457,7 @@ def test_a_segment_fills_its_columns_and_both_ways_to_it_agree() -> None:
     ("projection", "positions"),
     [(Rademacher(64), 1), (Sparse(4096), 1), (Sparse(4096), 3), (TwoSided(64, 64), 1), (TwoSided(64, 64), 3)],
 )
-def test_twenty_million_parameters_without_one_samples_gradient(
-    projection: Projection, positions: int
-) -> None:
+def test_projection_large_weight_memory(projection: Projection, positions: int) -> None:
     rows, columns, n = 4096, 5000, 4
     term = Product(torch.randn(n, 1, positions, rows), torch.randn(n, 1, positions, columns))
     gradients = PerSampleGradients({"p": DeferredGradient.of(term, (rows, columns))}, torch.zeros(n))
@@ -478,7 +474,7 @@ def test_twenty_million_parameters_without_one_samples_gradient(
     assert 0 < peak < one_sample / 3
 
 
-def test_rows_that_no_sample_looked_up_are_not_drawn() -> None:
+def test_projection_draws_used_rows_of_table_only() -> None:
     gradients = gradients_of(
         [Placed.plain(Rows(torch.tensor([[3, 10**9]]), torch.randn(1, 2, 4), 2 * 10**9))], 1
     )
@@ -489,7 +485,7 @@ def test_rows_that_no_sample_looked_up_are_not_drawn() -> None:
 # -- What they say of themselves -----------------------------------------------------------------------------
 
 
-def test_a_description_is_plain_and_makes_the_same_projection() -> None:
+def test_projection_description_round_trip() -> None:
     for projection in PROJECTIONS:
         again = projection_from(json.loads(json.dumps(projection.describe())))
         assert again == projection
@@ -500,13 +496,13 @@ def test_a_description_is_plain_and_makes_the_same_projection() -> None:
     )
 
 
-def test_a_vector_no_longer_than_a_two_sided_projection_loses_nothing() -> None:
+def test_projection_two_sided_short_vector_is_exact() -> None:
     vectors = torch.randn(5, 12, dtype=torch.float64)
     found = gradients_of([Placed.plain(Dense(vectors))], 5).project(TwoSided(3, 4))
     torch.testing.assert_close(found @ found.t(), vectors @ vectors.t())
 
 
-def test_columns_say_what_is_whose() -> None:
+def test_projection_columns_of_parameters() -> None:
     assert Sparse(8).columns(["a", "b"]) == {"a": slice(0, 8), "b": slice(0, 8)}
     assert TwoSided(2, 3).columns(["a", "b"]) == {"a": slice(0, 6), "b": slice(6, 12)}
 
@@ -538,14 +534,14 @@ def test_columns_say_what_is_whose() -> None:
         ),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(make: object, words: str) -> None:
+def test_projection_arguments_refused(make: object, words: str) -> None:
     assert callable(make)
     with pytest.raises(TransformArgumentError) as refused:
         make()
     assert str(refused.value).startswith(words)
 
 
-def test_the_written_out_matrices_are_what_they_are_called() -> None:
+def test_projection_oracle_matrices() -> None:
     """The oracle itself: columns of length one, as many non-zeros as asked for."""
     for projection in PROJECTIONS:
         written = matrix(projection, "p", (5, 4))

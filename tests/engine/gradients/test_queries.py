@@ -346,7 +346,7 @@ def assert_every_query(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(data=st.data(), n=counts, m=counts)
-def test_every_query_is_that_of_the_materialised_gradients(
+def test_queries_equal_those_of_materialised_gradients(
     kind: str, data: st.DataObject, n: int, m: int, device: torch.device
 ) -> None:
     drawn = data.draw(KINDS[kind]())
@@ -364,7 +364,7 @@ def small_gradients(n: int = 3, width: int = 4) -> PerSampleGradients:
     return deferred_gradients(model, loss, (randn(n, width),), torch.ones(n, dtype=torch.float64))
 
 
-def test_names_may_be_patterns() -> None:
+def test_select_by_pattern() -> None:
     grads = small_gradients()
     assert list(grads.select(["2.bias", "0.*"]).gradients) == ["2.bias", "0.weight", "0.bias"]
     assert list(grads.select("*.weight").gradients) == ["0.weight", "2.weight"]
@@ -373,14 +373,14 @@ def test_names_may_be_patterns() -> None:
 
 
 @pytest.mark.parametrize("name", ["0.weigth", "1.*"])
-def test_a_name_that_no_parameter_has(name: str) -> None:
+def test_select_unknown_name_refused(name: str) -> None:
     with pytest.raises(TransformError, match="select: no parameter of the name") as caught:
         small_gradients().select(["0.bias", name])
     assert ("did you mean 0.weight?" in str(caught.value)) == (name == "0.weigth")
     assert "0.bias" in str(caught.value)
 
 
-def test_sets_of_different_parameters_have_no_inner_products() -> None:
+def test_inner_products_of_different_parameters_refused() -> None:
     grads = small_gradients()
     with pytest.raises(TransformError, match=r"only one of the two sets has gradients of \['2.bias'\]"):
         grads.inner(grads.select(["0.*", "2.weight"]))
@@ -391,18 +391,18 @@ def test_sets_of_different_parameters_have_no_inner_products() -> None:
 
 
 @pytest.mark.parametrize("query", ["gram", "square_norms"])
-def test_per_what_is_not_known(query: str) -> None:
+def test_query_unknown_per_refused(query: str) -> None:
     with pytest.raises(ValueError, match="expected 'total', 'parameter' or 'module'"):
         getattr(small_gradients(), query)(per="layer")
 
 
-def test_parameters_may_come_in_another_order() -> None:
+def test_inner_products_parameters_in_another_order() -> None:
     grads, others = small_gradients(2), small_gradients(3)
     turned = PerSampleGradients(dict(reversed(others.gradients.items())), others.losses)
     torch.testing.assert_close(grads.inner(turned), grads.inner(others), rtol=1e-12, atol=0)
 
 
-def test_a_reduction_sees_bounded_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_reduce_in_bounded_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     from psgrad.engine.gradients import terms
 
     monkeypatch.setitem(terms.BLOCK_BYTES, device.type, 400)

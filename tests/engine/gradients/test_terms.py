@@ -23,6 +23,7 @@ from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
+    GroupedProduct,
     Hadamard,
     Multiples,
     Product,
@@ -59,6 +60,15 @@ def rows(draw: st.DrawFn) -> tuple[Term, Tensor]:
     n, t, count, b = draw(samples), draw(st.integers(1, 7)), draw(few), draw(few)
     index, values = torch.randint(count, (n, t)), torch.randn(n, t, b, dtype=torch.float64)
     return Rows(index, values, count), torch.einsum("ntc,ntb->ncb", F.one_hot(index, count).double(), values)
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    n, t, count, a, b = draw(samples), draw(st.integers(1, 9)), draw(few), draw(few), draw(few)
+    index = torch.randint(count, (n, t))
+    left, right = torch.randn(n, t, a, dtype=torch.float64), torch.randn(n, t, b, dtype=torch.float64)
+    value = torch.einsum("ntg,nta,ntb->ngab", F.one_hot(index, count).double(), left, right)
+    return GroupedProduct(index, left, right, count), value
 
 
 @st.composite
@@ -99,7 +109,7 @@ def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
 
 @st.composite
 def hadamard(draw: st.DrawFn) -> tuple[Term, Tensor]:
-    term, value = draw(st.one_of(product(), convolution()))
+    term, value = draw(st.one_of(product(), convolution(), grouped()))
     if isinstance(term, Product) and draw(st.booleans()):
         term = Product(term.left[:, :, :1], term.right[:, :, :1])
         value = term.materialise()
@@ -111,11 +121,11 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-EVERY_KIND = st.one_of(dense(), product(), rows(), convolution(), multiples(), hadamard())
+EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), multiples(), hadamard())
 
 
 @given(pair=EVERY_KIND, data=st.data())
-def test_samples_among_others(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+def test_term_spread_over_more_samples(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
     term, value = pair
     places = torch.tensor(data.draw(st.permutations(range(len(value) + 2)))[: len(value)], dtype=torch.int64)
     spread = term.among(places, len(value) + 2)
@@ -130,7 +140,9 @@ def test_samples_among_others(pair: tuple[Term, Tensor], data: st.DataObject) ->
 
 
 @given(pair=EVERY_KIND, data=st.data())
-def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+def test_term_queries_equal_those_of_materialised_value(
+    pair: tuple[Term, Tensor], data: st.DataObject
+) -> None:
     term, value = pair
     n, flat = len(value), value.reshape(len(value), math.prod(value.shape[1:]))
     assert term.shape == tuple(value.shape[1:])
@@ -153,14 +165,22 @@ def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor],
     ("positions", "way"),
     [(1, "outer product"), (2, "gram"), (2, "materialise"), (40, "gram"), (40, "materialise")],
 )
-def test_both_orders_of_contraction_give_the_same_norms(
-    positions: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_term_norms_in_both_orders(positions: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Product, "order", lambda term: way)
     term = Product(
         torch.randn(3, 2, positions, 6, dtype=torch.float64),
         torch.randn(3, 2, positions, 7, dtype=torch.float64),
     )
+    assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
+
+
+@pytest.mark.parametrize("way", ["gram", "materialise", "outer product"])
+@pytest.mark.parametrize("positions", [1, 5, 40])
+def test_orders_of_contraction_of_groups(positions: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupedProduct, "order", lambda term: way)
+    index = torch.randint(3, (4, positions)) * torch.tensor([[0], [1], [1], [1]])  # all in one group, too
+    left, right = (torch.randn(4, positions, size, dtype=torch.float64) for size in (90, 70))
+    term = GroupedProduct(index, left, right, 3)
     assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
 
 
@@ -212,12 +232,12 @@ RESTS = [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)]
 
 @pytest.mark.parametrize(("rest", "error"), RESTS)
 @pytest.mark.parametrize("positions", [2, 5, 100])
-def test_positions_that_nearly_cancel(positions: int, rest: float, error: float) -> None:
+def test_term_norms_cancelling_positions(positions: int, rest: float, error: float) -> None:
     assert_norms(Product(*cancelling(positions, rest)), error=error)
 
 
 @pytest.mark.parametrize(("rest", "error"), RESTS)
-def test_lookups_that_nearly_cancel(rest: float, error: float) -> None:
+def test_term_norms_cancelling_lookups(rest: float, error: float) -> None:
     index, found = torch.randint(4, (5, 6)), torch.randn(5, 6, 3)
     assert_norms(
         Rows(torch.cat([index, index], 1), torch.cat([found, -(1 + rest) * found], 1), 4), error=error
@@ -225,7 +245,7 @@ def test_lookups_that_nearly_cancel(rest: float, error: float) -> None:
 
 
 @pytest.mark.parametrize(("rest", "error"), RESTS)
-def test_a_convolution_whose_positions_nearly_cancel(rest: float, error: float) -> None:
+def test_term_norms_cancelling_positions_of_convolution(rest: float, error: float) -> None:
     x = torch.randn(4, 1, 3, 2, 2)
     g = torch.randn(4, 1, 64, 2, 2)
     term = Convolution(
@@ -238,7 +258,7 @@ def test_a_convolution_whose_positions_nearly_cancel(rest: float, error: float) 
 
 
 @pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
-def test_two_uses_of_a_tied_table_that_nearly_cancel(rest: float) -> None:
+def test_term_norms_cancelling_uses_of_a_tied_table(rest: float) -> None:
     index, found = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
     # The output head's product that takes back what was looked up, but for a share.
     left = -F.one_hot(index, 4).float().unsqueeze(1)
@@ -258,6 +278,7 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "outer products": (Product(g[:, :, :1], x[:, :, :1]),),
         "gram": (Product(g[:, :, :2], x[:, :, :2]),),
         "materialise": (Product(g, x),),
+        "grouped": (GroupedProduct(index, g[:, 0], x[:, 0], 4),),
         "rows": (Rows(index, g[:, 0], 4),),
         "row": (Rows(index[:, :1], g[:, 0, :1], 4),),
         "convolution": (
@@ -279,18 +300,18 @@ SHAPES = {"tied": (6, 4), "unlike": (4, 6), "weight norm": (4, 6)}
 
 @pytest.mark.parametrize("kind", kinds(1.0))
 @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-21, 1e-16, 1.0, 1e16, 1e25, 1e35])
-def test_squares_beyond_the_range_of_float32(kind: str, scale: float) -> None:
+def test_term_norms_squares_beyond_float32_range(kind: str, scale: float) -> None:
     assert_norms(*kinds(scale)[kind], shape=SHAPES.get(kind))
 
 
 @pytest.mark.parametrize("positions", [1, 2, 30])
 @pytest.mark.parametrize("scale", [1e-21, 1e-17, 1e21])
-def test_factors_beyond_that_range_whose_product_is_not(positions: int, scale: float) -> None:
+def test_term_norms_factors_beyond_float32_range(positions: int, scale: float) -> None:
     term = Product(scale * torch.randn(4, 1, positions, 8), torch.randn(4, 1, positions, 9) / scale * 1e-3)
     assert_norms(term)
 
 
-def test_zeros_stay_zero_and_what_is_not_finite_stays_so() -> None:
+def test_term_norms_zero_and_nonfinite() -> None:
     left, right = torch.randn(4, 1, 2, 3), torch.randn(4, 1, 2, 5)
     left[0], right[1, 0, 0, 0], left[2, 0, 1, 1] = 0, math.nan, math.inf
     norms = gradients_of(Product(left, right)).square_norms()
@@ -300,12 +321,12 @@ def test_zeros_stay_zero_and_what_is_not_finite_stays_so() -> None:
 
 
 @pytest.mark.parametrize("kind", kinds(1.0))
-def test_halves_are_summed_in_float32(kind: str) -> None:
+def test_term_norms_half_precision(kind: str) -> None:
     terms = tuple(term.at(slice(None), torch.bfloat16) for term in kinds(1.0)[kind])
     assert_norms(*terms, shape=SHAPES.get(kind), error=1e-5)
 
 
-def test_long_sums_of_halves_do_not_stall() -> None:
+def test_term_norms_long_half_precision_sums() -> None:
     # In bfloat16 a sum of ones ends at 256.
     ones = torch.ones(2, 1, 5000, 1, dtype=torch.bfloat16)
     for term in (
@@ -320,7 +341,7 @@ def test_long_sums_of_halves_do_not_stall() -> None:
         assert term.weighted_sum(weights).sum().item() == 10_000
 
 
-def test_millions_of_products_keep_their_digits() -> None:
+def test_term_norms_million_products_precision() -> None:
     value = torch.rand(1, 3_000_000)
     exact = value.double().square().sum()
     assert abs(sum_of_products(value, value).item() - exact.item()) / exact.item() < 1e-6
@@ -367,7 +388,7 @@ N = 2000
         "convolution of many positions",
     ],
 )
-def test_a_norm_never_writes_all_values_out(term: Callable[[], Term]) -> None:
+def test_term_norms_never_materialise_all_values(term: Callable[[], Term]) -> None:
     made = term()
     kept = max(factor.numel() for factor in made.factors)
     allowed = max(kept, 2 * (4 << 20) // 4)  # blocks of 4 MiB, and no more than a copy of the larger factor
@@ -375,7 +396,7 @@ def test_a_norm_never_writes_all_values_out(term: Callable[[], Term]) -> None:
     assert largest_of(made.square_norms) <= allowed
 
 
-def test_blocks_cover_every_sample_once() -> None:
+def test_term_blocks_cover_every_sample_once() -> None:
     for n, each in ((0, 10), (1, 1 << 40), (1000, 1 << 16), (7, 0)):
         covered = [sample for block in blocks(n, each, torch.device("cpu")) for sample in range(n)[block]]
         assert covered == list(range(n))
@@ -455,7 +476,7 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_a_weight_may_be_made_of_parameters(name: str, device: torch.device) -> None:
+def test_weight_computed_from_parameters(name: str, device: torch.device) -> None:
     forward, shapes = FORWARDS[name]
     if device.type != "cpu":
         pytest.skip("masks and indices of these forwards are on the CPU")
@@ -466,23 +487,23 @@ def test_a_weight_may_be_made_of_parameters(name: str, device: torch.device) -> 
     "name",
     [name for name in FORWARDS if "table" not in name and "convolution" not in name and "like" not in name],
 )
-def test_a_weight_may_be_made_of_parameters_at_every_position(name: str) -> None:
+def test_weight_computed_from_parameters_at_every_position(name: str) -> None:
     forward, shapes = FORWARDS[name]
     if name == "batched matrices":
         pytest.skip("its equation is for vectors")
     check_layer(Made(forward, *shapes), (randn(3, 5, 4),), torch.device("cpu"))
 
 
-def test_one_convolution_at_two_resolutions(device: torch.device) -> None:
+def test_weight_of_convolution_at_two_resolutions(device: torch.device) -> None:
     check_layer(Made(resized, (2, 1, 3, 3)), (randn(3, 6, 6),), device)
 
 
-def test_torchs_own_weight_norm(device: torch.device) -> None:
+def test_weight_norm_of_torch(device: torch.device) -> None:
     check_layer(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (randn(3, 4),), device)
     check_layer(nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2)), (randn(3, 4, 5),), device)
 
 
-def test_one_convolution_kernel_as_matrix_and_as_kernel(device: torch.device) -> None:
+def test_weight_as_matrix_and_as_convolution_kernel(device: torch.device) -> None:
     def forward(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(torch.tanh(F.conv2d(x.unsqueeze(1), w)).mean((2, 3)), w.view(3, 4).t())
 
@@ -490,7 +511,7 @@ def test_one_convolution_kernel_as_matrix_and_as_kernel(device: torch.device) ->
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_no_sample_and_a_single_one(n: int, device: torch.device) -> None:
+def test_per_sample_gradients_no_sample_and_one_sample(n: int, device: torch.device) -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(3, 2, 2), nn.Flatten(), nn.Linear(6, 2)).to(device)
     params = {name: p.detach() for name, p in model.named_parameters()}
 

@@ -64,7 +64,7 @@ def clipped(objective: Objective, inputs: Tensor, target: Tensor, **options: obj
 
 @pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
 @pytest.mark.parametrize("name", list(networks()))
-def test_clipped_sums_are_those_of_a_loop_over_samples(name: str, memory: float | None) -> None:
+def test_weighted_sum_clipped_equals_the_loop(name: str, memory: float | None) -> None:
     objective, inputs, target = objective_of(name)
     found = clipped(objective, inputs, target, memory=memory)
     assert found.recomputed == (memory is not None)
@@ -83,7 +83,7 @@ def test_clipped_sums_are_those_of_a_loop_over_samples(name: str, memory: float 
 
 @pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
 @pytest.mark.parametrize("name", list(networks()))
-def test_parameters_may_have_weights_of_their_own(name: str, memory: float | None) -> None:
+def test_weighted_sum_weights_by_parameter(name: str, memory: float | None) -> None:
     objective, inputs, target = objective_of(name)
 
     def each(norms: SquareNorms) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def test_parameters_may_have_weights_of_their_own(name: str, memory: float | Non
 
 
 @pytest.mark.parametrize("memory", [None, 0])
-def test_a_sample_of_weight_zero_adds_nothing_whatever_its_gradient(memory: float | None) -> None:
+def test_weighted_sum_weight_zero_of_nonfinite_sample(memory: float | None) -> None:
     objective, inputs, target = objective_of("cnn")
     spoilt = inputs.clone()
     spoilt[1] = math.inf
@@ -122,7 +122,7 @@ def test_a_sample_of_weight_zero_adds_nothing_whatever_its_gradient(memory: floa
 
 
 @pytest.mark.parametrize("memory", [None, 0])
-def test_where_all_are_spoilt_the_sum_is_zero(memory: float | None) -> None:
+def test_weighted_sum_all_samples_nonfinite(memory: float | None) -> None:
     objective, inputs, target = objective_of("mlp")
     found = clipped(
         objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)), memory=memory
@@ -130,7 +130,7 @@ def test_where_all_are_spoilt_the_sum_is_zero(memory: float | None) -> None:
     assert all(not value.any() for value in found.sums.values())
 
 
-def test_the_second_pass_draws_what_the_first_did() -> None:
+def test_weighted_sum_second_pass_same_draws() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double().train()
     objective = Objective(model, F.cross_entropy)
@@ -145,7 +145,7 @@ def test_the_second_pass_draws_what_the_first_did() -> None:
     assert torch.equal(*left)  # and leaves the generator where it was
 
 
-def test_samples_that_disagree_on_a_branch_are_split() -> None:
+def test_weighted_sum_branching_model() -> None:
     weight = {"w": torch.randn(3, dtype=torch.float64)}
     rows = torch.randn(6, 3, dtype=torch.float64)
 
@@ -161,7 +161,7 @@ def test_samples_that_disagree_on_a_branch_are_split() -> None:
 
 
 @pytest.mark.parametrize("memory", [None, 0])
-def test_a_branch_keeps_weights_with_their_samples_and_bad_samples_out(memory: float | None) -> None:
+def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) -> None:
     """Two branches, so that samples are split twice, and one sample that is no number."""
     params = {"w": torch.randn(3, dtype=torch.float64), "v": torch.randn((), dtype=torch.float64)}
     rows = torch.randn(9, 3, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_a_branch_keeps_weights_with_their_samples_and_bad_samples_out(memory: f
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_factors_that_do_not_fit_are_dropped_before_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weighted_sum_factors_beyond_memory_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     objective, inputs, target = objective_of("gpt")
     most = []
 
@@ -203,14 +203,14 @@ def test_factors_that_do_not_fit_are_dropped_before_the_pass_ends(monkeypatch: p
     assert most[-1] == 0
 
 
-def test_weights_of_another_shape_are_an_error_that_says_so() -> None:
+def test_weighted_sum_wrong_shape_of_weights_refused() -> None:
     objective, inputs, target = objective_of("mlp")
     with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(5, 1\) for 5 samples") as raised:
         clipped(objective, inputs, target, weights=lambda norms: clipping(norms)[:, None])
     assert "shape (5,)" in str(raised.value)
 
 
-def test_weights_of_other_parameters_are_an_error_that_names_them() -> None:
+def test_weighted_sum_weights_of_unknown_parameters_refused() -> None:
     objective, inputs, target = objective_of("mlp")
     name = next(iter(objective.params))
     with pytest.raises(
@@ -225,7 +225,7 @@ def test_weights_of_other_parameters_are_an_error_that_names_them() -> None:
         )
 
 
-def test_gradients_smaller_than_their_factors_are_written_out_and_their_factors_dropped() -> None:
+def test_weighted_sum_materialises_gradients_smaller_than_factors() -> None:
     """A convolution on large images, a layer over many positions; not a wide layer, nor a masked weight,
     whose mask is nobody's own.
     """

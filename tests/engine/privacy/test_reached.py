@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from psgrad.engine.execution.loading import RowBatch
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.own_generators import OwnGenerators
@@ -29,6 +28,7 @@ from psgrad.engine.privacy.reached import reached
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.errors import DataError
+from psgrad.ragged import Block
 
 Keeps = tuple[Callable[[], float], Callable[[], object], Any]
 """A number that is kept somewhere, a write of another one, and the object from which it is to be found."""
@@ -161,7 +161,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_reached_place_is_put_back(place: Callable[[], Keeps]) -> None:
+def test_reached_place_restored(place: Callable[[], Keeps]) -> None:
     read, write, root = place()
     model = nn.Linear(1, 1)
     model.kept = root
@@ -195,7 +195,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_reached_globals_of_another_module_are_put_back(package: Any) -> None:
+def test_reached_globals_of_another_module_restored(package: Any) -> None:
     with ModelState(package.write).held():
         package.write()
         assert package.kept.COUNT == 1.0
@@ -203,14 +203,14 @@ def test_reached_globals_of_another_module_are_put_back(package: Any) -> None:
     assert package.kept.KNOWN == []
 
 
-def test_reached_module_that_is_imported_meanwhile_stays_imported(package: Any) -> None:
+def test_reached_module_imported_meanwhile(package: Any) -> None:
     state = ModelState(package.imports)
     for _ in range(2):
         with state.held():
             assert package.imports() == 3
 
 
-def test_reached_globals_of_installed_packages_are_left_alone() -> None:
+def test_reached_globals_of_installed_packages_ignored() -> None:
     """What they make may be in other threads' hands: of a function of theirs nothing is followed but what it
     closes over.
     """
@@ -225,7 +225,7 @@ def test_reached_globals_of_installed_packages_are_left_alone() -> None:
     "alias",
     [lambda p: p.detach(), lambda p: p.detach().numpy(), lambda p: [p.data[1:]], lambda p: p.data.view(-1)],
 )
-def test_reached_alias_of_a_parameter_is_not_put_back(alias: Callable[[Any], Any]) -> None:
+def test_reached_alias_of_parameter_ignored(alias: Callable[[Any], Any]) -> None:
     """What the optimiser made of a parameter stays, also where the model has it under another name."""
     model = nn.Linear(3, 2)
     model.alias = alias(model.weight)
@@ -237,7 +237,7 @@ def test_reached_alias_of_a_parameter_is_not_put_back(alias: Callable[[Any], Any
     assert bool((model.weight == 7).all())
 
 
-def test_reached_tensor_beside_a_parameter_in_one_memory_is_put_back() -> None:
+def test_reached_tensor_sharing_memory_with_parameter_restored() -> None:
     memory = torch.zeros(6)
     model = nn.Module()
     model.weight, model.other = nn.Parameter(memory[:4]), memory[4:]
@@ -264,7 +264,7 @@ def drawn(generator: Any) -> float:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_own_generators_are_seeded_and_compared(name: str) -> None:
+def test_own_generators_seeded_and_compared(name: str) -> None:
     first, second = MADE[name](), MADE[name]()
     own = OwnGenerators([first, {"second": second}])
     assert len(own) == 2
@@ -286,7 +286,7 @@ def test_own_generators_are_seeded_and_compared(name: str) -> None:
 RNG = np.random.default_rng(0)
 
 
-def test_own_generators_are_found_wherever_code_keeps_them() -> None:
+def test_own_generators_found() -> None:
     local, default = random.Random(1), random.Random(2)
 
     class Rows(TensorDataset):
@@ -303,22 +303,20 @@ def test_own_generators_are_found_wherever_code_keeps_them() -> None:
     assert {id(value) for value in found} == {id(value) for value in (RNG, local, default, rows.kept)}
 
 
-def test_own_generators_are_not_sought_among_many_rows() -> None:
+def test_own_generators_not_searched_in_datasets() -> None:
     assert len(OwnGenerators({"rows": [random.Random(0)] * 20_000, "rng": random.Random(1)})) == 1
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("name", MADE)
-def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: str, augmented: bool) -> None:
+def test_own_generators_reading_by_record_and_step(name: str, augmented: bool) -> None:
     """A dataset or an augmentation with a generator of its own, whose seed is in its code."""
     generator = MADE[name]()
     x = torch.arange(6.0)[:, None]
 
-    def take(rows: np.ndarray) -> RowBatch:
+    def take(rows: np.ndarray) -> Block:
         found = x[torch.from_numpy(rows)]
-        return RowBatch(
-            (found if augmented else torch.stack([row + drawn(generator) for row in found]),), None
-        )
+        return Block((found if augmented else torch.stack([row + drawn(generator) for row in found]),), None)
 
     def augment(row: torch.Tensor) -> torch.Tensor:
         return row + drawn(generator)
@@ -346,11 +344,11 @@ def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: st
     reader.require_memoryless(range(6))
 
 
-def test_records_that_change_when_they_are_read_again_are_refused() -> None:
+def test_own_generators_changing_records_refused() -> None:
     reads = itertools.count()
 
-    def take(rows: np.ndarray) -> RowBatch:
-        return RowBatch((torch.tensor([[float(next(reads))] for _ in rows]),), None)
+    def take(rows: np.ndarray) -> Block:
+        return Block((torch.tensor([[float(next(reads))] for _ in rows]),), None)
 
     with pytest.raises(
         DataError,
@@ -358,5 +356,5 @@ def test_records_that_change_when_they_are_read_again_are_refused() -> None:
     ):
         RecordReader(Records.of_rows(4), take).require_memoryless(range(4))
     RecordReader(
-        Records.of_rows(4), lambda rows: RowBatch((torch.full((len(rows), 1), torch.nan),), None)
+        Records.of_rows(4), lambda rows: Block((torch.full((len(rows), 1), torch.nan),), None)
     ).require_memoryless(range(4))

@@ -204,12 +204,15 @@ F.pairwise_distance(x, x * 2).view(-1)
 # Writes into these are refused by name where derivatives are followed: several elements of a view at one
 # place, or no derivative.
 REFUSED = {
-    "x.unfold(0, 2, 1)",
     "x.expand(2, 3)[0]",
     "x.detach()",
     "x.expand(3, -1, -1, -1)[1]",
     "x.expand(3, -1, -1, -1).reshape(3, 16)[2]",
 }
+
+# Writes into these are refused by name everywhere: what several writes to one place leave there goes by their
+# order.
+OVERLAPPING = {"x.unfold(0, 2, 1)"}
 
 Program = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -339,6 +342,10 @@ def test_vmap_write_into_result_or_argument(samples: tuple[Tensor, Tensor], text
         expected = values_by_loop(program, xs, s)
         if expected is None:
             continue
+        if program.func is into_the_results and text in OVERLAPPING:
+            with pytest.raises(TransformError, match="one place in memory for several elements"):
+                vmap(program)(xs, s)
+            continue
         assert same(vmap(program)(xs, s), expected)
         shared = xs[:1].expand_as(xs)
         assert same(vmap(program, in_dims=(None, 0))(xs[0], s), values_by_loop(program, shared, s)), (
@@ -354,7 +361,7 @@ def test_derivatives_write_into_result_or_argument(samples: tuple[Tensor, Tensor
     xs, s = samples
     for program in programs(text):
         expected = gradients_by_loop(program, xs, s)
-        if expected is None:
+        if expected is None or (program.func is into_the_results and text in OVERLAPPING):
             continue
         assert same(by_autograd_of_vmap(program, xs, s), expected)
         along = (
@@ -411,7 +418,7 @@ def test_vmap_instance_norm_running_statistics(mapped: str) -> None:
         torch.testing.assert_close(some, others)
 
 
-def test_vmap_native_batch_norm_of_values_that_samples_share() -> None:
+def test_vmap_native_batch_norm_shared_input() -> None:
     set_seed(0)
     x, s = torch.randn(4, 3, 2), torch.randn(SAMPLES)
 
@@ -426,12 +433,16 @@ def test_vmap_native_batch_norm_of_values_that_samples_share() -> None:
         torch.testing.assert_close(some, others)
 
 
-def test_autograd_of_vmap_embedding_scaled_by_frequency_is_refused() -> None:
+def test_vmap_outer_autograd_embedding_scale_grad_by_freq_refused() -> None:
     """The caller's autograd would count the tokens of all samples together."""
     table = torch.randn(5, 2, requires_grad=True)
     with pytest.raises(TransformError, match="scale_grad_by_freq"):
         vmap(lambda tokens: F.embedding(tokens, table, scale_grad_by_freq=True))(
             torch.tensor([[1, 1], [1, 2]])
+        )
+    with pytest.raises(TransformError, match="scale_grad_by_freq"):
+        vmap(lambda table: F.embedding(torch.tensor([1, 1]), table, scale_grad_by_freq=True))(
+            table.expand(2, 5, 2)
         )
     found = vmap(lambda tokens: F.embedding(tokens, table.detach(), scale_grad_by_freq=True))(
         torch.tensor([[1, 1], [1, 2]])
@@ -439,7 +450,7 @@ def test_autograd_of_vmap_embedding_scaled_by_frequency_is_refused() -> None:
     assert torch.equal(found, table.detach()[torch.tensor([[1, 1], [1, 2]])])
 
 
-def test_masked_scatter_of_an_empty_source_whose_mask_is_true_somewhere_is_an_error() -> None:
+def test_masked_scatter_empty_source_refused() -> None:
     x = torch.randn(SAMPLES, 3)
     with pytest.raises((IndexError, RuntimeError)):
         vmap(lambda x: x.masked_scatter(torch.tensor([False, True, False]), x[:0]))(x)

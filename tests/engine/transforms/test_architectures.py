@@ -106,7 +106,7 @@ class Case:
 
 @each_architecture
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_gradients_equal_the_loop(
+def test_architecture_gradients_equal_the_loop(
     architecture: Architecture, dtype: torch.dtype, device: torch.device
 ) -> None:
     case = Case.of(architecture, 5, dtype, device)
@@ -137,9 +137,7 @@ def test_gradients_equal_the_loop(
 
 
 @each_architecture
-def test_an_ensemble_has_the_gradients_of_each_member(
-    architecture: Architecture, device: torch.device
-) -> None:
+def test_ensemble_gradients_equal_each_member(architecture: Architecture, device: torch.device) -> None:
     """Two levels of samples: members with weights of their own, and for each of them the samples of a
     batch.
     """
@@ -184,7 +182,9 @@ HIDES_FROM_REVERSE_MODE = {"deep-equilibrium"}
     [architecture for architecture in ARCHITECTURES if architecture.name not in WITHOUT_SECOND_DERIVATIVE],
     ids=lambda architecture: architecture.name,
 )
-def test_tangents_and_second_derivatives(architecture: Architecture, device: torch.device) -> None:
+def test_architecture_tangents_and_second_derivatives(
+    architecture: Architecture, device: torch.device
+) -> None:
     """Along one direction: the loss's tangent, and the gradient's, by forward and by reverse mode over
     reverse mode.
     """
@@ -226,7 +226,7 @@ def test_tangents_and_second_derivatives(architecture: Architecture, device: tor
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_SECOND_DERIVATIVE))
-def test_a_second_derivative_that_is_not_known_is_refused(name: str, device: torch.device) -> None:
+def test_architecture_unknown_second_derivative_refused(name: str, device: torch.device) -> None:
     (architecture,) = (architecture for architecture in ARCHITECTURES if architecture.name == name)
     case = Case.of(architecture, 1, torch.float32, device)
     params = case.objective.params
@@ -234,7 +234,7 @@ def test_a_second_derivative_that_is_not_known_is_refused(name: str, device: tor
         vjp(grad(case.loss_of_first), params)[1](params)
 
 
-def test_each_sample_may_draw_for_itself(device: torch.device) -> None:
+def test_vmap_randomness_different_variational_autoencoder(device: torch.device) -> None:
     """With randomness='different', the noise of a variational autoencoder is one native draw with an axis of
     samples.
     """
@@ -280,7 +280,7 @@ def calls_for(architecture: Architecture, samples: int, device: torch.device) ->
 
 
 @each_architecture
-def test_as_many_kernels_run_for_two_samples_as_for_five(
+def test_architecture_kernel_count_independent_of_samples(
     architecture: Architecture, device: torch.device
 ) -> None:
     calls = calls_for(architecture, 2, device)
@@ -301,14 +301,14 @@ class SampleBySample(nn.Module):
         return self.layer(x)
 
 
-def test_the_count_would_show_a_loop(device: torch.device) -> None:
+def test_architecture_kernel_count_shows_a_loop(device: torch.device) -> None:
     looping = Architecture(
         "loop", SampleBySample, lambda n: (torch.randn(n, 3), torch.zeros(n, dtype=torch.int64))
     )
     assert [calls_for(looping, samples, device)["aten::sin"] for samples in (2, 5)] == [2, 5]
 
 
-def test_there_are_as_many_architectures_as_promised() -> None:
+def test_architecture_count() -> None:
     names = [architecture.name for architecture in ARCHITECTURES]
     assert len(set(names)) == len(names)
     assert len([name for name in names if not name.startswith("mlp-")]) >= 40

@@ -132,14 +132,14 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_rules_are_used_in_every_nest(kind: str, nest: str) -> None:
+def test_autograd_function_rules_in_every_nest(kind: str, nest: str) -> None:
     agree(NESTS[nest](transforms, KINDS[kind]), NESTS[nest](torch.func, plain), 3.0)
 
 
 apply_tripled = Tripled.apply
 
 
-def test_one_that_was_bound_before_any_transform() -> None:
+def test_autograd_function_bound_before_transform_refused() -> None:
     """PyTorch 2.14 calls it from C, where nothing can be in between: refused, as a gradient of its own would
     be wrong.
     """
@@ -162,12 +162,12 @@ FIRST_ORDER = [
 
 
 @pytest.mark.parametrize("nest", FIRST_ORDER)
-def test_a_vmap_of_its_own_and_a_forward_in_numpy(nest: str) -> None:
+def test_autograd_function_own_vmap_numpy_forward(nest: str) -> None:
     agree(NESTS[nest](transforms, lambda x, y: InNumpy.apply(x, y)[0]), NESTS[nest](torch.func, plain), 3.0)
     assert len(FIRST_ORDER) > 10
 
 
-def test_values_and_other_results() -> None:
+def test_autograd_function_values_and_other_results() -> None:
     value, sign, word = grad(lambda x: (x.sum(), Tripled.apply(x, Y)), has_aux=True)(X[0])[1]
     agree((value, sign), (plain(X[0], Y), X[0].sign()))
     assert word == "unused"
@@ -175,7 +175,7 @@ def test_values_and_other_results() -> None:
     agree(grad(lambda x: Tripled.apply(x, Y)[1].sum())(X[0]), torch.zeros(3))
 
 
-def test_outside_of_transforms_it_is_pytorchs() -> None:
+def test_autograd_function_outside_transforms() -> None:
     leaf = X[0].clone().requires_grad_()
     assert type(apply_tripled(leaf, Y)[0].grad_fn).__name__ == "TripledBackward"
     expected = 3 * slopes(X[0], Y)[0] * WEIGHTS
@@ -198,7 +198,7 @@ def test_outside_of_transforms_it_is_pytorchs() -> None:
     agree(results[0], expected)
 
 
-def test_pytorchs_autograd_differentiates_what_comes_out() -> None:
+def test_autograd_function_outer_autograd() -> None:
     leaf = X[0].clone().requires_grad_()
     apply = KINDS["backward"]
     batched = vmap(apply, (0, None))(leaf[None], Y)
@@ -216,7 +216,7 @@ def test_pytorchs_autograd_differentiates_what_comes_out() -> None:
     )
 
 
-def test_gradients_that_are_not_asked_for() -> None:
+def test_autograd_function_needs_input_grad() -> None:
     wanted: list[Any] = []
 
     class Asks(torch.autograd.Function):
@@ -242,7 +242,7 @@ def test_gradients_that_are_not_asked_for() -> None:
     assert wanted[1] == ((False, True, False), False, True)
 
 
-def test_gradients_that_were_broadcast_are_summed_as_pytorch_does() -> None:
+def test_autograd_function_broadcast_gradients_are_summed() -> None:
     class Times(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor, scale: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ class Once(torch.autograd.Function):
         return g * x.cos()
 
 
-def test_once_differentiable_means_once() -> None:
+def test_autograd_function_once_differentiable() -> None:
     def f(x: Tensor) -> Tensor:
         return Once.apply(x).sum()
 
@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("nest", ["grad", "vmap(grad)", "grad(vmap)"])
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_is_refused_is_named(refused: str, nest: str) -> None:
+def test_autograd_function_refused(refused: str, nest: str) -> None:
     methods, words = REFUSED[refused]
     kind = function(**methods)
     with pytest.raises(TransformError, match=words) as caught:
@@ -348,7 +348,7 @@ def test_what_is_refused_is_named(refused: str, nest: str) -> None:
     assert refused.startswith("a write") or "Given" in str(caught.value)
 
 
-def test_closing_over_what_is_differentiated_is_refused() -> None:
+def test_autograd_function_closure_over_differentiated_value_refused() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return function(forward=lambda x: x * y, backward=lambda ctx, g: g * y).apply(x).sum()
 
@@ -365,7 +365,7 @@ def test_closing_over_what_is_differentiated_is_refused() -> None:
             program()
 
 
-def test_a_wrong_vmap_is_named() -> None:
+def test_autograd_function_wrong_vmap_refused() -> None:
     for result, words in (
         (lambda x: x, "vmap returned a Tensor"),
         (lambda x: ((x, x), (0,)), "2 outputs and 1 out_dims"),
@@ -375,7 +375,7 @@ def test_a_wrong_vmap_is_named() -> None:
             vmap(lambda x, kind=kind: kind.apply(x))(X)
 
 
-def test_one_that_shares_its_result() -> None:
+def test_autograd_function_returns_its_argument() -> None:
     identity = function(forward=lambda x: x, backward=lambda ctx, g: -g)
     agree(vmap(grad(lambda x: (identity.apply(x) * Y).sum()))(X), -Y.expand(4, 3))
     shared = function(

@@ -80,7 +80,7 @@ def modes(tf: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Ten
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
-def test_modes_differ_by_the_listed_convention_as_those_of_torch_func_do(name: str) -> None:
+def test_forward_and_reverse_mode_conventions_as_torch_func(name: str) -> None:
     function, shape = CONVENTIONS[name]
     x = torch.arange(1.0, 1 + math.prod(shape), dtype=torch.float64).reshape(shape)
     pushed, pulled = modes(transforms, function, x)
@@ -89,7 +89,7 @@ def test_modes_differ_by_the_listed_convention_as_those_of_torch_func_do(name: s
     torch.testing.assert_close((pushed, pulled), theirs)
 
 
-def test_the_page_lists_the_conventions() -> None:
+def test_page_lists_forward_and_reverse_conventions() -> None:
     listed = [
         line.split("|")[1].strip()
         for line in PAGE.read_text(encoding="utf-8").splitlines()
@@ -104,17 +104,17 @@ def test_the_page_lists_the_conventions() -> None:
 
 
 @pytest.mark.parametrize("name", ["sin", "mm", "cumsum", "nn.functional.layer_norm", "fft.rfft"])
-def test_forward_mode_is_the_transpose_of_reverse_mode(name: str) -> None:
+def test_forward_mode_transpose_of_reverse_mode(name: str) -> None:
     assert differing([name]) == {}
 
 
 @pytest.mark.sweep
-def test_forward_mode_is_the_transpose_of_reverse_mode_for_all_operators() -> None:
+def test_forward_mode_transpose_of_reverse_mode_all_operators() -> None:
     names = [name for name in entries() if name not in UNJUDGED and name not in ROUNDED.split()]
     assert set(differing(names)) == set(ENTRIES.split())
 
 
-def test_a_jvp_that_is_no_transpose_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_mode_checker_notices_wrong_jvp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         derivatives, "jvp", lambda *args, **keywords: (*_doubled(transforms.jvp(*args, **keywords)),)
     )

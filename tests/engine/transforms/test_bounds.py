@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_on_the_bound(name: str) -> None:
+def test_derivative_on_the_bound_of_a_piece(name: str) -> None:
     function = FUNCTIONS[name]
     leaf = X.clone().requires_grad_()
     expected = torch.autograd.grad(function(leaf).sum(), leaf)[0]

@@ -88,7 +88,7 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_values_and_gradients_equal_the_loop(function: Callable[[Tensor], Tensor]) -> None:
+def test_vmap_branch_equals_the_loop(function: Callable[[Tensor], Tensor]) -> None:
     def number(x: Tensor) -> Tensor:
         return function(x).square().sum()
 
@@ -125,7 +125,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])
-def test_per_sample_gradients_of_a_model_that_branches(randomness: str) -> None:
+def test_per_sample_gradients_branching_model(randomness: str) -> None:
     model = Gated().double()
     params = dict(model.named_parameters())
 
@@ -152,7 +152,7 @@ def test_per_sample_gradients_of_a_model_that_branches(randomness: str) -> None:
 
 
 @pytest.mark.parametrize("use", ["behind a function", "times a constant"])
-def test_per_sample_gradients_infinite_on_one_side_of_a_branch(use: str) -> None:
+def test_per_sample_gradients_branch_infinite_on_one_side(use: str) -> None:
     """What samples of one outcome share may be infinite; the others have nothing to do with it."""
     weight = torch.tensor([[0.0, 2.0, 0.5, 1.5], [1.0, 0.3, 0.7, 0.0]], dtype=torch.float64)
     constant = torch.where(weight == 0, torch.inf, weight)
@@ -179,7 +179,7 @@ def test_per_sample_gradients_infinite_on_one_side_of_a_branch(use: str) -> None
     assert found.square_norms().isfinite().tolist() == finite
 
 
-def test_one_draw_for_all_outcomes() -> None:
+def test_vmap_branch_randomness_same() -> None:
     def noisy(x: Tensor) -> Tensor:
         noise = torch.randn(4, dtype=x.dtype)
         return x + noise if x.sum() > 0 else x - noise
@@ -191,7 +191,7 @@ def test_one_draw_for_all_outcomes() -> None:
     assert torch.equal(vmap(noisy, randomness="same")(BATCH), expected)
 
 
-def test_a_real_number_that_differs_is_refused() -> None:
+def test_vmap_item_of_real_number_refused() -> None:
     with pytest.raises(
         TransformError, match="item is not possible on a value that differs between samples"
     ) as caught:
@@ -202,7 +202,7 @@ def test_a_real_number_that_differs_is_refused() -> None:
     )
 
 
-def test_branches_that_return_different_shapes_are_refused() -> None:
+def test_vmap_branch_different_shapes_refused() -> None:
     with pytest.raises(TransformError, match="returns tensors of shapes"):
         vmap(lambda x: x[: int((x > 0).sum())])(BATCH)
     with pytest.raises(TransformError, match="returns tensors of shapes"):
@@ -213,7 +213,7 @@ def test_branches_that_return_different_shapes_are_refused() -> None:
         vmap(lambda x: (x, 1 if x.sum() > 0 else 2), out_dims=(0, None))(BATCH)
 
 
-def test_a_write_before_the_branch_is_refused() -> None:
+def test_vmap_branch_after_write_refused() -> None:
     def writes(x: Tensor) -> Tensor:
         x.mul_(2)
         return a_choice(x)
@@ -222,7 +222,7 @@ def test_a_write_before_the_branch_is_refused() -> None:
         vmap(writes)(BATCH.clone())
 
 
-def test_the_users_own_error_handling_is_passed_by() -> None:
+def test_vmap_branch_inside_try_except() -> None:
     def careful(x: Tensor) -> Tensor:
         try:
             return a_choice(x)
@@ -232,11 +232,11 @@ def test_the_users_own_error_handling_is_passed_by() -> None:
     assert torch.equal(vmap(careful)(BATCH), torch.stack([a_choice(x) for x in BATCH]))
 
 
-def test_as_many_places_in_each_sample() -> None:
+def test_vmap_boolean_mask_equal_counts() -> None:
     rows = torch.tensor([[1.0, -1, 2, -2], [-3, 4, 5, -1]])
     assert torch.equal(vmap(lambda x: x[x > 0])(rows), torch.tensor([[1.0, 2], [4, 5]]))
     assert torch.equal(vmap(lambda x: x.relu().nonzero())(rows), torch.tensor([[[0], [2]], [[1], [2]]]))
 
 
-def test_no_samples() -> None:
+def test_vmap_branch_no_samples() -> None:
     assert vmap(lambda x: x * 2 if x.sum() > 0 else x * 3)(BATCH[:0]).shape == (0, 4)

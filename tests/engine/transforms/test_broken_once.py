@@ -48,7 +48,7 @@ STEEP: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", STEEP)
-def test_what_is_masked_out_stays_out(name: str) -> None:
+def test_gradient_of_masked_infinite_derivative(name: str) -> None:
     function = STEEP[name]
     torch.testing.assert_close(
         vmap(grad(function))(X), gradients_by_loop(function, X)[0], rtol=1e-7, atol=1e-12, equal_nan=True
@@ -58,7 +58,7 @@ def test_what_is_masked_out_stays_out(name: str) -> None:
 @pytest.mark.parametrize(
     "transform", [lambda f: grad(f)(W), lambda f: jvp(f, (W,), (W,)), lambda f: vmap(grad(f))(X)]
 )
-def test_class_weights_of_a_likelihood_have_no_derivative(transform: Callable[..., Any]) -> None:
+def test_nll_loss_class_weights_have_no_derivative(transform: Callable[..., Any]) -> None:
     """PyTorch has none; it was taken for zero."""
     with pytest.raises(UnsupportedOperatorError, match="in its argument 'weight'"):
         transform(lambda w: F.cross_entropy(X, torch.tensor([0, 1, 2]), weight=w))
@@ -68,7 +68,7 @@ def test_class_weights_of_a_likelihood_have_no_derivative(transform: Callable[..
 
 
 @pytest.mark.parametrize("derivative", [jacrev, jacfwd])
-def test_a_jacobian_of_a_number_in_a_number(derivative: Callable[..., Callable[..., Tensor]]) -> None:
+def test_jacobian_of_scalar_in_scalar(derivative: Callable[..., Callable[..., Tensor]]) -> None:
     x = torch.tensor(2.0, dtype=torch.float64)
     assert derivative(lambda x: x**3)(x) == 12
     assert torch.equal(vmap(hessian(lambda x: x**3))(X[0]), 6 * X[0])
@@ -130,12 +130,12 @@ def result_written(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_late_write_is_noticed(name: str) -> None:
+def test_vjp_write_before_backward_pass_refused(name: str) -> None:
     with pytest.raises(TransformError, match="was changed in place before vjp_fn was called"):
         LATE[name]()
 
 
-def test_a_write_to_what_is_not_needed_goes_by() -> None:
+def test_vjp_write_to_unneeded_value() -> None:
     x, w = X[0].clone(), W.clone()
     out, back = vjp(lambda x: (x * w).sum(0, keepdim=True).view(1, 1), x)
     out.add_(1)
@@ -169,7 +169,7 @@ def suppressing(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [catching, suppressing])
-def test_a_branch_is_split_though_the_function_catches_everything(
+def test_vmap_branch_inside_bare_except(
     function: Callable[[Tensor], Tensor],
 ) -> None:
     expected = gradients_by_loop(function, X)[0]
@@ -272,14 +272,14 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize(
     "transform", [lambda f: grad(f)(X[0]), lambda f: vmap(grad(f))(X), lambda f: jvp(f, (X[0],), (X[1],))]
 )
-def test_autograd_inside_is_refused(name: str, transform: Callable[..., Any]) -> None:
+def test_autograd_inside_transform_refused(name: str, transform: Callable[..., Any]) -> None:
     function, words = INSIDE[name]
     with pytest.raises(TransformError, match=words) as caught:
         transform(function)
     assert "test_broken_once.py:" in caught.value.arrived
 
 
-def test_hooks_of_a_module_that_is_not_differentiated_are_left_alone() -> None:
+def test_backward_hook_of_frozen_module() -> None:
     layer = nn.Linear(3, 2).double().requires_grad_(False)
     layer.register_full_backward_hook(lambda module, inwards, outwards: None)
     torch.testing.assert_close(vmap(layer)(X), layer(X))
@@ -300,12 +300,12 @@ def in_forward_mode(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_inside_torchs_transforms_ours_are_refused(name: str) -> None:
+def test_transform_inside_torch_func_refused(name: str) -> None:
     with pytest.raises(TransformError, match=r"inside one of torch\.func.*test_broken_once\.py:"):
         OUTSIDE[name]()
 
 
-def test_torchs_transforms_work_inside_ours() -> None:
+def test_torch_func_inside_transform() -> None:
     torch.testing.assert_close(vmap(lambda x: torch.func.grad(lambda y: (y**3).sum())(x))(X), 3 * X**2)
     torch.testing.assert_close(grad(lambda x: torch.func.vmap(lambda y: (y**3).sum())(x).sum())(X), 3 * X**2)
 
@@ -377,7 +377,7 @@ LOOKED_ON: dict[str, Callable[[Tensor], Tensor]] = {
         lambda f: lambda x: hessian(f)(x),
     ],
 )
-def test_differentiated_from_outside_as_from_inside(
+def test_outer_autograd_equals_inner_grad(
     name: str, transform: Callable[..., Callable[[Tensor], Tensor]]
 ) -> None:
     function = transform(lambda x: LOOKED_ON[name](x).sin().sum())
@@ -388,7 +388,7 @@ def test_differentiated_from_outside_as_from_inside(
     )
 
 
-def test_attention_differentiated_again_by_the_callers_autograd() -> None:
+def test_outer_autograd_of_attention_gradient() -> None:
     leaf = MATRIX.clone().requires_grad_()
 
     def by_products(x: Tensor) -> Tensor:

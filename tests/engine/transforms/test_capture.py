@@ -83,7 +83,7 @@ def detached(model):
 @pytest.mark.parametrize(
     ("model", "shape"), [(perceptron(), (6,)), (convolutional(), (1, 8, 8))], ids=["mlp", "cnn"]
 )
-def test_a_replay_is_the_function(model, shape):
+def test_capture_replay_equals_the_function(model, shape):
     function = Counted(per_sample(model))
     captured = capture(function, detached(model), *batch(*shape))
     assert function.calls == TO_RECORD
@@ -93,7 +93,7 @@ def test_a_replay_is_the_function(model, shape):
     assert function.calls == TO_RECORD
 
 
-def test_steps_of_an_optimiser_are_seen():
+def test_capture_reads_updated_parameters():
     model = perceptron()
     parameters = detached(model)
     captured = capture(per_sample(model))
@@ -104,7 +104,7 @@ def test_steps_of_an_optimiser_are_seen():
             parameter.mul_(0.9)
 
 
-def test_random_operators_draw_anew():
+def test_capture_random_operators_draw_anew():
     model = perceptron(dropout=0.5)
     x, y = batch(6)
     eager = per_sample(model, randomness="different")
@@ -118,13 +118,13 @@ def test_random_operators_draw_anew():
     assert not torch.equal(replayed[0][1], replayed[1][1])
 
 
-def test_recording_draws_nothing():
+def test_capture_leaves_random_state():
     before = torch.get_rng_state()
     capture(lambda x: x + torch.rand(3), torch.ones(3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_unused_draw_is_drawn():
+def test_capture_keeps_unused_draw():
     def function(x):
         torch.rand(3)
         return x + torch.rand(3)
@@ -139,7 +139,7 @@ def test_an_unused_draw_is_drawn():
 # -- signatures ----------------------------------------------------------------------------------------------
 
 
-def test_other_shapes_types_and_numbers_are_recorded_too():
+def test_capture_per_shape_dtype_and_number():
     function = Counted(lambda x, power, name=None: (x**power).sum(0) + (1 if name == "one" else 0))
     captured = capture(function)
     x = torch.rand(3, 2)
@@ -151,7 +151,7 @@ def test_other_shapes_types_and_numbers_are_recorded_too():
     assert function.calls == 7 * TO_RECORD
 
 
-def test_zero_has_two_signs_and_nan_is_itself():
+def test_capture_signature_signed_zero_and_nan():
     function = Counted(lambda x, y: torch.copysign(x, torch.tensor(y)))
     captured = capture(function)
     x = torch.ones(2)
@@ -161,14 +161,14 @@ def test_zero_has_two_signs_and_nan_is_itself():
     assert function.calls == 3 * TO_RECORD
 
 
-def test_one_tensor_twice_is_another_signature():
+def test_capture_signature_same_tensor_twice():
     captured = capture(lambda a, b: a + 1 if a is b else a * b)
     x = torch.full((2,), 3.0)
     same(captured(x, x.clone()), x * x)
     same(captured(x, x), x + 1)
 
 
-def test_past_eight_signatures_calls_run_as_they_are():
+def test_capture_more_than_eight_signatures():
     function = Counted(lambda x: x * 2)
     captured = capture(function)
     for n in range(8):
@@ -180,7 +180,7 @@ def test_past_eight_signatures_calls_run_as_they_are():
     assert function.calls == 8 * TO_RECORD + 2
 
 
-def test_modes_are_part_of_the_signature():
+def test_capture_signature_grad_mode():
     captured = capture(lambda x: x + (1 if torch.is_grad_enabled() else 2))
     x = torch.zeros(2)
     same(captured(x), x + 1)
@@ -188,7 +188,7 @@ def test_modes_are_part_of_the_signature():
         same(captured(x), x + 2)
 
 
-def test_under_autocast_the_same_casts():
+def test_capture_autocast():
     model = perceptron()
     x, y = batch(6)
     captured, parameters = capture(per_sample(model)), detached(model)
@@ -199,7 +199,7 @@ def test_under_autocast_the_same_casts():
     assert not torch.equal(expected[1], per_sample(model)(parameters, x, y)[1])
 
 
-def test_autocast_that_is_off_inside_stays_off():
+def test_capture_autocast_disabled_inside():
     def function(x):
         with torch.autocast("cpu", enabled=False):
             return x @ x.t()
@@ -210,7 +210,7 @@ def test_autocast_that_is_off_inside_stays_off():
         same(captured(x), function(x))
 
 
-def test_trees_in_and_out():
+def test_capture_pytrees():
     captured = capture(
         lambda tree, *, scale: {
             "sum": tree["a"] + tree["b"][0],
@@ -228,7 +228,7 @@ def test_trees_in_and_out():
 # -- memory --------------------------------------------------------------------------------------------------
 
 
-def test_tensors_from_outside_are_read_at_each_call():
+def test_capture_closure_tensor_read_at_each_call():
     scale = torch.ones(2)
     captured = capture(lambda x: x * scale, torch.ones(2))
     scale.fill_(5)
@@ -237,7 +237,7 @@ def test_tensors_from_outside_are_read_at_each_call():
     same(captured(torch.ones(2)), torch.full((2,), 7.0))
 
 
-def test_what_is_made_of_tensors_from_outside_alone_is_made_anew():
+def test_capture_value_of_closure_tensors_recomputed():
     scale = torch.ones(2)
     captured = capture(lambda x: (x * (scale * 2).exp(), scale), torch.ones(2))
     scale.zero_()
@@ -246,7 +246,7 @@ def test_what_is_made_of_tensors_from_outside_alone_is_made_anew():
     assert itself is scale
 
 
-def test_what_changes_from_call_to_call_runs_as_it_is():
+def test_capture_changing_function_runs_uncaptured():
     steps = iter(range(100))
     captured = runs_as_it_is(
         lambda x: x * next(steps), torch.ones(2), words="changes from one call to the next"
@@ -254,7 +254,7 @@ def test_what_changes_from_call_to_call_runs_as_it_is():
     assert captured(torch.ones(2))[0] + 1 == captured(torch.ones(2))[0]
 
 
-def test_a_counter_counts():
+def test_capture_counter_buffer():
     layer = nn.Module()
     layer.register_buffer("calls", torch.tensor(0))
 
@@ -267,7 +267,7 @@ def test_a_counter_counts():
     same([captured(torch.ones(2)) for _ in range(3)], [torch.full((2,), float(k)) for k in (1, 2, 3)])
 
 
-def test_constants_made_inside_are_made_anew():
+def test_capture_constants_recreated():
     def function(x):
         constant = torch.tensor([1.0, 2.0])
         constant += x
@@ -277,7 +277,7 @@ def test_constants_made_inside_are_made_anew():
     same([captured(torch.ones(2)) for _ in range(3)], [torch.tensor([2.0, 3.0])] * 3)
 
 
-def test_writes_into_arguments_and_views_of_them():
+def test_capture_write_into_argument_and_view():
     def function(x, y):
         x[0] = y.sum()
         return x.view(-1), x
@@ -293,7 +293,7 @@ def test_writes_into_arguments_and_views_of_them():
 # -- what is not replayed ------------------------------------------------------------------------------------
 
 
-def test_a_course_that_depends_on_data_runs_as_it_is():
+def test_capture_data_dependent_branch_runs_uncaptured():
     captured = runs_as_it_is(
         lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depends on data"
     )
@@ -311,7 +311,7 @@ def test_a_course_that_depends_on_data_runs_as_it_is():
         lambda x: float(np.asarray(x)),
     ],
 )
-def test_a_number_read_from_outside_is_not_kept(read):
+def test_capture_item_of_closure_tensor_runs_uncaptured(read):
     scale = torch.tensor(2.0)
     captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run as it is")
     scale.fill_(3)
@@ -327,13 +327,13 @@ def test_a_number_read_from_outside_is_not_kept(read):
         lambda x: torch.masked_select(x, x > 0),
     ],
 )
-def test_shapes_that_depend_on_data_run_as_they_are(pick):
+def test_capture_data_dependent_shape_runs_uncaptured(pick):
     captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depends on data")
     x = torch.tensor([-1.0, -1.0, 3.0])
     same(captured(x), pick(x))
 
 
-def test_indices_that_are_numbers_are_replayed():
+def test_capture_integer_index():
     captured = capture(lambda x, i: x[i], torch.arange(3.0), torch.tensor([2, 1]))
     same(captured(torch.arange(3.0), torch.tensor([0, 0])), torch.zeros(2))
 
@@ -361,7 +361,7 @@ def _seeded(x):
 
 
 @pytest.mark.parametrize("function", [_forked, _twice_the_same, _in_chunks, _seeded])
-def test_who_sets_the_random_state_runs_as_it_is(function):
+def test_capture_setting_random_state_runs_uncaptured(function):
     before = torch.get_rng_state()
     with pytest.warns(UserWarning, match="random state|run as it is"):
         captured = capture(function, torch.zeros(2))
@@ -373,7 +373,7 @@ def test_who_sets_the_random_state_runs_as_it_is(function):
         same(captured(torch.zeros(2)), expected)
 
 
-def test_a_generator_of_its_own_runs_as_it_is():
+def test_capture_own_generator_runs_uncaptured():
     captured = runs_as_it_is(
         lambda x: x + torch.rand(2, generator=torch.Generator().manual_seed(1)),
         torch.zeros(2),
@@ -383,7 +383,7 @@ def test_a_generator_of_its_own_runs_as_it_is():
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
-def test_pythons_draws_run_as_they_are(draw):
+def test_capture_python_and_numpy_draws_run_uncaptured(draw):
     random.seed(0), np.random.seed(0)
     captured = runs_as_it_is(
         lambda x: x + draw(), torch.zeros(1, dtype=torch.float64), words="Python's or NumPy's generator"
@@ -394,7 +394,7 @@ def test_pythons_draws_run_as_they_are(draw):
     assert found == [draw(), draw()]
 
 
-def test_who_keeps_tensors_runs_as_it_is():
+def test_capture_function_that_stores_tensors_runs_uncaptured():
     kept = []
 
     def function(x):
@@ -413,7 +413,7 @@ class Keeping(nn.Linear):
         return self.last
 
 
-def test_modules_are_left_as_they_were():
+def test_capture_leaves_module_attributes():
     model = nn.Sequential(Keeping(6, 8), nn.ReLU(), Keeping(8, 4))
     x, y = batch(6)
     model[0].last = model[0].weights = "before"
@@ -424,7 +424,7 @@ def test_modules_are_left_as_they_were():
     same(captured(detached(model), x, y), per_sample(model)(detached(model), x, y))
 
 
-def test_an_objection_that_is_handled_stands():
+def test_capture_handled_exception_runs_uncaptured():
     def function(x):
         try:
             return x * float(x.sum())
@@ -441,12 +441,12 @@ class Record:
     value: torch.Tensor
 
 
-def test_results_of_any_class_run_as_they_are():
+def test_capture_unknown_result_class_runs_uncaptured():
     captured = runs_as_it_is(lambda x: Record(x * 2), torch.ones(2), words="returns a Record")
     same(captured(torch.ones(2)).value, torch.full((2,), 2.0))
 
 
-def test_mutable_arguments_are_no_signature():
+def test_capture_mutable_argument_runs_uncaptured():
     class Holder:
         factor = 2
 
@@ -457,14 +457,14 @@ def test_mutable_arguments_are_no_signature():
     same(captured(torch.ones(2), Holder), torch.full((2,), 3.0))
 
 
-def test_autograd_goes_through():
+def test_capture_argument_requires_grad():
     x = torch.full((3,), 2.0, requires_grad=True)
     captured = runs_as_it_is(lambda x: (x**2).sum(), x, words="requires a gradient")
     captured(x).backward()
     same(x.grad, torch.full((3,), 4.0))
 
 
-def test_autograd_reaches_weights_from_outside():
+def test_capture_closure_weight_requires_grad():
     weight = torch.ones(3, requires_grad=True)
     captured = runs_as_it_is(lambda x: (x * weight).sum(), torch.ones(3), words="requires a gradient")
     captured(torch.full((3,), 2.0)).backward()
@@ -473,7 +473,7 @@ def test_autograd_reaches_weights_from_outside():
         same(captured(torch.ones(3)), torch.tensor(3.0))
 
 
-def test_a_weight_from_outside_may_begin_to_require_a_gradient():
+def test_capture_closure_weight_requires_grad_later():
     weight = torch.ones(3)
     captured = capture(lambda x: (x * weight).sum(), torch.ones(3))
     weight.requires_grad_()
@@ -492,14 +492,14 @@ def test_a_weight_from_outside_may_begin_to_require_a_gradient():
     ],
     ids=["vmap", "grad", "torch.func.vmap", "torch.func.grad"],
 )
-def test_other_transforms_go_through(under):
+def test_capture_inside_transforms(under):
     captured = capture(torch.sin, torch.ones(3))
     captured(torch.ones(2, 3))
     x = torch.randn(2, 3)
     torch.testing.assert_close(under(captured)(x), under(torch.sin)(x))
 
 
-def test_an_exception_is_the_functions_own_and_leaves_no_trace():
+def test_capture_exception_of_the_function():
     def function(x):
         raise KeyError("mine")
 
@@ -531,11 +531,11 @@ def graph_of(function, *devices):
         (lambda x, y: x.cpu() * 2, "not all of it is on one GPU"),
     ],
 )
-def test_what_can_be_a_cuda_graph(function, obstacle):
+def test_cuda_graph_obstacles(function, obstacle):
     assert obstacle_to_cuda_graph(graph_of(function, "cuda", "cuda")) == obstacle
 
 
-def test_one_argument_on_the_cpu_prevents_a_cuda_graph():
+def test_cuda_graph_cpu_argument():
     assert obstacle_to_cuda_graph(graph_of(lambda x, y: x * y, "cpu", "cpu")) == "not all of it is on one GPU"
 
 
@@ -558,7 +558,7 @@ class GraphOnCPU(CudaGraph):
             result.copy_(value)
 
 
-def test_a_cuda_graph_reads_each_call_s_arguments():
+def test_cuda_graph_reads_arguments_of_each_call():
     weight, buffers = torch.ones(2), [torch.full((2,), float(k)) for k in range(4)]
     graph = GraphOnCPU(lambda weight, x: [weight * x])
     found = [graph(weight, x)[0] for x in buffers]
@@ -568,7 +568,7 @@ def test_a_cuda_graph_reads_each_call_s_arguments():
     assert graph.recorded == 2  # at first, and when the second argument turned out to move
 
 
-def test_what_makes_no_cuda_graph_after_all_is_run_by_its_kernels():
+def test_cuda_graph_failed_capture_runs_kernels():
     class Refused(GraphOnCPU):
         def _record(self, tensors, addresses):
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -579,7 +579,7 @@ def test_what_makes_no_cuda_graph_after_all_is_run_by_its_kernels():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_runs_the_same_record():
+def test_capture_inductor_equals_replay():
     model = perceptron(dropout=0.5)
     x, y = batch(6)
     eager = per_sample(model, randomness="different")
@@ -592,6 +592,6 @@ def test_inductor_runs_the_same_record():
     torch.testing.assert_close(captured(detached(model), x, y), expected)
 
 
-def test_unknown_compilers_are_named():
+def test_capture_unknown_compiler_refused():
     with pytest.raises(TransformError, match="compile='cuda'"):
         capture(torch.sin, compile="cuda")

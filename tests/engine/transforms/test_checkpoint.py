@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_same_numbers_in_every_nest(function: str, nest: str) -> None:
+def test_checkpoint_equals_plain_in_every_nest(function: str, nest: str) -> None:
     agree(NESTS[nest](transforms, FUNCTIONS[function]), NESTS[nest](torch.func, plain))
 
 
@@ -62,7 +62,7 @@ def _only_new_objects_count() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_only_new_objects_count")
 @pytest.mark.parametrize("batched", [False, True])
-def test_what_is_kept_does_not_grow_with_depth(batched: bool) -> None:
+def test_checkpoint_saved_memory_independent_of_depth(batched: bool) -> None:
     def kept(depth: int, through: Callable[..., Any]) -> int:
         def block(x: Tensor) -> Tensor:
             for _ in range(depth):
@@ -89,7 +89,7 @@ def test_what_is_kept_does_not_grow_with_depth(batched: bool) -> None:
     assert kept(20, call) >= kept(2, call) + 18 * size
 
 
-def test_it_runs_twice_and_no_more() -> None:
+def test_checkpoint_runs_function_twice() -> None:
     runs = 0
 
     def block(x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_it_runs_twice_and_no_more() -> None:
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 @pytest.mark.parametrize("nest", ["grad", "vmap(grad)", "grad(vmap)"])
-def test_dropout_drops_the_same(nest: str, randomness: str) -> None:
+def test_checkpoint_dropout_same_mask(nest: str, randomness: str) -> None:
     generator = torch.Generator()
 
     def block(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def test_dropout_drops_the_same(nest: str, randomness: str) -> None:
     agree(run(checkpoint), run(lambda block, x: block(x)))
 
 
-def test_draws_inside_a_kernel_are_the_same() -> None:
+def test_checkpoint_same_draws_inside_kernel() -> None:
     lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
 
     def run(through: Callable[..., Any]) -> Any:
@@ -167,7 +167,7 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def test_parameters_that_are_swapped_in_are_there_again() -> None:
+def test_checkpoint_functional_call_parameters() -> None:
     torch.manual_seed(0)
     model, reference = Deep(checkpoint), Deep(lambda block, x: block(x))
     params = {name: torch.randn_like(p) for name, p in model.named_parameters()}  # not the model's own
@@ -190,7 +190,7 @@ def test_parameters_that_are_swapped_in_are_there_again() -> None:
     agree(per_sample.square_norms().double(), sum(g.flatten(1).square().sum(1) for g in expected.values()))
 
 
-def test_autocast_is_as_it_was() -> None:
+def test_checkpoint_autocast() -> None:
     weight = torch.randn(3, 3, dtype=torch.float32)
 
     def run(through: Callable[..., Any]) -> Any:
@@ -207,7 +207,7 @@ def test_autocast_is_as_it_was() -> None:
     )
 
 
-def test_a_function_that_does_something_else_is_refused() -> None:
+def test_checkpoint_changed_function_refused() -> None:
     class Changing:
         calls = 0
 
@@ -226,7 +226,7 @@ def test_a_function_that_does_something_else_is_refused() -> None:
         grad(f, (0, 1))(X[0], Y)
 
 
-def test_writes_are_refused() -> None:
+def test_checkpoint_writes_refused() -> None:
     cache: list[Tensor] = []
 
     def into_the_argument(x: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def test_writes_are_refused() -> None:
     assert not cache
 
 
-def test_a_captured_tensor_that_changes_before_the_way_back_is_refused() -> None:
+def test_checkpoint_closure_tensor_changed_before_backward_refused() -> None:
     scale = torch.ones(3)
     _, way_back = vjp(lambda x: checkpoint(lambda x: x * scale, x), Y)
     scale.mul_(2)
@@ -273,7 +273,7 @@ def test_a_captured_tensor_that_changes_before_the_way_back_is_refused() -> None
         way_back(torch.ones(3))
 
 
-def test_custom_rules_inside_and_around() -> None:
+def test_checkpoint_with_custom_rules() -> None:
     f = custom_vjp(plain)
     f.defvjp(
         lambda x, y: vjp(lambda x, y: checkpoint(plain, x, y), x, y),
@@ -283,7 +283,7 @@ def test_custom_rules_inside_and_around() -> None:
         agree(NESTS[nest](transforms, lambda x, y: checkpoint(f, x, y)), NESTS[nest](torch.func, plain), 3.0)
 
 
-def test_branches_that_samples_agree_on_or_not() -> None:
+def test_checkpoint_branches() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return checkpoint(lambda x: plain(x, y) if x.sum() > 0 else x * y, x)
 
@@ -295,7 +295,7 @@ def test_branches_that_samples_agree_on_or_not() -> None:
     agree(grad(lambda x: vmap(f)(x, YS).sum())(X), expected)
 
 
-def test_gradients_of_pytorchs_autograd_pass_through() -> None:
+def test_checkpoint_outer_autograd() -> None:
     leaf = Y.clone().requires_grad_()
     ours = grad(lambda x: checkpoint(plain, x, leaf).sum())(X[0])
     theirs = torch.func.grad(lambda x: plain(x, leaf).sum())(X[0])
@@ -306,7 +306,7 @@ def test_gradients_of_pytorchs_autograd_pass_through() -> None:
     )
 
 
-def test_it_can_be_recorded_where_it_draws_nothing() -> None:
+def test_checkpoint_captured_without_draws() -> None:
     def gradient(dropout: float) -> Callable[[Tensor], Tensor]:
         return vmap(
             grad(lambda x: checkpoint(lambda x: F.dropout(x.sin(), dropout), x).square().sum()),

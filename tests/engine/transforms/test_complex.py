@@ -41,7 +41,7 @@ def verdicts(name: str) -> dict[str, Verdict]:
 
 
 @pytest.mark.parametrize("name", [name for name in DATABASE if name not in WITHOUT_ORACLE])
-def test_right_or_refused_as_listed(name: str) -> None:
+def test_complex_operators_right_or_refused_as_listed(name: str) -> None:
     found = verdicts(name)
     assert [what for verdict in found.values() for what in verdict.wrong] == []
     words = REFUSED[name].words.split() if name in REFUSED else []
@@ -49,7 +49,7 @@ def test_right_or_refused_as_listed(name: str) -> None:
     assert [refusal for refusal in refusals if not any(word in refusal for word in words)] == []
 
 
-def test_a_cotangent_that_is_not_conjugated_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complex_checker_notices_missing_conjugate(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
     monkeypatch.setitem(
         registry._derivatives, op, registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x)})
@@ -87,7 +87,7 @@ def draws(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "given", [lambda z: z, lambda z: z.conj(), lambda z: z.mH], ids=["plain", "conjugate", "adjoint"]
 )
-def test_what_is_only_marked_is_carried_out(
+def test_conjugate_bit_resolved(
     function: Callable[[Tensor], Tensor], given: Callable[[Tensor], Tensor]
 ) -> None:
     samples = given(draws(3, 2, 2))
@@ -104,7 +104,7 @@ def test_what_is_only_marked_is_carried_out(
     torch.testing.assert_close(vmap(grad(loss))(samples), torch.stack(rows))
 
 
-def test_a_negative_that_is_only_marked_is_carried_out() -> None:
+def test_negative_bit_resolved() -> None:
     x = draws(3, 2).conj().imag
     assert x.is_neg()
     torch.testing.assert_close(vmap(lambda row: row * 2)(x), x * 2)
@@ -112,7 +112,7 @@ def test_a_negative_that_is_only_marked_is_carried_out() -> None:
     torch.testing.assert_close(vmap(lambda row, other: row * other)(x, x.resolve_neg()), x * x)
 
 
-def test_constants_are_carried_out() -> None:
+def test_conjugate_bit_of_constants_resolved() -> None:
     """PyTorch runs the operators of a constant inside our interpreter, where marks would be passed over."""
     constant, x = draws(2, 2), torch.randn(2, 2, dtype=torch.float64)
     expected = torch.linalg.pinv(constant).abs().sum()
@@ -125,7 +125,7 @@ def test_constants_are_carried_out() -> None:
     "part",
     [torch.conj, torch.real, torch.imag, torch.view_as_real, lambda z: torch.view_as_real(z).select(-1, 1)],
 )
-def test_a_write_through_a_part_is_a_write(part: Callable[[Tensor], Tensor]) -> None:
+def test_complex_write_through_real_or_imaginary_part(part: Callable[[Tensor], Tensor]) -> None:
     def through(z: Tensor) -> Tensor:
         z = z * 1
         other = z[0]
@@ -143,7 +143,7 @@ def test_a_write_through_a_part_is_a_write(part: Callable[[Tensor], Tensor]) -> 
     torch.testing.assert_close(vmap(grad(loss))(samples), expected)
 
 
-def test_derivatives_at_the_origin_are_zero() -> None:
+def test_complex_derivatives_at_origin_are_zero() -> None:
     zero = torch.zeros(2, dtype=DTYPE)
     for function in (torch.abs, torch.angle, lambda z: torch.sgn(z).real):
         assert torch.equal(grad(lambda z, function=function: function(z).sum())(zero), zero)

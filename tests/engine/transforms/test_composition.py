@@ -119,7 +119,7 @@ def outer_gradients(program: Program, model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", programs(transforms, network()))
-def test_differentiated_from_outside(name: str) -> None:
+def test_outer_autograd_of_transforms(name: str) -> None:
     model = network()
     ours = outer_gradients(programs(transforms, model)[name], model)
     theirs = outer_gradients(programs(torch.func, model)[name], model)
@@ -127,14 +127,14 @@ def test_differentiated_from_outside(name: str) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
-def test_nothing_is_recorded_where_recording_is_off() -> None:
+def test_outer_autograd_under_no_grad() -> None:
     w = torch.randn(3, requires_grad=True)
     with torch.no_grad():
         assert not transforms.vmap(lambda x: x * w)(torch.randn(2, 3)).requires_grad
     assert not transforms.vmap(lambda x: x * w.detach())(torch.randn(2, 3)).requires_grad
 
 
-def test_a_training_step_through_vmap() -> None:
+def test_outer_autograd_training_step_through_vmap() -> None:
     """What a user does: a per-sample forward under vmap, then .backward()."""
     model, reference = network(), network()
     transforms.vmap(lambda x: model(x).square().sum())(POINTS).mean().backward()

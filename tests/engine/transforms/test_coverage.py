@@ -21,14 +21,14 @@ ROWS = {row.operator: row for row in table.coverage()}
 aten = torch.ops.aten
 
 
-def test_every_operator_with_a_rule_is_listed() -> None:
+def test_coverage_page_lists_every_operator_with_a_rule() -> None:
     declared = {
         op.name() for op in registry.operators() if not facts(op).mutated and not facts(op).mutated_kwargs
     }
     assert declared - set(ROWS) == set()
 
 
-def test_an_own_rule_is_a_rule_of_the_registry() -> None:
+def test_coverage_page_own_rules_are_in_the_registry() -> None:
     derivatives = {op.name() for op in registry._derivatives} - {op.name() for op in registry._constants}
     assert {name for name, row in ROWS.items() if row.vjp == table.OWN} == derivatives & set(ROWS)
     assert {name for name, row in ROWS.items() if row.batching == table.OWN} == {
@@ -71,7 +71,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("column", ["vjp", "jvp", "batching"])
-def test_what_the_table_says_happens(name: str, column: str) -> None:
+def test_coverage_page_kinds_of_rules(name: str, column: str) -> None:
     op, expected = KINDS[name]
     assert ROWS[name] == (name, *expected)
     run = {"vjp": pulled, "jvp": pushed, "batching": mapped}[column]

@@ -61,19 +61,19 @@ def by_jvp(factor: float) -> Any:
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("make", [by_vjp, by_jvp])
-def test_the_rule_is_used_in_every_nest(make: Callable[[float], Any], nest: str) -> None:
+def test_custom_rule_used_in_every_nest(make: Callable[[float], Any], nest: str) -> None:
     agree(NESTS[nest](transforms, make(3.0)), NESTS[nest](torch.func, plain), 3.0)
 
 
 @pytest.mark.parametrize("nest", NESTS)
-def test_a_rule_for_batches_leaves_derivatives_as_they_are(nest: str) -> None:
+def test_custom_vmap_leaves_derivatives(nest: str) -> None:
     f = custom_vmap(plain)
     f.def_vmap(lambda size, in_batched, x, y: (plain(x, y), True))
     agree(NESTS[nest](transforms, f), NESTS[nest](torch.func, plain))
 
 
 @pytest.mark.parametrize("make", [by_vjp, by_jvp])
-def test_values_are_the_functions(make: Callable[[float], Any]) -> None:
+def test_custom_rule_leaves_values(make: Callable[[float], Any]) -> None:
     f = make(3.0)
     agree(f(X[0], Y), plain(X[0], Y))
     agree(vmap(f, (0, None))(X, Y), plain(X, Y))
@@ -85,7 +85,7 @@ def test_values_are_the_functions(make: Callable[[float], Any]) -> None:
 # -- custom_vjp ----------------------------------------------------------------------------------------------
 
 
-def test_trees_and_zeros() -> None:
+def test_custom_vjp_pytrees_and_zero_cotangents() -> None:
     @custom_vjp
     def f(tree: dict[str, Any], scale: Tensor) -> Any:
         return {"product": tree["a"] * tree["b"][0] * scale, "sum": tree["a"].sum()}
@@ -105,7 +105,7 @@ def test_trees_and_zeros() -> None:
     agree(grad(lambda t: f(t, scale)["sum"] * 5)(tree)["a"], torch.full((3,), 5.0))
 
 
-def test_no_work_is_done_for_zeros() -> None:
+def test_custom_rule_skipped_for_zero_cotangents() -> None:
     @custom_vjp
     def never(x: Tensor) -> Tensor:
         return x * 2
@@ -122,7 +122,7 @@ def test_no_work_is_done_for_zeros() -> None:
 
 
 @pytest.mark.parametrize("position", [0, -1])
-def test_arguments_without_a_derivative(position: int) -> None:
+def test_custom_vjp_nondiff_argnums(position: int) -> None:
     seen: list[str] = []
 
     @functools.partial(custom_vjp, nondiff_argnums=(0, 2))
@@ -148,7 +148,7 @@ def test_arguments_without_a_derivative(position: int) -> None:
     agree(grad(lambda x: g(x, 3).sum())(X[0]), 3 * X[0] ** 2)
 
 
-def test_integers_and_unused_results() -> None:
+def test_custom_vjp_integer_arguments_and_unused_results() -> None:
     @custom_vjp
     def rows(table: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         return table[index], index * 2
@@ -168,7 +168,7 @@ def test_integers_and_unused_results() -> None:
     agree(per_sample, torch.stack([expected, expected]))
 
 
-def test_it_may_call_others_and_itself_be_a_method() -> None:
+def test_custom_vjp_nested_and_method() -> None:
     inner = by_vjp(3.0)
 
     class Layer:
@@ -186,7 +186,7 @@ def test_it_may_call_others_and_itself_be_a_method() -> None:
         agree(NESTS[nest](transforms, layer.clipped), NESTS[nest](torch.func, plain), 3.0)
 
 
-def test_the_straight_through_estimator_sees_each_samples_cotangent() -> None:
+def test_custom_vjp_straight_through_estimator() -> None:
     @custom_vjp
     def ones(x: Tensor) -> Tensor:
         return torch.ones(3)
@@ -196,7 +196,7 @@ def test_the_straight_through_estimator_sees_each_samples_cotangent() -> None:
     agree(grad(lambda x: (vmap(lambda s: ones(x) * s)(YS)).sum())(Y), YS.sum(0))
 
 
-def test_closing_over_what_is_mapped() -> None:
+def test_custom_rule_closure_over_mapped_value() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         def product(x: Tensor) -> Tensor:
             return x * y
@@ -213,7 +213,7 @@ def test_closing_over_what_is_mapped() -> None:
 
 
 @pytest.mark.parametrize("make", [by_vjp, by_jvp])
-def test_closing_over_what_is_differentiated_is_refused(make: Callable[[float], Any]) -> None:
+def test_custom_rule_closure_over_differentiated_value_refused(make: Callable[[float], Any]) -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         by_rule: Any = custom_vjp(lambda x: x * y) if make is by_vjp else custom_jvp(lambda x: x * y)
         if make is by_vjp:
@@ -262,7 +262,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_rules_that_are_wrong_are_named(wrong: str) -> None:
+def test_custom_vjp_wrong_rule_refused(wrong: str) -> None:
     fwd, bwd, words = WRONG[wrong]
 
     @custom_vjp
@@ -276,13 +276,13 @@ def test_rules_that_are_wrong_are_named(wrong: str) -> None:
         assert "custom_vjp product" in str(caught.value)
 
 
-def test_missing_rules_are_named() -> None:
+def test_custom_rule_missing_refused() -> None:
     for kind, setter in ((custom_vjp, "defvjp"), (custom_jvp, "defjvp"), (custom_vmap, "def_vmap")):
         with pytest.raises(TransformError, match=rf"{kind.__name__} plain has no rule[\s\S]*{setter}"):
             grad(weighted(kind(plain)))(X[0], Y)
 
 
-def test_tangents_of_the_wrong_shape_are_named() -> None:
+def test_custom_jvp_wrong_tangent_shape_refused() -> None:
     f = custom_jvp(plain)
     for rule, words in (
         (lambda p, t: (plain(*p), t[0].sum()), r"custom_jvp plain returned a tangent"),
@@ -295,7 +295,7 @@ def test_tangents_of_the_wrong_shape_are_named() -> None:
 
 
 @pytest.mark.parametrize("nest", ["grad", "vmap(grad)", "grad(vmap)", "grad(grad)"])
-def test_writes_into_arguments_and_cotangents_are_refused(nest: str) -> None:
+def test_custom_rule_write_refused(nest: str) -> None:
     into_argument, into_cotangent, clean = custom_vjp(plain), custom_vjp(plain), custom_vjp(plain)
     into_argument.defvjp(lambda x, y: (x.mul_(y), (x, y)), lambda r, g: (g, g))
     into_cotangent.defvjp(lambda x, y: (plain(x, y), (x, y)), lambda r, g: (g.mul_(r[1]), g))
@@ -311,7 +311,7 @@ def test_writes_into_arguments_and_cotangents_are_refused(nest: str) -> None:
     agree(NESTS[nest](transforms, clean), NESTS[nest](torch.func, plain))
 
 
-def test_numpy_in_a_rule() -> None:
+def test_custom_vjp_numpy_in_rule() -> None:
     @custom_vjp
     def f(x: Tensor) -> Tensor:
         return torch.from_numpy(np.sin(x.numpy()))
@@ -320,7 +320,7 @@ def test_numpy_in_a_rule() -> None:
     agree(grad(lambda x: (f(x) ** 2).sum())(X[0]), 2 * X[0].sin() * X[0].cos())
 
 
-def test_each_sample_draws_for_itself() -> None:
+def test_custom_vjp_randomness_different() -> None:
     @custom_vjp
     def noisy(x: Tensor) -> Tensor:
         return x + torch.randn(3)
@@ -344,7 +344,7 @@ def test_each_sample_draws_for_itself() -> None:
     agree(g, out.sum(0))
 
 
-def test_pytorchs_autograd_is_told_that_it_does_not_know_the_rule() -> None:
+def test_custom_rule_outer_autograd_refused() -> None:
     f = by_vjp(3.0)
     leaf = X[0].clone().requires_grad_()
     agree(f(leaf, Y).detach(), plain(X[0], Y))
@@ -358,7 +358,7 @@ def test_pytorchs_autograd_is_told_that_it_does_not_know_the_rule() -> None:
 # -- custom_vmap ---------------------------------------------------------------------------------------------
 
 
-def test_the_batched_rule_is_told_what_is_batched() -> None:
+def test_custom_vmap_in_batched() -> None:
     seen: list[Any] = []
 
     @custom_vmap
@@ -377,7 +377,7 @@ def test_the_batched_rule_is_told_what_is_batched() -> None:
     agree(f({"a": X[0]}, Y)[0], X[0] * Y)
 
 
-def test_the_batched_rule_gives_the_value_and_the_function_the_derivative() -> None:
+def test_custom_vmap_derivative_of_function() -> None:
     f = custom_vmap(plain)
 
     @f.def_vmap
@@ -395,7 +395,7 @@ def test_the_batched_rule_gives_the_value_and_the_function_the_derivative() -> N
     agree(tangent, expected)
 
 
-def test_the_batched_rule_is_for_one_axis_at_a_time() -> None:
+def test_custom_vmap_nested() -> None:
     sizes: list[int] = []
     f = custom_vmap(lambda x: x * 2)
 
@@ -409,7 +409,7 @@ def test_the_batched_rule_is_for_one_axis_at_a_time() -> None:
     assert sizes == [3, 4]
 
 
-def test_what_the_function_closes_over_is_differentiated() -> None:
+def test_custom_vmap_closure_is_differentiated() -> None:
     def loss(w: Tensor, x: Tensor) -> Tensor:
         f = custom_vmap(lambda x: (x * w).sin())
         f.def_vmap(lambda size, in_batched, x: ((x * w).sin(), True))
@@ -421,7 +421,7 @@ def test_what_the_function_closes_over_is_differentiated() -> None:
     agree(hessian(loss)(Y, X[0]), torch.diag(-(X[0] ** 2) * (X[0] * Y).sin()))
 
 
-def test_batched_rules_that_are_wrong_are_named() -> None:
+def test_custom_vmap_wrong_rule_refused() -> None:
     f = custom_vmap(plain)
     for rule, words in (
         (lambda n, b, x, y: plain(x, y), "returned a Tensor"),
@@ -435,7 +435,7 @@ def test_batched_rules_that_are_wrong_are_named() -> None:
         assert "custom_vmap plain" in str(caught.value)
 
 
-def test_a_backward_that_is_not_linear_has_no_forward_mode() -> None:
+def test_custom_vjp_nonlinear_backward_forward_mode_refused() -> None:
     f = custom_vjp(lambda x: x.clone())
     f.defvjp(lambda x: (x.clone(), None), lambda residuals, g: (g.clamp(-1, 1),))
     agree(grad(lambda x: (f(x) * 3).sum())(X), torch.ones_like(X))

@@ -31,7 +31,7 @@ WITH_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_draw_for_all_is_that_of_each_sample_after_the_same_seed(name: str, dtype: torch.dtype) -> None:
+def test_vmap_randomness_same_with_parameters_equals_each_sample(name: str, dtype: torch.dtype) -> None:
     function, p = WITH_PARAMETERS[name], PROBABILITIES.to(dtype)
 
     def seeded(p: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def test_one_draw_for_all_is_that_of_each_sample_after_the_same_seed(name: str, 
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_PARAMETERS if name != "multinomial of rows"])
-def test_draws_of_their_own_are_those_of_the_native_batch(name: str) -> None:
+def test_vmap_randomness_different_with_parameters_equals_native_batch(name: str) -> None:
     torch.manual_seed(5)
     found = vmap(WITH_PARAMETERS[name], randomness="different")(PROBABILITIES)
     torch.manual_seed(5)
@@ -64,7 +64,7 @@ NESTED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("outer", ["same", "different"])
 @pytest.mark.parametrize("inner", ["same", "different"])
 @pytest.mark.parametrize("name", NESTED)
-def test_each_of_two_maps_has_its_say(name: str, inner: str, outer: str) -> None:
+def test_vmap_randomness_nested(name: str, inner: str, outer: str) -> None:
     torch.manual_seed(5)
     drawn = vmap(vmap(NESTED[name], randomness=inner), randomness=outer)(torch.ones(2, 3, 16))
     assert torch.equal(drawn[:, 0], drawn[:, 1]) == (inner == "same")
@@ -72,7 +72,7 @@ def test_each_of_two_maps_has_its_say(name: str, inner: str, outer: str) -> None
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_slopes_of_a_randomised_relu(randomness: str) -> None:
+def test_rrelu_slopes_randomness_different(randomness: str) -> None:
     torch.manual_seed(5)
     x = torch.randn(4, 50, dtype=torch.float64)
     value, pull = vjp(
@@ -85,7 +85,7 @@ def test_slopes_of_a_randomised_relu(randomness: str) -> None:
     assert 0.1 <= negative.min() < 0.15 < 0.35 < negative.max() <= 0.4
 
 
-def test_a_randomised_relu_with_one_draw_for_all() -> None:
+def test_rrelu_randomness_same() -> None:
     x = torch.randn(4, 50, dtype=torch.float64)
 
     def seeded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -97,13 +97,13 @@ def test_a_randomised_relu_with_one_draw_for_all() -> None:
         assert torch.equal(found, torch.stack([seeded(function, one) for one in x]))
 
 
-def test_a_normal_draw_has_no_derivative_in_its_parameters() -> None:
+def test_normal_draw_has_no_derivative_in_its_parameters() -> None:
     x = torch.ones(2, 3)
     value, pull = vjp(lambda x: vmap(lambda x: torch.normal(x, x), randomness="same")(x), x)
     assert pull(torch.ones_like(value))[0].abs().max() == 0
 
 
-def test_a_randomised_relu_in_evaluation_draws_nothing() -> None:
+def test_rrelu_in_eval_mode() -> None:
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
     torch.testing.assert_close(
         vmap(grad(lambda x: (rrelu(x, 0.1, 0.3) ** 2).sum()))(x), 2 * x * torch.where(x < 0, 0.04, 1.0)
@@ -112,7 +112,7 @@ def test_a_randomised_relu_in_evaluation_draws_nothing() -> None:
 
 @pytest.mark.parametrize("axes", [2, 3])
 @pytest.mark.parametrize("batched", [True, False])
-def test_fractional_pooling_at_given_places(axes: int, batched: bool) -> None:
+def test_fractional_pooling_given_samples(axes: int, batched: bool) -> None:
     pool = {2: fractional_max_pool2d, 3: fractional_max_pool3d}[axes]
     torch.manual_seed(5)
     x, places = (

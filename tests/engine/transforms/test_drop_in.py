@@ -654,11 +654,11 @@ PROGRAMS |= {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_torch_func(name: str) -> None:
+def test_drop_in_program_equals_torch_func(name: str) -> None:
     same(run(PROGRAMS[name], transforms), run(PROGRAMS[name], torch.func))
 
 
-def test_an_exception_of_the_module_passes_and_leaves_it_as_it_was() -> None:
+def test_functional_call_exception_restores_module() -> None:
     model = Broken()
     before = model.a
     with pytest.raises(KeyError, match="broken"):
@@ -819,7 +819,7 @@ MISTAKES |= {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_both_refuse(name: str) -> None:
+def test_drop_in_program_refused_by_both(name: str) -> None:
     """By an error of psgrad, which programs that catch torch.func's errors on purpose catch too: it has
     ValueErrors and RuntimeErrors.
     """
@@ -948,7 +948,7 @@ BEYOND |= {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_beyond_torch_func(name: str) -> None:
+def test_drop_in_program_beyond_torch_func(name: str) -> None:
     program, expected, _ = BEYOND[name]
     same(run(program, transforms), expected)
     try:
@@ -1011,7 +1011,7 @@ STRICTER: dict[str, tuple[Program, str]] = {
 
 
 @pytest.mark.parametrize("name", STRICTER)
-def test_stricter_than_torch_func(name: str) -> None:
+def test_drop_in_program_stricter_than_torch_func(name: str) -> None:
     program, _ = STRICTER[name]
     run(program, torch.func)
     with pytest.raises(PsgradError):

@@ -24,7 +24,7 @@ SCALE = torch.linspace(0.5, 2, 4 * FEATURES, dtype=torch.float64).reshape(4, FEA
 
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_of_each_sample(mode: str, padding_idx: int | None) -> None:
+def test_embedding_bag_of_each_sample(mode: str, padding_idx: int | None) -> None:
     def loss(weight: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
         return (embedding_bag(index, weight, offsets, mode=mode, padding_idx=padding_idx) ** 3 * SCALE).sum()
 
@@ -38,7 +38,7 @@ def test_bags_of_each_sample(mode: str, padding_idx: int | None) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_the_last_offset_may_end_the_last_bag(mode: str) -> None:
+def test_embedding_bag_include_last_offset(mode: str) -> None:
     def loss(weight: Tensor, index: Tensor) -> Tensor:
         out = embedding_bag(
             index, weight, torch.tensor([0, 2, 2, POSITIONS]), mode=mode, include_last_offset=True
@@ -49,7 +49,7 @@ def test_the_last_offset_may_end_the_last_bag(mode: str) -> None:
     torch.testing.assert_close(vmap(grad(loss), in_dims=(None, 0))(WEIGHT, INDEX), expected)
 
 
-def test_weights_of_the_positions_have_a_gradient() -> None:
+def test_embedding_bag_per_sample_weights() -> None:
     def loss(weight: Tensor, index: Tensor, shares: Tensor) -> Tensor:
         out = embedding_bag(
             index, weight, torch.tensor([0, 3, 5, 5]), mode="sum", per_sample_weights=shares, padding_idx=2
@@ -62,7 +62,7 @@ def test_weights_of_the_positions_have_a_gradient() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_nan_in_a_bag_is_what_the_kernel_makes_of_it() -> None:
+def test_embedding_bag_nan() -> None:
     """A maximum is NaN where the bag's first row is, and passes over later ones: PyTorch's kernel compares
     with what it has.
     """
@@ -77,7 +77,7 @@ def test_nan_in_a_bag_is_what_the_kernel_makes_of_it() -> None:
     )
 
 
-def test_rows_of_no_bag_at_all() -> None:
+def test_embedding_bag_empty_index() -> None:
     index = torch.zeros(SAMPLES, 0, dtype=torch.long)
     for mode in ("sum", "mean", "max"):
         out = vmap(lambda index, mode=mode: embedding_bag(index, WEIGHT, torch.tensor([0, 0]), mode=mode))(
@@ -86,13 +86,13 @@ def test_rows_of_no_bag_at_all() -> None:
         torch.testing.assert_close(out, torch.zeros(SAMPLES, 2, FEATURES, dtype=torch.float64))
 
 
-def test_scaling_by_frequency_is_refused() -> None:
+def test_embedding_bag_scale_grad_by_freq_refused() -> None:
     with pytest.raises(TransformError, match="scale_grad_by_freq"):
         grad(lambda w: embedding_bag(INDEX, w, scale_grad_by_freq=True).sum())(WEIGHT)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_its_weight_gradient_is_rows_and_never_a_table_a_sample(mode: str) -> None:
+def test_embedding_bag_weight_gradient_stays_rows(mode: str) -> None:
     model = nn.EmbeddingBag(
         10 * TOKENS, FEATURES, mode=mode, dtype=torch.float64
     )  # larger than what a sample looks up
@@ -111,7 +111,7 @@ def test_its_weight_gradient_is_rows_and_never_a_table_a_sample(mode: str) -> No
 
 
 @pytest.mark.parametrize("index", [TOKENS, -1])
-def test_a_token_beyond_the_table_of_one_sample_is_not_looked_up_in_that_of_another(index: int) -> None:
+def test_embedding_index_out_of_range_of_own_table(index: int) -> None:
     tables, tokens = WEIGHT.expand(SAMPLES, -1, -1) * 1, torch.tensor([0, 1, index, 2])
     with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
         vmap(lambda table, token: torch.nn.functional.embedding(token, table))(tables, tokens)

@@ -316,7 +316,7 @@ def test_derivative_of_extreme_values_of_a_tensor(name: str, dtype: torch.dtype,
             )
 
 
-def test_gradient_of_logcumsumexp_passes_over_nan() -> None:
+def test_logcumsumexp_gradient_with_nan_cotangent() -> None:
     x = torch.tensor([[0.3, -1.0, 2.0], [0.5, 0.1, -0.2]], dtype=torch.float64)
     g = torch.tensor([[1.0, NAN, -0.5], [NAN, 0.0, 2.0]], dtype=torch.float64)
     expected = torch.stack(
@@ -328,7 +328,7 @@ def test_gradient_of_logcumsumexp_passes_over_nan() -> None:
 
 
 @pytest.mark.parametrize("name", ["prod", "cumprod", "norm 3", "std", "renorm 2"])
-def test_second_derivative_is_a_number_beside_zero(name: str) -> None:
+def test_second_derivative_beside_zero_is_finite(name: str) -> None:
     """The way that is not taken must not bring NaN into it."""
     x = torch.tensor(
         [[[0.0, 2.0, -1.0, 0.5], [1.0, 0.0, 3.0, 1.0], [0.2, 1.0, 1.0, 2.0]]], dtype=torch.float64

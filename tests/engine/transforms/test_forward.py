@@ -98,17 +98,17 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_torch_func(name: str) -> None:
+def test_forward_mode_equals_torch_func(name: str) -> None:
     same(PROGRAMS[name](transforms), PROGRAMS[name](torch.func))
 
 
-def test_negative_argnums_count_from_the_end() -> None:
+def test_jacfwd_negative_argnums() -> None:
     """torch.func.jacfwd gives zeros for them."""
     same(jacfwd(tree, -1)(D, X), torch.func.jacfwd(tree, 1)(D, X))
     same(jacrev(tree, -1)(D, X), torch.func.jacrev(tree, 1)(D, X))
 
 
-def test_forward_over_forward_through_a_layer_norm() -> None:
+def test_forward_over_forward_layer_norm() -> None:
     """torch.func's are wrong there (its derivative of a layer norm's statistics has none of its own): reverse
     over reverse is not.
     """
@@ -116,7 +116,7 @@ def test_forward_over_forward_through_a_layer_norm() -> None:
     same(jacrev(jacfwd(number))(X), torch.func.jacrev(torch.func.jacrev(number))(X))
 
 
-def test_keyword_arguments_pass_through() -> None:
+def test_jacobian_keyword_arguments() -> None:
     same(
         jacrev(lambda x, *, k: vector(x) * k)(X, k=T.sum()),
         jacfwd(lambda x, *, k: vector(x) * k)(X, k=T.sum()),
@@ -124,7 +124,7 @@ def test_keyword_arguments_pass_through() -> None:
 
 
 @pytest.mark.parametrize("heads_of_keys", [2, 4])
-def test_second_derivatives_and_tangents_of_fused_attention(heads_of_keys: int) -> None:
+def test_fused_attention_tangents_and_second_derivatives(heads_of_keys: int) -> None:
     torch.manual_seed(0)
     q, k = (
         torch.randn(2, 4, 3, 2, dtype=torch.float64),
@@ -165,13 +165,13 @@ def test_linearize_runs_the_function_once() -> None:
     assert len(runs) == 1
 
 
-def test_an_aux_of_any_kind() -> None:
+def test_forward_mode_aux_of_any_kind() -> None:
     assert jvp(lambda x: (x, "word"), (X,), (T,), has_aux=True)[2] == "word"
     assert jacrev(lambda x: (x, {"a": None, "b": 3}), has_aux=True)(X)[1] == {"a": None, "b": 3}
     assert jacfwd(lambda x: (x, {"a": None, "b": 3}), has_aux=True)(X)[1] == {"a": None, "b": 3}
 
 
-def test_complex_tangents() -> None:
+def test_forward_mode_complex_tangents() -> None:
     z, t = torch.complex(X, T), torch.complex(T, X)
     for function in (
         torch.sin,
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_forward_mode_refused(name: str) -> None:
     call, words = REFUSED[name]
     with pytest.raises(TransformError) as caught:
         call()
@@ -232,18 +232,18 @@ def test_stack_module_state() -> None:
         )
 
 
-def test_memory_formats_of_tangents_do_not_matter() -> None:
+def test_forward_mode_memory_format_of_tangents() -> None:
     """A view of a value need not be one of its tangent."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     t = torch.randn(4, 3, 2, dtype=torch.float64).permute(2, 1, 0)
     same(jvp(lambda x: x.view(6, 4).unsqueeze(0).squeeze(0), (x,), (t,))[1], t.reshape(6, 4))
 
 
-def test_hessians_of_samples() -> None:
+def test_vmap_hessian() -> None:
     same(vmap(hessian(number))(W), torch.stack([torch.autograd.functional.hessian(number, row) for row in W]))
 
 
-def test_per_sample_gradients_of_a_loss_made_of_derivatives() -> None:
+def test_per_sample_gradients_of_loss_with_derivatives() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}

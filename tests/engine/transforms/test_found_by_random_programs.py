@@ -41,7 +41,7 @@ INFINITE_COTANGENTS = {
 
 @pytest.mark.parametrize("name", INFINITE_COTANGENTS)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_per_sample_gradients_of_parts_beside_infinite_numbers(name: str, number: float) -> None:
+def test_per_sample_gradients_slice_beside_infinite_numbers(name: str, number: float) -> None:
     """Zeros outside of the part that is used stay zeros, and infinities that cancel are NaN."""
     f = lambda w, x: INFINITE_COTANGENTS[name](w, x).sum()
     w = torch.linspace(-1.0, 1.5, 12, dtype=torch.float64).reshape(4, 3)
@@ -83,13 +83,13 @@ def test_padding_row_of_mapped_table_has_tangent_and_no_gradient() -> None:
     assert gradient.sum(2).tolist() == [[0.0, 2.0, 0.0]] * 2
 
 
-def test_logsumexp_of_nothing_but_minus_infinity() -> None:
+def test_logsumexp_all_minus_infinity() -> None:
     x = torch.tensor([[-torch.inf, -torch.inf], [1.0, -torch.inf]])
     f = lambda x: x.logsumexp(0)
     torch.testing.assert_close(vmap(grad(f))(x), by_loop(f, x), equal_nan=True)
 
 
-def test_instance_norm_of_halves() -> None:
+def test_instance_norm_half_precision() -> None:
     """The statistics of values that lie close together are not rounded to halves before they are
     taken off.
     """
@@ -101,7 +101,7 @@ def test_instance_norm_of_halves() -> None:
     )
 
 
-def test_instance_norm_leaves_statistics_of_another_level_alone() -> None:
+def test_instance_norm_statistics_of_another_level() -> None:
     x, mean = (
         torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(2, 1, 3, 4).sin(),
         torch.zeros(2, 3, dtype=torch.float64),
@@ -185,7 +185,7 @@ def test_per_sample_gradients_overflow_beside_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
-def test_second_derivative_of_norm_of_halves(norm: str) -> None:
+def test_second_derivative_of_norm_half_precision(norm: str) -> None:
     """Of two numbers: what is left of the derivative is small beside what cancels."""
     f = {
         "layer_norm": lambda x: (F.layer_norm(x, (2,)) * torch.tensor([0.5, 1.5], dtype=x.dtype)).sum(),

@@ -127,12 +127,12 @@ def rows(function: Function, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_vmap_equals_the_loop(function: Function) -> None:
+def test_vmap_fresh_tensor_equals_the_loop(function: Function) -> None:
     torch.testing.assert_close(vmap(function)(BATCH), rows(function, BATCH))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_two_batch_axes(function: Function) -> None:
+def test_vmap_fresh_tensor_two_levels(function: Function) -> None:
     doubled = torch.stack([BATCH, BATCH.flip(0).contiguous() * 2, BATCH + 1])
     torch.testing.assert_close(
         vmap(vmap(function))(doubled), torch.stack([rows(function, batch) for batch in doubled])
@@ -144,7 +144,7 @@ def test_two_batch_axes(function: Function) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_derivatives(function: Function) -> None:
+def test_vmap_fresh_tensor_derivatives(function: Function) -> None:
     def number(x: Tensor) -> Tensor:
         return (function(x) * x.sum()).sum()
 
@@ -168,7 +168,7 @@ def test_derivatives(function: Function) -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.GRU, nn.RNN, nn.LSTM], ids=lambda layer: layer.__name__)
-def test_recurrent_layers_under_vmap_alone(layer: type[nn.RNNBase]) -> None:
+def test_vmap_recurrent_layers(layer: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     model = layer(4, 3, num_layers=2, batch_first=True).double().requires_grad_(False)
     sequences = torch.randn(5, 6, 4, dtype=torch.float64)
@@ -176,14 +176,14 @@ def test_recurrent_layers_under_vmap_alone(layer: type[nn.RNNBase]) -> None:
 
 
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell, nn.LSTMCell], ids=lambda cell: cell.__name__)
-def test_recurrent_cells_under_vmap_alone(cell: type[nn.RNNCellBase]) -> None:
+def test_vmap_recurrent_cells(cell: type[nn.RNNCellBase]) -> None:
     torch.manual_seed(0)
     model = cell(4, 3).double().requires_grad_(False)
     first = (lambda out: out[0]) if cell is nn.LSTMCell else (lambda out: out)
     torch.testing.assert_close(vmap(lambda x: first(model(x)))(BATCH), first(model(BATCH)))
 
 
-def test_each_sample_its_own_draw_in_place() -> None:
+def test_vmap_fresh_tensor_uniform_randomness_different() -> None:
     torch.manual_seed(3)
     drawn = vmap(lambda x: torch.empty(2, dtype=x.dtype).uniform_() + 0 * x.sum(), randomness="different")(
         BATCH
@@ -192,7 +192,7 @@ def test_each_sample_its_own_draw_in_place() -> None:
     torch.testing.assert_close(drawn, torch.empty(5, 2, dtype=torch.float64).uniform_())
 
 
-def test_one_draw_for_all_can_be_written_into() -> None:
+def test_vmap_fresh_draw_randomness_same_write() -> None:
     def function(x: Tensor) -> Tensor:
         noise = torch.randn(4, dtype=x.dtype)
         noise[0] = x[0]
@@ -206,14 +206,14 @@ def test_one_draw_for_all_can_be_written_into() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_results_without_a_sample_axis() -> None:
+def test_vmap_fresh_tensor_returned_without_sample_axis() -> None:
     assert vmap(lambda x: (x, torch.zeros(2)), out_dims=(0, None))(BATCH)[1].shape == (2,)
     assert vmap(lambda x: torch.zeros(2))(BATCH).shape == (5, 2)
     with pytest.raises(TransformError, match="out_dim is None"):
         vmap(lambda x: an_accumulator(x), out_dims=None)(BATCH)
 
 
-def test_what_is_the_same_for_all_is_read_as_in_python() -> None:
+def test_vmap_fresh_tensor_item_and_bool() -> None:
     def function(x: Tensor) -> Tensor:
         limit = torch.tensor(3)
         for _ in range(int(limit)):
@@ -224,7 +224,7 @@ def test_what_is_the_same_for_all_is_read_as_in_python() -> None:
     torch.testing.assert_close(vmap(function)(BATCH), BATCH + 9)
 
 
-def test_a_tensor_from_outside_stays_as_it_is() -> None:
+def test_vmap_write_into_closure_tensor_refused() -> None:
     outside = torch.zeros(4, dtype=torch.float64)
 
     def writes(x: Tensor) -> Tensor:
@@ -236,5 +236,5 @@ def test_a_tensor_from_outside_stays_as_it_is() -> None:
     assert not outside.any()
 
 
-def test_no_samples() -> None:
+def test_vmap_fresh_tensor_no_samples() -> None:
     assert vmap(zeros_then_rows)(BATCH[:0]).shape == (0, 3, 4)

@@ -30,7 +30,7 @@ COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_each_sample_is_counted_alone(name: str) -> None:
+def test_vmap_histograms(name: str) -> None:
     torch.testing.assert_close(
         vmap(COUNTS[name])(X), torch.stack([COUNTS[name](x) for x in X]), equal_nan=True
     )

@@ -221,7 +221,9 @@ def one_by_one(model: nn.Module, shared: dict[str, Any], inputs: Inputs) -> Grad
 
 @each_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_gradients_equal_the_loop(pretrained: Pretrained, attention: str, dtype: torch.dtype) -> None:
+def test_hugging_face_gradients_equal_the_loop(
+    pretrained: Pretrained, attention: str, dtype: torch.dtype
+) -> None:
     model, shared = build(pretrained, attention, dtype), dict(pretrained.shared)
     inputs = batch(pretrained, 4, dtype)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
@@ -245,7 +247,7 @@ def test_gradients_equal_the_loop(pretrained: Pretrained, attention: str, dtype:
 
 
 @each_model
-def test_as_many_kernels_run_for_two_samples_as_for_five(pretrained: Pretrained, attention: str) -> None:
+def test_hugging_face_kernel_count_independent_of_samples(pretrained: Pretrained, attention: str) -> None:
     model, shared = build(pretrained, attention, torch.float32), dict(pretrained.shared)
     calls = []
     for n in (2, 5):

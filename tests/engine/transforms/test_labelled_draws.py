@@ -124,7 +124,7 @@ def by_place(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1).double().round(decimals=4)
 
 
-def test_labelled_draws_every_random_operator_has_a_way_or_is_refused() -> None:
+def test_labelled_draws_every_random_operator_has_a_rule_or_is_refused() -> None:
     """All that PyTorch says of that they draw, and that have a rule under vmap or are taken apart there."""
     seeded = set()
     for name in torch._C._dispatch_get_all_op_names():
@@ -146,7 +146,7 @@ def test_labelled_draws_every_random_operator_has_a_way_or_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_labelled_draws_are_the_samples_own_and_distributed_as_pytorchs(name: str) -> None:
+def test_labelled_draws_independent_and_distributed_as_pytorch(name: str) -> None:
     function, labels = CALLS[name], torch.arange(SAMPLES)
     found = by_place(drawn(function, X.expand(SAMPLES, 8), labels))
     chosen = torch.tensor([7, 300, 2])
@@ -169,7 +169,7 @@ def test_labelled_draws_are_the_samples_own_and_distributed_as_pytorchs(name: st
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_labelled_draws_without_a_way_are_refused_by_name(name: str) -> None:
+def test_labelled_draws_without_a_rule_refused(name: str) -> None:
     with pytest.raises(
         TransformError, match=f"the random operator aten::{name} can't draw for each record by itself"
     ):
@@ -177,7 +177,7 @@ def test_labelled_draws_without_a_way_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_labelled_draws_stay_in_their_range(dtype: torch.dtype) -> None:
+def test_labelled_draws_range(dtype: torch.dtype) -> None:
     x = torch.empty(64, 4096, dtype=dtype)
     uniform = drawn(torch.rand_like, x, torch.arange(64))
     assert uniform.dtype == dtype
@@ -197,7 +197,7 @@ def test_labelled_draws_of_edge_probabilities() -> None:
     assert torch.equal(drawn(lambda x: aten.native_dropout.default(x, 0.5, False)[0], x, labels), x)
 
 
-def test_labelled_draws_of_a_nested_map_and_on_the_way_back() -> None:
+def test_labelled_draws_nested_vmap_and_backward_pass() -> None:
     """Labels of rows inside those of records, a gradient between the two."""
     weight, x, labels = torch.ones(8), torch.rand(3, 5, 8), torch.arange(15).view(3, 5)
 
@@ -218,7 +218,7 @@ def test_labelled_draws_of_a_nested_map_and_on_the_way_back() -> None:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_labelled_draws_are_the_same_when_a_checkpoint_runs_again(rows: bool) -> None:
+def test_labelled_draws_checkpoint(rows: bool) -> None:
     """A function that runs again on the way back keeps its masks, and those who draw after it theirs."""
     x, labels = torch.rand(3, 5, 8), torch.arange(15).view(3, 5)
 

@@ -35,7 +35,7 @@ def drawn(samples: int, positions: int | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("positions", [None, 1, 4])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_each_sample_by_itself(
+def test_cross_entropy_per_sample(
     samples: int, positions: int | None, reduction: str, kind: torch.dtype
 ) -> None:
     def loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def test_each_sample_by_itself(
 
 
 @pytest.mark.parametrize("positions", [None, 4])
-def test_each_position_by_itself_and_twice(positions: int | None) -> None:
+def test_cross_entropy_unreduced_first_and_second_derivative(positions: int | None) -> None:
     """Not reduced, so that the samples' losses are weighted outside; and the derivative of the derivative."""
 
     def weighted(scores: Tensor, labels: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_each_position_by_itself_and_twice(positions: int | None) -> None:
             torch.testing.assert_close(gradient, torch.func.grad(expected)(x, y), rtol=1e-11, atol=1e-13)
 
 
-def test_of_no_samples() -> None:
+def test_cross_entropy_no_samples() -> None:
     scores, labels = drawn(0, 4)
     assert vmap(grad(F.cross_entropy))(scores, labels).shape == scores.shape
     assert vmap(F.cross_entropy)(scores, labels).shape == (0,)

@@ -62,7 +62,7 @@ SIDES = [
 
 @pytest.mark.parametrize(("matrix", "side"), SIDES)
 @pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (0, None)])
-def test_the_right_hand_side_stays_a_vector_or_a_matrix(matrix: Any, side: Any, in_dims: Any) -> None:
+def test_solve_vector_or_matrix_right_hand_side(matrix: Any, side: Any, in_dims: Any) -> None:
     a = draws(*(matrix if in_dims[0] == 0 else matrix[1:]))
     b = draws(*(side if in_dims[1] == 0 else side[1:]), seed=1)
     if a.dim() - (in_dims[0] == 0) == 3 and b.dim() - (in_dims[1] == 0) == 1:
@@ -71,7 +71,7 @@ def test_the_right_hand_side_stays_a_vector_or_a_matrix(matrix: Any, side: Any, 
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (2, 1), (1, None), (None, -1)])
-def test_samples_lie_along_any_axis(in_dims: Any) -> None:
+def test_solve_in_dims(in_dims: Any) -> None:
     where = [d for d in in_dims if d is not None]
     a, b = draws(3, 3, 3), draws(3, 3, seed=1)
     assert where
@@ -91,7 +91,7 @@ def test_samples_lie_along_any_axis(in_dims: Any) -> None:
         check(loss, in_dims, a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_a_matrix_that_all_samples_share_is_factored_once() -> None:
+def test_solve_shared_matrix_factored_once() -> None:
     a, b = draws(3, 3), draws(5, 3, 2)
     factors = vmap(lambda b: aten._linalg_solve_ex(a, b)[1])(b)
     assert factors.shape == (5, 3, 3)
@@ -110,7 +110,7 @@ def test_a_matrix_that_all_samples_share_is_factored_once() -> None:
         torch.fft.fft,
     ],
 )
-def test_no_samples_at_all(function: Callable[[Tensor], Tensor]) -> None:
+def test_linear_algebra_no_samples(function: Callable[[Tensor], Tensor]) -> None:
     none = torch.zeros(0, 3, 3, dtype=torch.float64)
     assert vmap(function)(none).shape == (0, *function(torch.eye(3, dtype=torch.float64)).shape)
     assert vmap(grad(lambda a: function(a).abs().sum()))(none).shape == (0, 3, 3)
@@ -139,7 +139,7 @@ def of_rank(rank: int) -> Tensor:
     return left[:, :rank] @ right[:rank] if rank else torch.zeros(3, 3, dtype=torch.float64)
 
 
-def test_a_determinant_has_a_derivative_at_every_matrix() -> None:
+def test_determinant_derivative_at_every_rank() -> None:
     """Samples of every rank, side by side: what one of them can't be divided by must not reach the others."""
     exactly_singular = torch.tensor([[1.0, 2, 4], [2, 4, 8], [1, 0, 1]], dtype=torch.float64)
     matrices = torch.stack(
@@ -149,7 +149,7 @@ def test_a_determinant_has_a_derivative_at_every_matrix() -> None:
     torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-9, atol=1e-9)
 
 
-def test_a_determinant_has_a_second_derivative_where_it_is_zero() -> None:
+def test_determinant_second_derivative_at_zero() -> None:
     a = torch.tensor([[1.0, 2, 4], [2, 4, 8], [1, 0, 1]], dtype=torch.float64)
     assert float(torch.linalg.det(a)) == 0
     second = vmap(hessian(torch.linalg.det))(torch.stack([a, of_rank(3)]))
@@ -184,7 +184,7 @@ def test_determinant_derivatives_matrix_of_one_number(value: float) -> None:
     assert torch.equal(vmap(hessian(torch.linalg.det))(a), torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64))
 
 
-def test_the_logarithm_of_a_determinant() -> None:
+def test_logdet_derivatives() -> None:
     a = positive(draws(4, 3, 3))
     inverse = torch.linalg.inv(a)
     torch.testing.assert_close(vmap(grad(torch.logdet))(a), inverse.mT)
@@ -209,12 +209,12 @@ REPEATED = torch.diag(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64))
         lambda a: torch.linalg.eigvals(a).abs().sum(),
     ],
 )
-def test_values_that_repeat_have_derivatives(loss: Callable[[Tensor], Tensor]) -> None:
+def test_repeated_eigenvalues_derivatives(loss: Callable[[Tensor], Tensor]) -> None:
     check(loss, (0,), torch.stack([REPEATED, positive(draws(3, 3))]))
 
 
 @pytest.mark.parametrize("vectors", [lambda a: torch.linalg.eigh(a)[1], lambda a: torch.linalg.svd(a)[0]])
-def test_vectors_of_values_that_repeat_have_none_that_is_finite(vectors: Callable[[Tensor], Tensor]) -> None:
+def test_repeated_eigenvalues_eigenvectors_not_finite(vectors: Callable[[Tensor], Tensor]) -> None:
     """As in PyTorch: an infinite number, or none, rather than one that looks right."""
 
     def loss(a: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def test_vectors_of_values_that_repeat_have_none_that_is_finite(vectors: Callabl
     assert not bool(by_loop(loss, (0,), REPEATED.unsqueeze(0))[0].isfinite().all())
 
 
-def test_nearly_repeated_values_stay_as_exact_as_autograd() -> None:
+def test_nearly_repeated_eigenvalues_precision() -> None:
     a = REPEATED + 1e-5 * positive(draws(3, 3))
     check(
         lambda a: (torch.linalg.eigh(a)[1].abs() * torch.arange(9.0, dtype=a.dtype).reshape(3, 3)).sum(),
@@ -233,7 +233,7 @@ def test_nearly_repeated_values_stay_as_exact_as_autograd() -> None:
     )
 
 
-def test_the_basis_beyond_a_matrix_columns_has_no_derivative() -> None:
+def test_qr_complete_derivative_refused() -> None:
     a = draws(4, 5, 3)
     with pytest.raises(TransformError, match="mode='complete'"):
         vmap(grad(lambda a: torch.linalg.qr(a, "complete")[0].sum()))(a)
@@ -259,7 +259,7 @@ def test_the_basis_beyond_a_matrix_columns_has_no_derivative() -> None:
         lambda a, b: torch.fft.rfft(a @ b).abs().sum() + torch.fft.irfft(torch.fft.fft2(a), n=5).sum(),
     ],
 )
-def test_single_precision_stays_single(loss: Callable[..., Tensor]) -> None:
+def test_linear_algebra_float32(loss: Callable[..., Tensor]) -> None:
     a, b = positive(draws(4, 3, 3)), draws(4, 3, seed=1)
     ours = vmap(grad(loss, argnums=(0, 1)))(a.float(), b.float())
     for found, expected in zip(ours, by_loop(loss, (0, 0), a, b), strict=True):
@@ -270,7 +270,7 @@ def test_single_precision_stays_single(loss: Callable[..., Tensor]) -> None:
 # -- at work -------------------------------------------------------------------------------------------------
 
 
-def test_the_likelihood_of_a_gaussian_process_a_sample() -> None:
+def test_cholesky_gaussian_process_likelihood() -> None:
     """Each sample has a kernel of its own, of shared length scale and noise: logdet and solve through one
     Cholesky factor.
     """
@@ -288,7 +288,7 @@ def test_the_likelihood_of_a_gaussian_process_a_sample() -> None:
     check(loss, (None, None, 0, 0), scale, noise, draws(3, 5), draws(3, 5, seed=1))
 
 
-def test_the_likelihood_of_a_normal_distribution_that_checks_its_arguments() -> None:
+def test_multivariate_normal_log_prob_with_argument_checks() -> None:
     """The checks are branches, on which all samples agree."""
 
     def loss(mean: Tensor, covariance: Tensor, x: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def test_the_likelihood_of_a_normal_distribution_that_checks_its_arguments() -> 
     check(loss, (None, 0, 0), draws(3), positive(draws(4, 3, 3)), draws(4, 3, seed=1))
 
 
-def test_a_tangent_through_a_solution() -> None:
+def test_solve_jvp() -> None:
     a, b, da = draws(4, 3, 3), draws(4, 3, seed=1), draws(4, 3, 3, seed=2)
     _, moved = vmap(lambda a, b, da: jvp(lambda a: torch.linalg.solve(a, b), (a,), (da,)))(a, b, da)
     x = torch.linalg.solve(a, b)
@@ -316,7 +316,7 @@ def test_a_tangent_through_a_solution() -> None:
     ],
 )
 @pytest.mark.parametrize("shape", [(3, 50), (3, 2, 50)])
-def test_short_time_transforms(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_stft_derivatives(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     signals = draws(*shape)
 
     def spectrum(x: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def test_short_time_transforms(options: dict[str, Any], shape: tuple[int, ...]) 
     check(lambda x: spectrum(x).abs().pow(3).sum(), (0,), signals)
 
 
-def test_a_signal_comes_back_from_its_spectrum() -> None:
+def test_istft_inverts_stft() -> None:
     signals, window = draws(3, 64), torch.hann_window(16, dtype=torch.float64)
 
     def there_and_back(x: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def test_a_signal_comes_back_from_its_spectrum() -> None:
     "options",
     [{"win_length": 20}, {"window": torch.ones(3)}, {"window": torch.ones(1)}, {"return_complex": None}],
 )
-def test_a_window_that_does_not_fit_is_refused(options: dict[str, Any]) -> None:
+def test_stft_wrong_window_refused(options: dict[str, Any]) -> None:
     arguments = {"n_fft": 16, "center": False, "return_complex": True, **options}
     with pytest.raises(TransformError, match="stft with n_fft=16"):
         vmap(lambda x: torch.stft(x, **arguments))(draws(3, 50))

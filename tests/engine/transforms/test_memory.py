@@ -261,7 +261,7 @@ def test_vmap_reshape_shares_memory_where_sample_axis_is_behind() -> None:
     assert torch.equal(vmap(f, 2)(x), rows(f, x, axis=2))
 
 
-def test_vmap_write_into_result_that_is_the_same_for_all_samples() -> None:
+def test_vmap_write_into_shared_result() -> None:
     matrix, b = torch.randn(3, 3), torch.randn(SAMPLES, 3)
 
     def f(b: Tensor) -> Tensor:

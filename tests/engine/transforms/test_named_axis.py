@@ -66,7 +66,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_values_and_derivatives(name: str) -> None:
+def test_named_axis_values_and_derivatives(name: str) -> None:
     one, all_of_them = COLLECTIVES[name]
     x, along = torch.randn(5, 3), torch.randn(5, 3)
 
@@ -100,7 +100,7 @@ def test_values_and_derivatives(name: str) -> None:
         )
 
 
-def test_trees_and_ties() -> None:
+def test_named_axis_pytrees_and_ties() -> None:
     x = torch.tensor([1.0, 3.0, 3.0])
     total = vmap(lambda x: psum({"a": x, "b": [x * 2]}, "s"), axis_name="s")(x)
     agree(total, {"a": torch.full((3,), 7.0), "b": [torch.full((3,), 14.0)]})
@@ -110,7 +110,7 @@ def test_trees_and_ties() -> None:
 # -- losses that cross samples -------------------------------------------------------------------------------
 
 
-def test_a_contrastive_loss() -> None:
+def test_named_axis_contrastive_loss() -> None:
     n, temperature = 6, 0.2
     images, texts = torch.randn(n, 5), torch.randn(n, 4)
     params = {"image": torch.randn(5, 3), "text": torch.randn(4, 3)}
@@ -155,7 +155,7 @@ class BatchNormByName(nn.Module):
         return (x - mean) / (variance + 1e-5).sqrt() * self.weight + self.bias
 
 
-def test_batch_statistics() -> None:
+def test_named_axis_batch_norm() -> None:
     model = nn.Sequential(nn.Linear(4, 6), BatchNormByName(6), nn.Tanh(), nn.Linear(6, 1))
     reference = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).train()
     reference.load_state_dict(model.state_dict(), strict=False)
@@ -169,7 +169,7 @@ def test_batch_statistics() -> None:
 # -- nests ---------------------------------------------------------------------------------------------------
 
 
-def test_two_axes() -> None:
+def test_named_axis_two_names() -> None:
     a = torch.randn(2, 4, 3)
 
     def one(x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def test_two_axes() -> None:
     )
 
 
-def test_the_innermost_axis_of_a_name_is_meant() -> None:
+def test_named_axis_repeated_name_means_innermost() -> None:
     a = torch.randn(2, 4)
     agree(
         vmap(vmap(lambda x: psum(x, "s"), axis_name="s"), axis_name="s")(a),
@@ -211,7 +211,7 @@ def test_the_innermost_axis_of_a_name_is_meant() -> None:
     )
 
 
-def test_a_rule_of_ones_own_may_cross_samples() -> None:
+def test_named_axis_custom_vjp() -> None:
     f = custom_vjp(lambda x: x * pmean(x, "s"))
     f.defvjp(lambda x: (x * pmean(x, "s"), None), lambda residuals, g: (psum(g, "s") * 7,))
     x = torch.randn(5)
@@ -245,14 +245,14 @@ def ways_back(x: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_is_refused_is_named(refused: str) -> None:
+def test_named_axis_refused(refused: str) -> None:
     program, words = REFUSED[refused]
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0], [1.0, 1.0, 1.0]])
     with pytest.raises(TransformError, match=words):
         program(x)
 
 
-def test_chunks_that_hold_all_samples_and_no_samples_at_all() -> None:
+def test_named_axis_one_chunk_and_no_samples() -> None:
     x = torch.randn(3, 2)
     agree(vmap(lambda x: psum(x, "s"), axis_name="s", chunk_size=3)(x), x.sum(0).expand(3, 2))
     assert vmap(lambda x: psum(x, "s"), axis_name="s")(x[:0]).shape == (0, 2)

@@ -74,7 +74,7 @@ FOUNDATION = """
 
 
 @pytest.mark.parametrize("name", [name for name in DATABASE if name not in UNJUDGED])
-def test_right_or_refused_as_listed(name: str) -> None:
+def test_operators_right_or_refused_as_listed(name: str) -> None:
     entry = DATABASE[name]
     verdicts = judge(entry, judged_rows(name, entry), equal_samples=name in AGREEING.split())
     assert [what for verdict in verdicts.values() for what in verdict.wrong] == []
@@ -91,7 +91,7 @@ def test_right_or_refused_as_listed(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if ROWS[row].bar is not None])
-def test_a_row_is_right_for_as_many_entries_as_the_bar_says(row: str) -> None:
+def test_operators_page_bar_of_row(row: str) -> None:
     bar = ROWS[row].bar
     assert bar is not None
     assert operators_page.counts()[row].percent >= bar
@@ -103,14 +103,14 @@ of_one_version = pytest.mark.skipif(
 
 
 @of_one_version
-def test_the_page_is_up_to_date() -> None:
+def test_operators_page_up_to_date() -> None:
     assert operators_page.PAGE.read_text(encoding="utf-8") == operators_page.page(""), (
         "run python -m tools.pages"
     )
 
 
 @of_one_version
-def test_the_tables_speak_of_the_database() -> None:
+def test_operators_tables_name_known_entries() -> None:
     assert {
         *REFUSED,
         *UNJUDGED,
@@ -121,7 +121,7 @@ def test_the_tables_speak_of_the_database() -> None:
     } - set(DATABASE) <= NEW_IN_2_15
 
 
-def test_the_foundation_is_refused_nowhere() -> None:
+def test_operators_foundation_never_refused() -> None:
     refused_as_a_whole = set(REFUSED) - set(SHAPE_IN_PLACE.split())
     assert (
         set(FOUNDATION.split())
@@ -143,13 +143,13 @@ def rows_that_notice(name: str) -> set[str]:
     }
 
 
-def test_a_vjp_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_wrong_vjp(monkeypatch: pytest.MonkeyPatch) -> None:
     off = registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x) * SLIGHTLY})
     monkeypatch.setitem(registry._derivatives, torch.ops.aten.sin.default, off)
     assert rows_that_notice("sin") == set(ROWS)
 
 
-def test_a_vjp_off_by_a_thousandth_in_its_own_derivative_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_wrong_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.tanh_backward.default
     right = registry._derivatives[op].vjp
     off = registry.DerivativeRule(
@@ -159,14 +159,14 @@ def test_a_vjp_off_by_a_thousandth_in_its_own_derivative_is_noticed(monkeypatch:
     assert rows_that_notice("tanh") == operators_page.TWICE
 
 
-def test_a_jvp_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_wrong_jvp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         derivatives, "jvp", spoiled(lambda out, tangents: (out, tuple(t * SLIGHTLY for t in tangents)))
     )
     assert rows_that_notice("sin") == {"jvp", "vmap(jvp)", "jvp of vjp"}
 
 
-def test_a_value_beside_a_jvp_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_wrong_value_of_jvp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         derivatives, "jvp", spoiled(lambda out, tangents: (tuple(v * SLIGHTLY for v in out), tangents))
     )
@@ -183,19 +183,19 @@ def spoiled(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]
     return changed
 
 
-def test_a_batching_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_wrong_batching(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
     monkeypatch.setitem(registry._batchings, op, lambda batch, op, x: op(batch.physical(x)) * SLIGHTLY)
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 
-def test_samples_that_change_places_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_permuted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
     monkeypatch.setitem(registry._batchings, op, lambda batch, op, x: op(batch.physical(x)).flip(0))
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 
-def test_an_error_without_a_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_unnamed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> None:
         raise IndexError("list index out of range")
 
@@ -203,6 +203,6 @@ def test_an_error_without_a_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 
-def test_a_write_that_does_not_reach_the_base_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_checker_notices_lost_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "write_through", lambda op, base, new, *rest: base)
     assert "vjp" in rows_that_notice("select")

@@ -50,7 +50,7 @@ def test_adding_an_operator() -> None:
     assert run(ADDING, refused_so_far)["gradients"].shape == (5, 3)
 
 
-def test_the_guide() -> None:
+def test_transforms_guide_code() -> None:
     names = run(GUIDE)
     loss, w, samples = names["loss"], names["w"], names["samples"]
     leaf = w.clone().requires_grad_()
@@ -69,6 +69,6 @@ def test_the_guide() -> None:
     )
 
 
-def test_the_guide_names_every_transform() -> None:
+def test_transforms_guide_names_every_transform() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert [name for name in transforms.__all__ if f"`{name}`" not in text] == []

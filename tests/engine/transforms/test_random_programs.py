@@ -330,7 +330,7 @@ def test_random_programs_equal_the_loop(steps: list[Step], nest: list[str]) -> N
 
 
 @given(steps=programs())
-def test_the_oracle_runs_programs_as_pytorch_does(steps: list[Step]) -> None:
+def test_random_programs_oracle_equals_pytorch(steps: list[Step]) -> None:
     torch.testing.assert_close(run(steps, X, Y), run_in_memory(steps, X, Y), rtol=1e-12, atol=1e-12)
 
 
@@ -340,16 +340,14 @@ WRITES_THROUGH_A_VIEW = [Step("x.select(0, -1)", 0), Step("x.copy_(y)", 2, 1)]
 
 
 @pytest.mark.parametrize("nest", [["grad", "vmap"], ["vjp", "jvp"], ["jacrev", "vmap of both"]])
-def test_a_write_that_does_not_reach_its_base_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, nest: list[str]
-) -> None:
+def test_random_programs_notice_lost_write(monkeypatch: pytest.MonkeyPatch, nest: list[str]) -> None:
     assert right(WRITES_THROUGH_A_VIEW, nest)
     monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
     assert not right(WRITES_THROUGH_A_VIEW, nest)
 
 
 @pytest.mark.parametrize("nest", [["vmap", "grad"], ["grad", "vmap of both"]])
-def test_an_error_in_a_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, nest: list[str]) -> None:
+def test_random_programs_notice_wrong_gradient(monkeypatch: pytest.MonkeyPatch, nest: list[str]) -> None:
     off = registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x) * (1 + 1e-7)})
     monkeypatch.setitem(registry._derivatives, torch.ops.aten.sin.default, off)
     assert not right([Step("x.sin()", 0)], nest)

@@ -4,12 +4,15 @@ what it notices beside that.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from psgrad.engine.transforms.rules import registry
-from tests.random_programs.checking import Outcome, check
+from tests.random_programs.checking import BOTH_RAISED, NOT_NOTICED, Outcome, check
 from tests.random_programs.programs import Argument, Program, Statement
+from tests.random_programs.writer import Writer
 
 aten = torch.ops.aten
 
@@ -73,6 +76,18 @@ NOT_WRONG = {
     "layers of one number, of halves": program(
         ("F.layer_norm(a1[:2, None], (1,), a0[0, :1])",), "grad(vmap)", dtype=torch.bfloat16
     ),
+    "the Jacobian of a wider type, without forward mode": program(
+        ("a0[0].float()", "F.multilabel_margin_loss(t0, torch.tensor([0, 2, -1]))"),
+        "vmap(jacfwd)",
+        dtype=torch.bfloat16,
+    ),
+    "the second derivative of a norm of equal numbers": program(
+        (
+            "F.avg_pool2d((a1[:1] * 2.3).expand(1, 1, 2, 2), 2, 1, 1, count_include_pad=False)",
+            "F.layer_norm(torch.cat([t0, t0], -1), (1, 1, 3, 6))",
+        ),
+        "autograd of vmap(grad)",
+    ),
     "the sign of NaN": program(
         ("F.cross_entropy(a0, torch.tensor([0, 1]), a1.abs(), reduction='sum')", "a0.sin().copysign(t0)"),
         "vmap",
@@ -85,6 +100,38 @@ NOT_WRONG = {
 @pytest.mark.parametrize("name", NOT_WRONG)
 def test_oracle_knows_rounding_and_conventions(name: str) -> None:
     assert check(NOT_WRONG[name]) == Outcome("equal")
+
+
+@pytest.mark.parametrize("line", ["torch.sinc(t0)", "torch.kron(t0, a0)"])
+def test_oracle_write_that_autograd_notices_in_one_of_two_ways(line: str) -> None:
+    """Autograd refuses a write into what the operator keeps, in the loop too, or does not notice it there.
+    What the oracle runs in the operator's place keeps other values.
+    """
+    lines = (
+        Statement("t0 = a0.clone()", "t0"),
+        Statement(f"t1 = {line}", "t1"),
+        Statement("t0.sub_(a1)", "t0", writes=True),
+    )
+    one = replace(program(("a0",), "autograd of vmap"), statements=lines, outputs=("t1",))
+    assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
+
+
+def test_oracle_knows_cotangent_rounded_by_cast_inside_write() -> None:
+    """The parts of the cotangent cancel: a cross-entropy of equal numbers does not depend on their size."""
+    lines = (
+        Statement("t0 = a0.clone()", "t0"),
+        Statement("t0.copy_(a1[:1].float())", "t0", writes=True),
+        Statement("t1 = F.cross_entropy(t0, torch.tensor([0, 1]))", "t1"),
+    )
+    one = replace(program(("a0",), "jacrev(vmap)"), statements=lines, outputs=("t1",))
+    assert check(one) == Outcome("equal")
+
+
+def test_writer_clones_source_that_shares_memory() -> None:
+    writer, x = Writer(0), torch.arange(6.0)
+    writer.tensors = {"t0": x, "t1": x[:3], "t2": torch.zeros(3)}
+    assert writer.apart("t1", "t0") == "t1.clone()"
+    assert writer.apart("t2", "t0") == "t2"
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, op: object, factor: float) -> None:

@@ -77,7 +77,7 @@ class Using(nn.Module):
     ("layers", "both_ways", "batch_first", "bias"),
     list(product((1, 2), (False, True), (False, True), (False, True))),
 )
-def test_options(name: str, layers: int, both_ways: bool, batch_first: bool, bias: bool) -> None:
+def test_recurrent_options(name: str, layers: int, both_ways: bool, batch_first: bool, bias: bool) -> None:
     layer = LAYERS[name](
         INPUTS, HIDDEN, num_layers=layers, bidirectional=both_ways, batch_first=batch_first, bias=bias
     )
@@ -87,7 +87,7 @@ def test_options(name: str, layers: int, both_ways: bool, batch_first: bool, bia
 @each_layer
 @pytest.mark.parametrize("lengths", [[5, 3, 3], [2, 5, 4]], ids=["sorted", "in-any-order"])
 @pytest.mark.parametrize("both_ways", [False, True])
-def test_packed_sequences_of_several_lengths(name: str, lengths: list[int], both_ways: bool) -> None:
+def test_recurrent_packed_sequences(name: str, lengths: list[int], both_ways: bool) -> None:
     layer = LAYERS[name](INPUTS, HIDDEN, num_layers=2, bidirectional=both_ways)
 
     def use(layer: nn.Module, x: Tensor) -> Any:
@@ -102,7 +102,7 @@ def test_packed_sequences_of_several_lengths(name: str, lengths: list[int], both
     agrees(layer, use, torch.randn(TIMES, B, INPUTS))
 
 
-def test_dropout_between_layers() -> None:
+def test_recurrent_dropout_between_layers() -> None:
     layer = nn.GRU(INPUTS, HIDDEN, num_layers=3, dropout=0.5)
 
     def use(layer: nn.Module, x: Tensor) -> Any:
@@ -112,7 +112,7 @@ def test_dropout_between_layers() -> None:
     agrees(layer, use, torch.randn(TIMES, B, INPUTS))
 
 
-def test_sequences_without_batch_axis_and_their_start() -> None:
+def test_recurrent_unbatched_input_and_initial_state() -> None:
     layer = nn.LSTM(INPUTS, HIDDEN)
     agrees(
         layer,
@@ -122,7 +122,7 @@ def test_sequences_without_batch_axis_and_their_start() -> None:
 
 
 @each_layer
-def test_tangents_and_second_derivatives(name: str) -> None:
+def test_recurrent_tangents_and_second_derivatives(name: str) -> None:
     layer = LAYERS[name](2, 3, num_layers=2)
     x, direction = torch.randn(3, 1, 2), torch.randn(3, 1, 2)
 
@@ -150,7 +150,7 @@ class Last(nn.Module):
 
 
 @each_layer
-def test_the_recurrent_weight_is_one_term_with_a_position_for_each_time(name: str) -> None:
+def test_recurrent_weight_is_one_term(name: str) -> None:
     model = Last(LAYERS[name](INPUTS, HIDDEN, batch_first=True))
     x = torch.randn(4, TIMES, INPUTS)
     objective = Objective(model, lambda output, target: output.square().sum())
@@ -165,7 +165,7 @@ def test_the_recurrent_weight_is_one_term_with_a_position_for_each_time(name: st
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-def test_lengths_that_differ_between_samples(both_ways: bool) -> None:
+def test_recurrent_lengths_differ_between_samples(both_ways: bool) -> None:
     """They decide how many operators run: the samples of each length are run together."""
     layer = nn.GRU(INPUTS, HIDDEN, batch_first=True, bidirectional=both_ways)
     params = {name: value.detach() for name, value in layer.named_parameters()}
@@ -191,7 +191,7 @@ def test_lengths_that_differ_between_samples(both_ways: bool) -> None:
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cells_whose_state_is_given(cell: Any) -> None:
+def test_recurrent_cells_given_state(cell: Any) -> None:
     layer = cell(INPUTS, HIDDEN)
     state = torch.randn(2, B, HIDDEN)
 
@@ -201,13 +201,13 @@ def test_cells_whose_state_is_given(cell: Any) -> None:
     agrees(layer, use, torch.randn(B, INPUTS))
 
 
-def test_sequences_of_length_zero_are_told() -> None:
+def test_recurrent_length_zero_refused() -> None:
     layer = nn.GRU(INPUTS, HIDDEN)
     with pytest.raises(TransformError, match="gru on sequences of length 0"):
         grad(lambda x: total(layer(x)))(torch.randn(0, B, INPUTS))
 
 
-def test_norms_alone_take_the_same_way() -> None:
+def test_recurrent_norms_alone() -> None:
     model = Last(nn.LSTM(INPUTS, HIDDEN, batch_first=True))
     params = {name: value.detach() for name, value in model.named_parameters()}
     x = torch.randn(4, TIMES, INPUTS)

@@ -61,12 +61,12 @@ def _rules_go_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [opaque, torch.ops.psgrad_registration.opaque, "psgrad_registration::opaque"],
     ids=["op", "packet", "name"],
 )
-def test_the_rule_is_used_in_every_nest(name: Any, nest: str) -> None:
+def test_registered_rule_used_in_every_nest(name: Any, nest: str) -> None:
     register_rule(name, vjp=VJP, batch=elementwise_batch)
     agree(NESTS[nest](transforms, torch.ops.psgrad_registration.opaque), NESTS[nest](torch.func, plain), 3.0)
 
 
-def test_a_tangent_of_its_own() -> None:
+def test_registered_rule_own_jvp() -> None:
     def push(out: Tensor, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda t: 5 * t * slopes(x, y)[0]
 
@@ -76,7 +76,7 @@ def test_a_tangent_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("nest", NESTS)
-def test_what_torch_was_told(nest: str) -> None:
+def test_registered_rule_from_torch_library(nest: str) -> None:
     def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
         x, y = ctx.saved_tensors
         in_x, in_y = slopes(x, y)
@@ -99,14 +99,14 @@ def test_what_torch_was_told(nest: str) -> None:
     agree(NESTS[nest](transforms, lambda x, y: told(x, y, 2.0)[0]), NESTS[nest](torch.func, plain), 3.0)
 
 
-def test_constants_and_zeros() -> None:
+def test_registered_rule_constant() -> None:
     register_rule(opaque, constant=True, batch=elementwise_batch)
     agree(vmap(grad(lambda x: (opaque(x, Y) * x).sum()))(X), plain(X, Y))
     register_rule(opaque, vjp={"x": VJP["x"], "y": None}, replace=True)
     agree(grad(weighted(opaque), 1)(X[0], Y), torch.zeros(3))
 
 
-def test_an_argument_that_is_left_out_is_no_zero() -> None:
+def test_registered_rule_missing_argument_refused() -> None:
     register_rule(opaque, vjp={"x": VJP["x"]}, batch=elementwise_batch)
     agree(grad(lambda x: opaque(x, Y).sum())(X[0]), 3 * slopes(X[0], Y)[0])
     for program in (
@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_makes_no_sense_is_named_and_changes_nothing(refused: str) -> None:
+def test_registered_rule_refused(refused: str) -> None:
     program, words = REFUSED[refused]
     before = dict(registry._derivatives), dict(registry._batchings), set(registry._constants)
     with pytest.raises(TransformError, match=words):

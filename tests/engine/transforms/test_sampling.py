@@ -28,7 +28,7 @@ def images_and_grids(axes: int) -> tuple[Tensor, Tensor]:
     ("padding", "align"), list(itertools.product(["zeros", "border", "reflection"], [True, False]))
 )
 @pytest.mark.parametrize(("axes", "mode"), MODES)
-def test_grid_sampling(axes: int, mode: str, padding: str, align: bool) -> None:
+def test_grid_sample(axes: int, mode: str, padding: str, align: bool) -> None:
     images, grids = images_and_grids(axes)
 
     def loss(image: Tensor, grid: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def test_upsampling(mode: str, axes: int, by: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_resizing_without_aliases(mode: str) -> None:
+def test_interpolate_antialias(mode: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 2, 2, 9, 9, dtype=torch.float64)
 

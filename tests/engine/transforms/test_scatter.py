@@ -29,7 +29,7 @@ def assert_like_the_loop(
 
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("zeros", [0, 1, 2, 3])
-def test_products_with_zeros_among_the_factors(zeros: int, include_self: bool) -> None:
+def test_scatter_product_with_zeros(zeros: int, include_self: bool) -> None:
     """Against the product written out; PyTorch has no second derivative where two factors are zero."""
     torch.manual_seed(zeros)
     factors = torch.randn(4, 5, dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_products_with_zeros_among_the_factors(zeros: int, include_self: bool) -
 
 
 @pytest.mark.parametrize("kind", ["amax", "amin"])
-def test_ties_share(kind: str) -> None:
+def test_scatter_maximum_ties(kind: str) -> None:
     x, source = (
         torch.ones(2, 2, dtype=torch.float64),
         torch.tensor([[1.0, 1.0, 0.5], [2.0, 2.0, 0.5]], dtype=torch.float64),
@@ -81,14 +81,14 @@ def _add(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("write", [_write, _add])
-def test_one_value_where_a_mask_of_each_sample_says(write: Callable[..., Tensor]) -> None:
+def test_masked_fill_mask_of_each_sample(write: Callable[..., Tensor]) -> None:
     value = torch.arange(1.0, 5.0, dtype=torch.float64)
     assert_like_the_loop(write, X, MASKS, value, argnums=(0, 2))
     rows = torch.randn(4, 5, dtype=torch.float64)  # one row, written to all rows that the mask names
     assert_like_the_loop(write, X, MASKS[:, :, 0], rows, argnums=(0, 2))
 
 
-def test_one_column_where_a_mask_of_columns_says() -> None:
+def test_index_put_mask_of_columns() -> None:
     def write(x: Tensor, mask: Tensor, column: Tensor) -> Tensor:
         y = x * 2
         y[:, mask] = column
@@ -97,7 +97,7 @@ def test_one_column_where_a_mask_of_columns_says() -> None:
     assert_like_the_loop(write, X, MASKS[:, 0], torch.randn(4, 3, 1, dtype=torch.float64), argnums=(0, 2))
 
 
-def test_elements_in_turn_to_the_places_of_a_mask() -> None:
+def test_masked_scatter() -> None:
     source = torch.randn(4, 15, dtype=torch.float64)
     assert_like_the_loop(
         lambda x, mask, s: (x.masked_scatter(mask, s) ** 3).sum(), X, MASKS, source, argnums=(0, 2)
@@ -115,7 +115,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", STRIDED)
-def test_other_strides(name: str) -> None:
+def test_as_strided(name: str) -> None:
     """PyTorch's gradient of as_strided_scatter in its first argument is wrong: there the oracle is a write
     through the view.
     """
@@ -142,6 +142,6 @@ def test_other_strides(name: str) -> None:
         lambda x: (x * 1).as_strided((5, 3), (2, 1)).mul_(2),  # written to twice
     ],
 )
-def test_strides_that_reach_further_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+def test_as_strided_out_of_bounds_refused(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TransformError, match="as_strided"):
         grad(lambda x: function(x).sum())(X[0])

@@ -37,7 +37,7 @@ def quadratic(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), (0, -1)])
-def test_argnums(argnums: Any) -> None:
+def test_grad_argnums(argnums: Any) -> None:
     x, y = torch.randn(3), torch.randn(3)
     same(grad(quadratic, argnums)(x, y), torch.func.grad(quadratic, argnums)(x, y))
     same(grad_and_value(quadratic, argnums)(x, y), torch.func.grad_and_value(quadratic, argnums)(x, y))
@@ -54,12 +54,12 @@ def test_argnums(argnums: Any) -> None:
         (True, "argnums must be int or Tuple"),
     ],
 )
-def test_argnums_that_make_no_sense(argnums: Any, words: str) -> None:
+def test_grad_argnums_refused(argnums: Any, words: str) -> None:
     with pytest.raises(TransformError, match=words):
         grad(quadratic, argnums)(torch.randn(3), torch.randn(3))
 
 
-def test_trees_and_keywords() -> None:
+def test_grad_pytrees_and_keywords() -> None:
     def f(tree: dict[str, Any], *, scale: Tensor) -> Tensor:
         return (tree["a"] * tree["b"][0] * scale).sum()
 
@@ -67,7 +67,7 @@ def test_trees_and_keywords() -> None:
     same(grad(f)(tree, scale=scale), torch.func.grad(f)(tree, scale=scale))
 
 
-def test_aux_may_be_anything() -> None:
+def test_grad_aux_of_any_kind() -> None:
     def f(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         return (x * x).sum(), {"double": 2 * x, "name": "f", "none": None}
 
@@ -91,24 +91,24 @@ def test_aux_may_be_anything() -> None:
         (lambda x: torch.complex(x.detach().sum(), x.detach().sum()) * 1, "complex"),
     ],
 )
-def test_what_is_no_scalar_is_named(f: Callable[[Tensor], Any], words: str) -> None:
+def test_grad_not_a_scalar_refused(f: Callable[[Tensor], Any], words: str) -> None:
     with pytest.raises(TransformError, match=words):
         grad(f)(torch.randn(3))
 
 
-def test_missing_aux_is_named() -> None:
+def test_grad_missing_aux_refused() -> None:
     with pytest.raises(TransformError, match="tuple of \\(value, aux\\)"):
         grad(lambda x: x.sum(), has_aux=True)(torch.randn(3))
 
 
-def test_arguments_that_have_no_gradient_are_named() -> None:
+def test_grad_integer_argument_refused() -> None:
     with pytest.raises(TransformError, match="floating point"):
         grad(lambda x: x.sum() * 1.0)(torch.arange(3))
     with pytest.raises(TransformError, match="must be Tensor"):
         grad(lambda x: torch.ones(()) * x)(3.0)
 
 
-def test_unused_arguments_have_zero_gradient() -> None:
+def test_grad_unused_argument_is_zero() -> None:
     x, y = torch.randn(3), torch.randn(2)
     same(grad(lambda x, y: x.sum(), (0, 1))(x, y), (torch.ones(3), torch.zeros(2)))
     same(grad(lambda x: torch.ones(()))(x), torch.zeros(3))
@@ -118,7 +118,7 @@ def test_unused_arguments_have_zero_gradient() -> None:
 # -- vjp -----------------------------------------------------------------------------------------------------
 
 
-def test_vjp_fn_may_be_called_often_and_late() -> None:
+def test_vjp_fn_called_repeatedly() -> None:
     x = torch.randn(3)
     value, pull = vjp(lambda x: {"s": x.sin(), "e": [x.exp()]}, x)
     theirs, pull_theirs = torch.func.vjp(lambda x: {"s": x.sin(), "e": [x.exp()]}, x)
@@ -133,7 +133,7 @@ def test_vjp_fn_may_be_called_often_and_late() -> None:
     same(vmap(lambda c: pull({"s": c, "e": [c]}))(rows), expected)
 
 
-def test_vjp_fn_refuses_cotangents_of_another_form() -> None:
+def test_vjp_fn_wrong_cotangent_refused() -> None:
     _, pull = vjp(lambda x: (x, x), torch.randn(3))
     with pytest.raises(TransformError, match="pytree structure"):
         pull(torch.randn(3))
@@ -141,7 +141,7 @@ def test_vjp_fn_refuses_cotangents_of_another_form() -> None:
         pull((torch.randn(3), torch.randn(2)))
 
 
-def test_vjp_with_aux_and_what_is_no_tensor() -> None:
+def test_vjp_aux_and_non_tensors() -> None:
     x = torch.randn(3)
     value, pull, aux = vjp(lambda x: (x * 2, "aux"), x, has_aux=True)
     same((value, pull(x)), (2 * x, (2 * x,)))
@@ -150,7 +150,7 @@ def test_vjp_with_aux_and_what_is_no_tensor() -> None:
         vjp(lambda x: 3.0, x)
 
 
-def test_a_value_changed_between_forward_and_back_is_noticed() -> None:
+def test_vjp_value_changed_before_backward_refused() -> None:
     x, y = torch.randn(3), torch.randn(3)
     _, pull = vjp(lambda x: x * y, x)
     pull(x)
@@ -192,7 +192,7 @@ def nestings(grad: Any, vmap: Any, vjp: Any) -> dict[str, Callable[[Tensor], Any
 
 
 @pytest.mark.parametrize("name", nestings(grad, vmap, vjp))
-def test_nested(name: str) -> None:
+def test_transforms_nested(name: str) -> None:
     m = torch.randn(4, 3)
     theirs = nestings(torch.func.grad, torch.func.vmap, torch.func.vjp)[name](m)
     same(nestings(grad, vmap, vjp)[name](m), theirs)
@@ -201,7 +201,7 @@ def test_nested(name: str) -> None:
 # -- vmap ----------------------------------------------------------------------------------------------------
 
 
-def test_in_dims() -> None:
+def test_vmap_in_dims() -> None:
     a, b, tree = (
         torch.randn(4, 2),
         torch.randn(2, 4),
@@ -225,13 +225,13 @@ def test_in_dims() -> None:
 
 
 @pytest.mark.parametrize("out_dims", [0, 1, -1, (0,), (1,)])
-def test_out_dims_of_one_output(out_dims: Any) -> None:
+def test_vmap_out_dims_of_one_output(out_dims: Any) -> None:
     x = torch.randn(4, 3)
     same(vmap(lambda x: x * 2, out_dims=out_dims)(x), torch.func.vmap(lambda x: x * 2, out_dims=out_dims)(x))
 
 
 @pytest.mark.parametrize("out_dims", [0, (0, 1, 0), (1, {"b": 0}, None), (-1, 1, None)])
-def test_out_dims_of_a_tree(out_dims: Any) -> None:
+def test_vmap_out_dims_of_a_pytree(out_dims: Any) -> None:
     x = torch.randn(4, 3)
 
     def f(x: Tensor) -> Any:
@@ -240,13 +240,13 @@ def test_out_dims_of_a_tree(out_dims: Any) -> None:
     same(vmap(f, out_dims=out_dims)(x), torch.func.vmap(f, out_dims=out_dims)(x))
 
 
-def test_outputs_that_are_not_mapped() -> None:
+def test_vmap_outputs_without_sample_axis() -> None:
     x, y = torch.randn(4, 3), torch.randn(2)
     same(vmap(lambda x: y)(x), y.expand(4, 2))
     assert vmap(lambda x: (x, "name", None), out_dims=(0, None, None))(x)[1:] == ("name", None)
 
 
-def test_keywords_are_never_mapped() -> None:
+def test_vmap_keywords_not_mapped() -> None:
     x, y = torch.randn(4), torch.randn(4)
     same(vmap(lambda x, *, y: x * y)(x, y=y), x[:, None] * y)
 
@@ -271,13 +271,13 @@ def test_keywords_are_never_mapped() -> None:
         (lambda: vmap(torch.sin, chunk_size=0)(torch.randn(3)), "chunk_size"),
     ],
 )
-def test_what_vmap_does_not_take(program: Callable[[], Any], words: str) -> None:
+def test_vmap_refused(program: Callable[[], Any], words: str) -> None:
     with pytest.raises(TransformError, match=words):
         program()
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_no_sample_and_one(n: int) -> None:
+def test_vmap_no_sample_and_one_sample(n: int) -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
     )
@@ -295,7 +295,7 @@ def test_no_sample_and_one(n: int) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 20])
-def test_chunks(chunk_size: int) -> None:
+def test_vmap_chunk_size(chunk_size: int) -> None:
     x, y = torch.randn(7, 3), torch.randn(2, 7)
 
     def f(x: Tensor, y: Tensor) -> Any:
@@ -328,26 +328,26 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_different_draw_for_each_sample_is_the_native_batched_draw(name: str) -> None:
+def test_vmap_randomness_different_equals_native_batch(name: str) -> None:
     x = torch.randn(5, 4)
     ours = drawn(lambda: vmap(DRAWS[name], randomness="different")(x))
     assert torch.equal(ours, drawn(lambda: DRAWS[name](x)))
 
 
 @pytest.mark.parametrize("name", sorted(set(DRAWS) - {"bernoulli", "normal"}))
-def test_one_draw_for_all_samples(name: str) -> None:
+def test_vmap_randomness_same(name: str) -> None:
     x = torch.ones(5, 4)
     ours = drawn(lambda: vmap(DRAWS[name], randomness="same")(x))
     assert torch.equal(ours, ours[:1].expand(5, 4))
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_refused_where_nobody_said_how(name: str) -> None:
+def test_vmap_randomness_error(name: str) -> None:
     with pytest.raises(TransformError, match=r"randomness='error'.*test_semantics\.py:\d+"):
         vmap(DRAWS[name])(torch.randn(5, 4))
 
 
-def test_draws_without_a_traced_value() -> None:
+def test_vmap_randomness_untraced_draw() -> None:
     x = torch.zeros(5)
     same(
         drawn(lambda: vmap(lambda x: x + torch.randn(3), randomness="different")(x)),
@@ -361,13 +361,13 @@ def test_draws_without_a_traced_value() -> None:
         vmap(lambda x: x + torch.randn(3))(x)
 
 
-def test_the_same_draw_in_every_chunk() -> None:
+def test_vmap_randomness_same_chunks() -> None:
     x = torch.zeros(7)
     ours = vmap(lambda x: x + torch.randn(()), randomness="same", chunk_size=2)(x)
     assert torch.equal(ours, ours[:1].expand(7))
 
 
-def test_dropout_of_a_training_step_has_the_gradients_of_that_step() -> None:
+def test_vmap_dropout_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     params, x = dict(model.named_parameters()), torch.randn(6, 4)
 
@@ -379,7 +379,7 @@ def test_dropout_of_a_training_step_has_the_gradients_of_that_step() -> None:
     same([g.sum(0) for g in ours.values()], list(step))
 
 
-def test_draws_under_grad_need_no_word() -> None:
+def test_grad_randomness() -> None:
     x = torch.randn(50)
     ours = drawn(lambda: grad(lambda x: F.dropout(x, 0.5).sum())(x))
     assert set(ours.tolist()) == {0.0, 2.0}
@@ -388,7 +388,7 @@ def test_draws_under_grad_need_no_word() -> None:
 # -- grad modes ----------------------------------------------------------------------------------------------
 
 
-def test_no_grad_inside_stops_the_gradient_and_outside_does_not() -> None:
+def test_no_grad_inside_and_outside() -> None:
     x = torch.randn(3)
 
     def f(x: Tensor) -> Tensor:
@@ -444,7 +444,7 @@ class Broken(Exception):
         lambda f: grad(grad(f)),
     ],
 )
-def test_an_exception_leaves_no_trace(wrap: Any) -> None:
+def test_exception_in_function_restores_state(wrap: Any) -> None:
     def f(x: Tensor) -> Tensor:
         torch.set_grad_enabled(True)
         raise Broken
@@ -455,12 +455,12 @@ def test_an_exception_leaves_no_trace(wrap: Any) -> None:
     same(grad(cubic)(torch.ones(3)), torch.func.grad(cubic)(torch.ones(3)))
 
 
-def test_an_exception_on_the_way_back_leaves_no_trace() -> None:
+def test_exception_in_backward_pass_restores_state() -> None:
     with pytest.raises(TransformError, match="scale_grad_by_freq"):
         grad(lambda w: F.embedding(torch.tensor([0, 0]), w, scale_grad_by_freq=True).sum())(torch.randn(3, 2))
 
 
-def test_what_outlives_its_transform_is_the_value() -> None:
+def test_leaked_tracer_is_its_value() -> None:
     kept: list[Tensor] = []
 
     def f(x: Tensor) -> Tensor:
@@ -484,7 +484,7 @@ def snapshot(model: nn.Module) -> dict[str, tuple[int, int, Tensor, bool, Any]]:
     }
 
 
-def test_models_stay_as_they_are() -> None:
+def test_functional_call_restores_model() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     model.eval()
     before, params = snapshot(model), dict(model.named_parameters())
@@ -502,7 +502,7 @@ def test_models_stay_as_they_are() -> None:
         assert after[name][4] is gradient is None
 
 
-def test_two_threads_at_once() -> None:
+def test_transforms_in_two_threads() -> None:
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
 
     def work() -> Any:
@@ -547,7 +547,7 @@ class Tied(nn.Module):
         return self.head(self.embed(x)) * self.scale + shift
 
 
-def test_functional_call_is_torch_funcs() -> None:
+def test_functional_call_equals_torch_func() -> None:
     model, x = Tied(), torch.tensor([1, 2])
     new = {"embed.weight": torch.randn(5, 3)}
     for arguments in [
@@ -570,7 +570,7 @@ def test_functional_call_is_torch_funcs() -> None:
     )
 
 
-def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_uses() -> None:
+def test_functional_call_tied_weight_gradient() -> None:
     model, x = Tied(), torch.tensor([1, 2])
     loss = lambda params: functional_call(model, params, (x,)).square().sum()
     same(
@@ -579,7 +579,7 @@ def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_uses() -> None:
     )
 
 
-def test_what_functional_call_does_not_take() -> None:
+def test_functional_call_refused() -> None:
     model, x = Tied(), torch.tensor([1])
     with pytest.raises(ValueError, match="multiple dictionaries"):
         functional_call(model, [{"scale": torch.ones(())}, {"scale": torch.ones(())}], (x,))
@@ -723,7 +723,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("f", IN_PLACE)
-def test_in_place(f: Callable[[Tensor], Tensor]) -> None:
+def test_in_place_operators(f: Callable[[Tensor], Tensor]) -> None:
     """Against autograd on one sample: under grad, vmap(grad), vmap alone, grad(vmap), and grad(grad)."""
     rows = torch.rand(3, 4) + 0.5
     plain = IN_PLACE[f] or f
@@ -745,7 +745,7 @@ def test_in_place(f: Callable[[Tensor], Tensor]) -> None:
     same(grad(lambda x: grad(loss)(x).sum())(rows[0]), twice)
 
 
-def test_a_write_under_no_grad_changes_the_value_alone() -> None:
+def test_in_place_write_under_no_grad() -> None:
     def loss(x: Tensor) -> Tensor:
         y = x * 2
         with torch.no_grad():
@@ -757,7 +757,7 @@ def test_a_write_under_no_grad_changes_the_value_alone() -> None:
     same(grad(lambda x: grad(loss)(x).sum())(x), torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x))
 
 
-def test_a_fresh_tensor_may_receive_traced_values_under_grad() -> None:
+def test_in_place_write_into_fresh_tensor_under_grad() -> None:
     table = torch.ones(3)
 
     def loss(x: Tensor) -> Tensor:
@@ -774,7 +774,7 @@ def test_a_fresh_tensor_may_receive_traced_values_under_grad() -> None:
     assert torch.equal(table, torch.ones(3))
 
 
-def test_a_mapped_argument_may_be_written_to() -> None:
+def test_in_place_write_into_mapped_argument() -> None:
     x, ours = torch.randn(2, 3), torch.ones(2, 3)
     theirs = ours.clone()
     same(vmap(lambda y, x: y.add_(x))(ours, x), torch.func.vmap(lambda y, x: y.add_(x))(theirs, x))
@@ -803,7 +803,7 @@ WRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_writes_on_mapped_values(name: str) -> None:
+def test_in_place_write_on_mapped_values(name: str) -> None:
     rows = torch.randn(4, 3)
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -819,7 +819,7 @@ def test_writes_on_mapped_values(name: str) -> None:
     )
 
 
-def test_a_differentiated_argument_stays_as_it_is() -> None:
+def test_in_place_write_leaves_differentiated_argument() -> None:
     x = torch.randn(3)
     kept = x.clone()
     same(grad(lambda x: x.mul_(2).square().sum())(x), 8 * x)
@@ -838,7 +838,7 @@ def test_a_differentiated_argument_stays_as_it_is() -> None:
         grad(lambda x: (F.dropout(x, 0.5) ** 2).sum()),
     ],
 )
-def test_one_draw_for_all_samples_is_that_of_a_single_call(draw: Any) -> None:
+def test_vmap_randomness_same_equals_single_call(draw: Any) -> None:
     """With randomness='same' every sample sees what a call without vmap would draw; its own values go through
     it.
     """
@@ -857,7 +857,7 @@ DTYPES = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64)
     "operator", [torch.mul, torch.add, torch.eq, torch.maximum, lambda a, b: torch.where(a > 0, a, b)]
 )
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
-def test_types_promote_as_for_one_sample(operator: Any, in_dims: tuple[int | None, int | None]) -> None:
+def test_vmap_type_promotion(operator: Any, in_dims: tuple[int | None, int | None]) -> None:
     """A scalar gives way to a tensor with axes, though under vmap it has an axis in truth."""
     for first, second in itertools.product(DTYPES, DTYPES):
         for shapes in itertools.product([(), (3,)], repeat=2):

@@ -90,7 +90,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_writes_arrive_where_the_tensor_looks(program: Callable[[Tensor], Tensor]) -> None:
+def test_shape_in_place_then_write(program: Callable[[Tensor], Tensor]) -> None:
     def loss(x: Tensor) -> Tensor:
         return program(x).sum()
 
@@ -126,7 +126,7 @@ def without_gradient(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("program", [after_a_view, after_a_view_of_a_fresh_tensor, without_gradient])
-def test_what_would_leave_a_view_or_a_derivative_behind_is_refused(
+def test_shape_in_place_refused(
     program: Callable[[Tensor], Tensor],
 ) -> None:
     with pytest.raises(TransformError, match="t_ writes in place"):

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_shapes_are_named_as_by_the_operator(name: str) -> None:
+def test_shapes_refused_message(name: str) -> None:
     function, sizes, words = REFUSED[name]
     values = [torch.randn(size) for size in sizes]
     with pytest.raises((RuntimeError, IndexError), match=words):
@@ -97,7 +97,7 @@ def test_refused_shapes_are_named_as_by_the_operator(name: str) -> None:
         vjp(function, *values)
 
 
-def test_the_same_signature_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_same_signature_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     right = shape_checks._ask
     monkeypatch.setattr(shape_checks, "_ask", lambda op, *rest: (asked.append(op), right(op, *rest)))
@@ -107,7 +107,7 @@ def test_the_same_signature_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [torch.ops.aten.mm.default]
 
 
-def test_what_is_asked_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_check_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape_checks, "_accepted", set())
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
@@ -115,7 +115,7 @@ def test_what_is_asked_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_operator_that_nobody_asks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_checker_notices_unchecked_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "refuse_shapes", lambda *call: None)
     assert any(complaint.endswith("accepted") for complaint in accepted("mm"))
 
@@ -124,7 +124,7 @@ def test_an_operator_that_nobody_asks_is_noticed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "keywords", [{"dim": None}, {"dim": None, "keepdim": True, "correction": 0}, {"dim": 0, "correction": 0}]
 )
-def test_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
+def test_vmap_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
     x = torch.randn(3, dtype=torch.float64)
     found, wanted = vmap(lambda x: function(x, **keywords))(x), [function(one, **keywords) for one in x]
     if isinstance(found, tuple):
@@ -173,7 +173,7 @@ INDEXED = [
 
 @pytest.mark.parametrize("names", INDEXED, ids="-".join)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_index_put_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...], in_place: bool) -> None:
+def test_shapes_index_put_as_pytorch(names: tuple[str, ...], in_place: bool) -> None:
     indices = [INDICES[name] for name in names]
 
     def put(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ def test_index_put_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...], i
 
 
 @pytest.mark.parametrize("names", INDEXED, ids="-".join)
-def test_index_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...]) -> None:
+def test_shapes_index_as_pytorch(names: tuple[str, ...]) -> None:
     values = [torch.randn(size) for size in ((3, 3, 3), (3, 3), (3,), (3, 4), ())]
     for x in values:
         wanted = outcome(lambda x: x[tuple(INDICES[name] for name in names)], x)
@@ -226,9 +226,7 @@ BATCH_NORMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", BATCH_NORMS)
 @pytest.mark.parametrize("training", [False, True])
-def test_operators_below_batch_norm_refuse_the_shapes_that_batch_norm_refuses(
-    name: str, training: bool
-) -> None:
+def test_shapes_operators_below_batch_norm_refused(name: str, training: bool) -> None:
     if training is (name == "no_update") or (name == "with_update" and not training):
         pytest.skip("says by its name whether it is training")
     right = [torch.randn(2, 3, 4), *[torch.rand(3) for _ in range(4)]]
@@ -245,7 +243,7 @@ def test_operators_below_batch_norm_refuse_the_shapes_that_batch_norm_refuses(
                 ), (place, size)
 
 
-def test_native_batch_norm_without_running_statistics_refuses_wrong_shapes() -> None:
+def test_shapes_native_batch_norm_without_statistics_refused() -> None:
     for op in (
         torch.native_batch_norm,
         lambda x, w, b, m, v, *rest: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, *rest),
@@ -261,7 +259,7 @@ def test_native_batch_norm_without_running_statistics_refuses_wrong_shapes() -> 
 
 @pytest.mark.parametrize("named", ["lengths", "offsets"])
 @pytest.mark.parametrize("axis", [0, 1, -1, 2])
-def test_segment_reduce_refuses_shapes_that_do_not_fit(named: str, axis: int) -> None:
+def test_shapes_segment_reduce_refused(named: str, axis: int) -> None:
     def reduced(data: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return torch.segment_reduce(data, "mean", **{named: given}, axis=axis, unsafe=True)
 
@@ -278,12 +276,12 @@ def test_segment_reduce_refuses_shapes_that_do_not_fit(named: str, axis: int) ->
                 )
 
 
-def test_segment_reduce_without_lengths_is_refused_by_name() -> None:
+def test_segment_reduce_without_lengths_refused() -> None:
     with pytest.raises(RuntimeError, match="Either lengths or offsets"):
         vmap(lambda x: torch.segment_reduce(x, "sum"))(torch.randn(2, 3))
 
 
-def test_operator_in_pieces_refuses_tensors_that_no_level_follows() -> None:
+def test_decomposed_operator_refuses_untraced_tensors() -> None:
     """PyTorch has no quantile of bfloat16; the pieces that stand for it would take any dtype."""
     shared = torch.ones(2, 3, dtype=torch.bfloat16)
     for f in (torch.quantile, torch.nanquantile):

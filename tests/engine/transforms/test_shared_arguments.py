@@ -58,9 +58,7 @@ def test_gradients_with_every_subset_of_arguments_shared(family: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 1, 4), (2, 4, 2)])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_group_norm_of_a_parameter_whose_output_meets_the_samples(
-    shape: tuple[int, ...], groups: int
-) -> None:
+def test_group_norm_of_shared_parameter(shape: tuple[int, ...], groups: int) -> None:
     if shape[1] % groups:
         pytest.skip("channels do not divide into groups")
     program = Program(lambda p: F.group_norm(p, groups), (shape,))
@@ -113,21 +111,21 @@ def unlisted(kernels: Kernels) -> list[str]:
     ]
 
 
-def test_kernels_of_normalisations_losses_and_pools_that_read_contiguous_memory_are_listed() -> None:
+def test_kernels_reading_contiguous_memory_listed() -> None:
     kernels = called_by_programs()
     assert unlisted(kernels) == []
     assert "aten::native_group_norm_backward" in reads_as_contiguous(kernels), "the search finds nothing"
 
 
 @pytest.mark.sweep
-def test_kernels_of_a_fifth_of_all_operators_that_read_contiguous_memory_are_listed() -> None:
+def test_kernels_reading_contiguous_memory_listed_fifth_of_all_operators() -> None:
     names = sorted(set(entries()) - set(UNJUDGED))[
         date.today().toordinal() % 5 :: 5
     ]  # another fifth each day
     assert {name: found for name in names if (found := unlisted(called_by_operators(name)))} == {}
 
 
-def test_a_kernel_that_is_given_expanded_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_checker_notices_expanded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     right, backward = (
         operators.contiguous,
         operators.READ_AS_CONTIGUOUS[torch.ops.aten.native_group_norm_backward.default],
@@ -140,7 +138,7 @@ def test_a_kernel_that_is_given_expanded_memory_is_noticed(monkeypatch: pytest.M
     assert [line for line in found_wrong("norms", everything=False) if line.startswith("group_norm")] != []
 
 
-def test_a_kernel_that_the_table_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_checker_notices_missing_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(operators.READ_AS_CONTIGUOUS, torch.ops.aten.adaptive_max_pool3d_backward.default)
     assert unlisted(called_by_operators("nn.functional.adaptive_max_pool3d")) == [
         "aten::adaptive_max_pool3d_backward {2}"

@@ -59,7 +59,7 @@ def test_bessel_functions_at_zero(name: str, at_zero: float) -> None:
 
 @pytest.mark.parametrize("degree", [0, 1, 2, 5])
 @pytest.mark.parametrize("name", POLYNOMIALS)
-def test_polynomials(name: str, degree: int) -> None:
+def test_orthogonal_polynomials(name: str, degree: int) -> None:
     x = torch.linspace(0.1, 0.9, 20, dtype=torch.float64)
     for n in (degree, torch.tensor(float(degree), dtype=torch.float64)):
         function = lambda x, n=n: getattr(special, name)(x, n)
@@ -75,7 +75,7 @@ def test_polynomials(name: str, degree: int) -> None:
         lambda x: torch.igamma(x, torch.ones_like(x)),
     ],
 )
-def test_unknown_derivatives_are_refused_and_never_zero(program: Callable[[Tensor], Tensor]) -> None:
+def test_unknown_derivative_refused(program: Callable[[Tensor], Tensor]) -> None:
     x = torch.tensor(1.5, dtype=torch.float64)
     for differentiate in (lambda: grad(program)(x), lambda: jvp(program, (x,), (x,))):
         with pytest.raises(UnsupportedOperatorError, match="is not known"):
@@ -83,7 +83,7 @@ def test_unknown_derivatives_are_refused_and_never_zero(program: Callable[[Tenso
     torch.testing.assert_close(grad(lambda x: x * program(x.detach()))(x), program(x))
 
 
-def test_the_second_derivative_of_ctc_is_refused_and_never_zero() -> None:
+def test_ctc_loss_second_derivative_refused() -> None:
     x = torch.randn(6, 2, 5, dtype=torch.float64)
     targets, lengths = torch.ones(2, 3, dtype=torch.long), torch.tensor([2, 3])
 

@@ -52,7 +52,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap(grad)"])
-def test_a_captured_tensor_is_not_written_to(name: str, transform: str) -> None:
+def test_write_into_closure_tensor_refused(name: str, transform: str) -> None:
     captured = torch.zeros(3)
 
     def f(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_a_captured_tensor_is_not_written_to(name: str, transform: str) -> None:
     assert torch.equal(captured, torch.zeros(3))
 
 
-def test_a_captured_tensor_is_not_written_to_between_its_uses() -> None:
+def test_write_into_closure_tensor_between_uses_refused() -> None:
     captured = torch.ones(3)
 
     def f(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_a_captured_tensor_is_not_written_to_between_its_uses() -> None:
     assert torch.equal(captured, torch.ones(3))
 
 
-def test_a_counter_may_be_counted() -> None:
+def test_write_into_closure_counter() -> None:
     counter = torch.zeros((), dtype=torch.long)
 
     def f(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_a_counter_may_be_counted() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(WRITES) - {"out=", "[mask] ="}))
-def test_a_fresh_tensor_takes_traced_values_under_grad(name: str) -> None:
+def test_grad_write_into_fresh_tensor(name: str) -> None:
     def f(x: Tensor) -> Tensor:
         fresh = torch.zeros(3)
         WRITES[name](fresh, x)
@@ -119,7 +119,7 @@ class Reversed(torch.autograd.Function):
         return -g
 
 
-def test_an_autograd_function_without_setup_context_is_refused_by_name() -> None:
+def test_autograd_function_without_setup_context_refused() -> None:
     def f(x: Tensor) -> Tensor:
         return Reversed.apply(x * 2).sum()
 
@@ -143,7 +143,7 @@ class ReversedWithGrad(torch.autograd.Function):
         return -g
 
 
-def test_an_autograd_function_that_records_its_forward_is_refused() -> None:
+def test_autograd_function_with_grad_in_forward_refused() -> None:
     with pytest.raises(TransformError):
         grad(lambda x: ReversedWithGrad.apply(x).sum())(torch.ones(3))
 
@@ -162,12 +162,12 @@ class UsesGrad(torch.autograd.Function):
         return g
 
 
-def test_a_transform_may_be_used_in_the_forward_of_an_autograd_function() -> None:
+def test_transform_in_forward_of_autograd_function() -> None:
     x = torch.randn(3, requires_grad=True)
     torch.testing.assert_close(UsesGrad.apply(x).detach(), x.detach().cos())
 
 
-def test_reentrant_checkpoints_are_refused_and_others_work() -> None:
+def test_torch_checkpoint_reentrant_refused() -> None:
     layer = nn.Linear(3, 3)
     params = {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -186,7 +186,7 @@ def test_reentrant_checkpoints_are_refused_and_others_work() -> None:
     torch.testing.assert_close(list(grad(f)(params, torch.ones(2, 3), False).values()), list(expected))
 
 
-def test_a_custom_operator_is_refused_by_name() -> None:
+def test_custom_operator_without_rule_refused() -> None:
     with torch.library._scoped_library("psgrad_tests", "DEF") as library:
         library.define("double(Tensor x) -> Tensor")
         library.impl("double", lambda x: x.numpy() * 2, "CPU")
@@ -200,7 +200,7 @@ def test_a_custom_operator_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_transformer_layers_in_eval_do_not_take_their_fast_path(norm_first: bool) -> None:
+def test_transformer_layer_in_eval_no_fast_path(norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(
         8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64
     ).eval()
@@ -290,7 +290,7 @@ class Net(nn.Module):
         return self.body(x)
 
 
-def test_batch_norm_in_training_is_refused_with_its_name_and_the_way_out() -> None:
+def test_batch_norm_in_training_refused() -> None:
     model = Net().train()
     params = dict(model.named_parameters())
     before = {name: b.clone() for name, b in model.named_buffers() if b.dtype.is_floating_point}
@@ -306,7 +306,7 @@ def test_batch_norm_in_training_is_refused_with_its_name_and_the_way_out() -> No
     assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in before.items())
 
 
-def test_batch_norm_over_positions_of_one_sample_is_refused_too() -> None:
+def test_batch_norm_over_positions_refused() -> None:
     """Here PyTorch itself has nothing to say: a sample has many values a channel."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
     params = dict(model.named_parameters())
@@ -319,7 +319,7 @@ def test_batch_norm_over_positions_of_one_sample_is_refused_too() -> None:
     assert "1 (BatchNorm2d)" in message
 
 
-def test_batch_norm_in_eval_works() -> None:
+def test_batch_norm_in_eval() -> None:
     model = Net().double()
     model(torch.randn(8, 3, dtype=torch.float64))
     model.eval()
@@ -334,7 +334,7 @@ def test_batch_norm_in_eval_works() -> None:
         torch.testing.assert_close([g[sample] for g in ours.values()], list(expected), rtol=1e-10, atol=1e-12)
 
 
-def test_embeddings_that_count_tokens_are_refused() -> None:
+def test_embedding_scale_grad_by_freq_refused() -> None:
     tokens = torch.tensor([0, 0, 1])
     message = refusal(
         lambda: grad(lambda w: F.embedding(tokens, w, scale_grad_by_freq=True).sum())(torch.randn(3, 2))
@@ -361,7 +361,7 @@ DATA_DEPENDENT: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
-def test_what_depends_on_one_samples_data_is_refused_with_the_line(name: str) -> None:
+def test_vmap_data_dependent_operator_refused(name: str) -> None:
     f = DATA_DEPENDENT[name]
     line = inspect.getsourcelines(f)[1]
     with pytest.raises(TransformError) as caught:
@@ -371,7 +371,7 @@ def test_what_depends_on_one_samples_data_is_refused_with_the_line(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["item", "float", "tolist", "branch", "mask"])
-def test_under_grad_alone_data_may_decide(name: str) -> None:
+def test_grad_data_dependent_operator(name: str) -> None:
     f, x = (
         {**DATA_DEPENDENT, "branch": _branch, "mask": lambda x: x[x > 0]}[name],
         torch.tensor([1.5, -0.5, 2.5]),
@@ -380,7 +380,7 @@ def test_under_grad_alone_data_may_decide(name: str) -> None:
     torch.testing.assert_close(grad(lambda x: f(x).sum())(x), torch.autograd.grad(f(leaf).sum(), leaf)[0])
 
 
-def test_numpy_is_refused_under_grad_as_well() -> None:
+def test_grad_numpy_refused() -> None:
     assert "NumPy" in refusal(lambda: grad(lambda x: torch.from_numpy(x.numpy()).sum())(torch.ones(3)))
 
 
@@ -397,7 +397,7 @@ def odder(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def test_an_operator_without_a_rule_is_named_with_line_and_page() -> None:
+def test_operator_without_rule_refused() -> None:
     def program() -> Tensor:
         return grad(lambda x: odd(x).sum())(torch.eye(3))
 
@@ -411,7 +411,7 @@ def test_an_operator_without_a_rule_is_named_with_line_and_page() -> None:
     assert (ROOT / page[0]).is_file()
 
 
-def test_the_layer_of_an_operator_without_a_rule_is_named() -> None:
+def test_operator_without_rule_names_layer() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return odd(x)
@@ -421,14 +421,14 @@ def test_the_layer_of_an_operator_without_a_rule_is_named() -> None:
     assert "1 (Odd)" in message
 
 
-def test_a_decomposition_that_leads_nowhere_names_the_users_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_without_rule_inside_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.decomposition_table, torch.ops.psgrad_traps.odder.default, odd)
     message = refusal(lambda: vmap(odder)(torch.ones(2, 3)))
     assert "psgrad_traps::odder " in message
     assert "operator psgrad_traps::odd has no rule" in message
 
 
-def test_a_change_of_shape_in_place() -> None:
+def test_shape_in_place_under_vmap() -> None:
     x = torch.randn(1, 3)
     for change in ("squeeze_", "t_", "unsqueeze_"):
         f = lambda x, change=change: getattr(x * 2, change)(*(() if change == "t_" else (0,)))
@@ -444,7 +444,7 @@ def test_a_change_of_shape_in_place() -> None:
 # -- writes into what an outer transform batches -------------------------------------------------------------
 
 
-def test_a_write_into_a_captured_batched_value_is_refused() -> None:
+def test_vmap_grad_write_into_batched_closure_value_refused() -> None:
     """An inner gradient may need the old value, and does not follow the tensor that is written to."""
 
     def written_after_use(x: Tensor, w: Tensor) -> Tensor:
@@ -458,7 +458,7 @@ def test_a_write_into_a_captured_batched_value_is_refused() -> None:
     assert "from outside the transformed function" in message
 
 
-def test_a_write_into_what_was_made_of_a_captured_batched_value() -> None:
+def test_vmap_grad_write_into_value_of_batched_closure() -> None:
     def written_after_use(x: Tensor, w: Tensor) -> Tensor:
         z = x * 2
         y = (z * w).sum()

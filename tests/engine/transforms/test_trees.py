@@ -38,7 +38,7 @@ trees = st.recursive(
 
 @settings(max_examples=80, deadline=None)
 @given(trees, trees)
-def test_as_pytorch_takes_them_apart(tree: Any, other: Any) -> None:
+def test_tree_flatten_as_pytorch(tree: Any, other: Any) -> None:
     found, structure = flatten(tree)
     expected, spec = tree_flatten(tree)
     assert len(found) == len(expected) == structure.leaves
@@ -48,7 +48,7 @@ def test_as_pytorch_takes_them_apart(tree: Any, other: Any) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(trees)
-def test_and_puts_them_together(tree: Any) -> None:
+def test_tree_unflatten_as_pytorch(tree: Any) -> None:
     found, structure = flatten(tree)
     numbers = list(range(len(found)))
     count = iter(numbers)

@@ -63,7 +63,7 @@ def one_by_one(g: Tensor, x: Tensor, shape: torch.Size, geometry: Geometry) -> T
 
 
 @given(convolutions())
-def test_every_way_gives_the_gradients_of_one_sample_at_a_time(
+def test_convolution_weight_gradients_every_order(
     case: tuple[Tensor, Tensor, torch.Size, Geometry],
 ) -> None:
     expected = one_by_one(*case)
@@ -79,7 +79,7 @@ def test_every_way_gives_the_gradients_of_one_sample_at_a_time(
 
 
 @given(convolutions())
-def test_norms_come_from_the_gram_matrix_of_pixels_as_from_the_gradients(
+def test_convolution_norms_by_gram_matrix(
     case: tuple[Tensor, Tensor, torch.Size, Geometry],
 ) -> None:
     squares = one_by_one(*case).flatten(1).square().sum(1)
@@ -91,9 +91,7 @@ def test_norms_come_from_the_gram_matrix_of_pixels_as_from_the_gradients(
 
 
 @pytest.mark.parametrize("channels", [512, 64])
-def test_a_deep_layers_norms_take_less_than_its_gradient(
-    channels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_convolution_norms_memory_below_gradient(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """7 x 7 positions of many channels: no weight gradient is made, whose entries outnumber the Gram
     matrix's.
     """
@@ -114,7 +112,7 @@ def test_a_deep_layers_norms_take_less_than_its_gradient(
     torch.testing.assert_close(term.square_norms().double(), expected, rtol=1e-5, atol=0)
 
 
-def test_patches_of_wide_inputs_are_never_written_out() -> None:
+def test_convolution_patches_never_materialised() -> None:
     """The largest tensor that a shifted product makes is one padded copy of the input, not nine of it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

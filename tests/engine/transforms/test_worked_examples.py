@@ -642,7 +642,7 @@ def tied_weights_and_buffers(tf: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_with_the_import_replaced(name: str) -> None:
+def test_worked_example_equals_torch_func(name: str) -> None:
     torch.manual_seed(0)
     theirs = PROGRAMS[name](torch.func)
     torch.manual_seed(0)
@@ -653,7 +653,7 @@ def test_with_the_import_replaced(name: str) -> None:
 # -- what they mean ------------------------------------------------------------------------------------------
 
 
-def test_sine_has_the_derivatives_of_sine() -> None:
+def test_worked_example_sine() -> None:
     x = torch.randn(5)
     torch.testing.assert_close(ours.vmap(ours.grad(torch.sin))(x), x.cos())
     torch.testing.assert_close(ours.vmap(ours.grad(ours.grad(torch.sin)))(x), -x.sin())
@@ -661,13 +661,13 @@ def test_sine_has_the_derivatives_of_sine() -> None:
     torch.testing.assert_close(ours.hessian(lambda x: x.sin().sum())(x), torch.diag(-x.sin()))
 
 
-def test_linear_regression_has_the_gradients_of_the_book() -> None:
+def test_worked_example_linear_regression() -> None:
     weights, x, y = torch.randn(3), torch.randn(8, 3), torch.randn(8)
     found = ours.vmap(ours.grad(lambda w, x, y: (x.dot(w) - y) ** 2), (None, 0, 0))(weights, x, y)
     torch.testing.assert_close(found, 2 * (x @ weights - y)[:, None] * x)
 
 
-def test_the_cnn_agrees_with_the_loop_over_its_samples() -> None:
+def test_worked_example_cnn_equals_the_loop() -> None:
     model = digit_network()
     images, labels = digits(6)
     found = ours.vmap(ours.grad(image_loss(ours, model)), (None, None, 0, 0))(
@@ -681,21 +681,21 @@ def test_the_cnn_agrees_with_the_loop_over_its_samples() -> None:
         )
 
 
-def test_hessians_of_logistic_regression_are_known() -> None:
+def test_worked_example_logistic_regression_hessian() -> None:
     weights, x, y = torch.randn(3), torch.randn(5, 3), torch.randn(5).sign()
     found = ours.vmap(ours.hessian(lambda w, x, y: F.softplus(-y * (x @ w))), (None, 0, 0))(weights, x, y)
     share = torch.sigmoid(x @ weights)
     torch.testing.assert_close(found, (share * (1 - share))[:, None, None] * x[:, :, None] * x[:, None, :])
 
 
-def test_each_way_to_the_tangent_kernel_gives_the_same() -> None:
+def test_worked_example_tangent_kernel() -> None:
     model = kernel_network()
     x1, x2 = torch.randn(4, 1, 6, 6), torch.randn(3, 1, 6, 6)
     by_jacobians = kernel_by_jacobians(ours, model, detached(model), x1, x2, "Naf,Mbf->NMab")
     torch.testing.assert_close(by_jacobians, kernel_by_products(ours, model, detached(model), x1, x2))
 
 
-def test_the_meta_gradient_agrees_with_autograd_through_the_inner_steps() -> None:
+def test_worked_example_meta_gradient() -> None:
     params, x, y = sinusoid_params(), torch.randn(5, 1), torch.randn(5, 1)
 
     def after_one_step(params: list[Tensor], gradients: Any) -> Tensor:
@@ -710,7 +710,7 @@ def test_the_meta_gradient_agrees_with_autograd_through_the_inner_steps() -> Non
     torch.testing.assert_close(ours.grad(meta_loss)(params), list(expected))
 
 
-def test_an_ensemble_is_its_members() -> None:
+def test_worked_example_ensemble() -> None:
     models = [mlp((4, 5, 3)) for _ in range(3)]
     params, buffers = ours.stack_module_state(models)
     assert all(value.requires_grad and value.is_leaf for value in params.values())
@@ -721,7 +721,7 @@ def test_an_ensemble_is_its_members() -> None:
     torch.testing.assert_close(found, torch.stack([model(x) for model in models]))
 
 
-def test_integrated_gradients_add_up_to_the_difference() -> None:
+def test_worked_example_integrated_gradients() -> None:
     """Completeness: attributions sum to what the score rises by from the zero image, as the steps get
     finer.
     """
@@ -744,7 +744,7 @@ def test_integrated_gradients_add_up_to_the_difference() -> None:
     [lambda x: 2 * x.sum(), lambda x: torch.zeros(()), lambda x: x.detach().sum()],
     ids=["linear", "constant", "cut"],
 )
-def test_what_comes_out_is_a_plain_tensor(f: Callable[[Tensor], Tensor]) -> None:
+def test_transform_results_are_plain_tensors(f: Callable[[Tensor], Tensor]) -> None:
     """Zeros for what does not depend on the input, too, are no values of a transform that has ended."""
     x = torch.randn(3)
     for value in (

@@ -118,7 +118,7 @@ NESTS: dict[str, Callable[[Any, Any, Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_as_in_torch_func(function: Callable[[Tensor], Tensor], nest: str) -> None:
+def test_writes_under_no_grad_as_torch_func(function: Callable[[Tensor], Tensor], nest: str) -> None:
     x, t = torch.tensor([0.1, 1.0, 2.0]), torch.tensor([1.0, -0.5, 2.0])
     torch.testing.assert_close(
         NESTS[nest](ours, function, x, t), NESTS[nest](Looping, function, x, t), rtol=1e-12, atol=0

@@ -51,8 +51,8 @@ def _along(w: Writer) -> Line:
     text = w.random.choice(entries(ALONG))
     makers = {
         "s": lambda: w.other(()),
-        "y": lambda: w.other(shape),
-        "v": lambda: w.other(shape),
+        "y": lambda: w.apart(w.other(shape), x),
+        "v": lambda: w.apart(w.other(shape), x),
         "i": lambda: w.integers((size,), size),
         "p": lambda: f"{w.mask((size,))}.long().argsort(stable=True)",
         "k": lambda: w.integers(shape, size),

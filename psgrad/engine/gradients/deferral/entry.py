@@ -1,4 +1,6 @@
-"""Operators that make deferred values: they would materialise the gradient of a weight for each sample."""
+"""The operators that make deferred values, because they would materialise the gradient of a weight for each
+sample.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Convolution, Dense, Multiples, Product, Rows, narrow
+from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Multiples, Product, Rows, narrow
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.engine.transforms.rules.families import wrap_dim
+from psgrad.engine.transforms.rules.grouped import group_of_rows, grouped_outer
 
 aten = torch.ops.aten
 
@@ -33,6 +36,17 @@ def _bmm(batch: Batch, op: Op, a: torch.Tensor, b: torch.Tensor) -> Any:
     if left.dtype != right.dtype or left.dtype.is_complex:
         return NotImplemented
     term = Product(left, right)
+    return DeferredGradient.of(term, term.shape)
+
+
+def _grouped_outer(batch: Batch, op: Op, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> Any:
+    left, right = batch.physical(a), batch.physical(b)
+    if left.dtype != right.dtype or left.dtype.is_complex:
+        return NotImplemented
+    count = ends.shape[0]
+    index = group_of_rows(batch.physical(ends), left.shape[1])
+    left = left.masked_fill((index == count).unsqueeze(2), 0)  # rows behind the last group
+    term = GroupedProduct(index.clamp(max=count - 1), left, right, count)
     return DeferredGradient.of(term, term.shape)
 
 
@@ -159,6 +173,7 @@ def _outer(batch: Batch, a: torch.Tensor, b: torch.Tensor) -> Any:
 ENTRY_RULES: dict[Op, Any] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
+    grouped_outer: _grouped_outer,
     aten.convolution_backward.default: _convolution_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.slice_backward.default: _slice_backward,

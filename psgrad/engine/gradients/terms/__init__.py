@@ -10,6 +10,7 @@ from psgrad.engine.gradients.terms.base import Slice as Slice
 from psgrad.engine.gradients.terms.base import Term as Term
 from psgrad.engine.gradients.terms.convolution import Convolution as Convolution
 from psgrad.engine.gradients.terms.dense import Dense as Dense
+from psgrad.engine.gradients.terms.grouped import GroupedProduct as GroupedProduct
 from psgrad.engine.gradients.terms.hadamard import Hadamard as Hadamard
 from psgrad.engine.gradients.terms.multiples import Multiples as Multiples
 from psgrad.engine.gradients.terms.numerics import BLOCK_BYTES as BLOCK_BYTES

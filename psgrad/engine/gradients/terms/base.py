@@ -262,6 +262,15 @@ class Term(ABC):
         """The sum over some positions only."""
         raise NotImplementedError
 
+    @property
+    def positions(self) -> int | None:
+        """How many positions a sample's value is a sum over; None where it is no such sum."""
+        return None
+
+    def position_products(self, value: torch.Tensor) -> torch.Tensor:
+        """[n, t]: the inner product of what each position contributes with a value [n, *shape]."""
+        raise NotImplementedError
+
     def position_square_norms(self) -> torch.Tensor:
         """[n] float64: the sum over positions of the squared norms of what each one contributes."""
         raise NotImplementedError

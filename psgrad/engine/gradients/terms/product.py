@@ -181,6 +181,13 @@ class Product(Term):
     def at_positions(self, some: slice) -> Product:
         return Product(self.left[:, :, some], self.right[:, :, some])
 
+    @property
+    def positions(self) -> int | None:
+        return self.left.shape[2]
+
+    def position_products(self, value: torch.Tensor) -> torch.Tensor:
+        return (torch.matmul(self.left, value) * self.right).sum((1, 3))
+
     def position_square_norms(self) -> torch.Tensor:
         left, right = (torch.linalg.vector_norm(f, dim=3, dtype=torch.float64) for f in self.factors)
         return (left * right).square_().sum((1, 2))

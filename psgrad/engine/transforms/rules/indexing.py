@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.interpreter import Tracer, innermost
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.engine.transforms.state import state
@@ -52,8 +52,8 @@ def _embedding_batch(
     scale: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    if scale and weight.requires_grad:  # the caller's autograd would count the tokens of all samples
-        _refuse_scale()
+    if scale and innermost(weight).requires_grad:
+        _refuse_scale()  # the caller's autograd would count all samples' tokens, or none of a mapped table's
     if not batch.is_mapped(weight):
         return op(weight, batch.raw(index), padding_idx, scale, sparse)
     places = batch.physical(index).long()

@@ -387,49 +387,6 @@ _element_by_element(
 )
 
 
-@replace(aten.multi_margin_loss.default)
-def _multi_margin_loss(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: Any = None,
-    reduction: int = 1,
-) -> torch.Tensor:
-    """As PyTorch's kernel has it: what is not above zero, NaN too, counts for nothing, a target without axes
-    has a loss without.
-    """
-    refuse_shapes(aten.multi_margin_loss.default, (x, target, p, margin, weight, reduction), {})
-    rows, labels = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
-    excess = margin - rows.gather(1, labels) + rows
-    counts = (excess > 0) & (torch.arange(rows.shape[1], device=x.device) != labels)
-    loss = torch.where(counts, excess, 0)
-    loss = loss * loss if p == 2 else loss
-    loss = loss if weight is None else loss * weight[labels]
-    loss = loss.sum(1) / rows.shape[1]
-    return reduced(loss if target.dim() else loss.reshape(()), reduction)
-
-
-@replace(aten.multilabel_margin_loss_forward.default)
-def _multilabel_margin_loss(
-    x: torch.Tensor, target: torch.Tensor, reduction: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels count up to the first -1. PyTorch's tables go on counting behind it, as if class 0 were listed
-    there.
-    """
-    shape = target.shape
-    if not shape:  # one class
-        x, target = x.reshape(1), target.reshape(1)
-    listed = (target == -1).cumsum(-1) == 0
-    labels = torch.where(listed, target, 0)
-    is_target = torch.zeros_like(x).scatter_reduce(-1, labels, listed.to(x.dtype), "amax")
-    margins = 1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2)  # [.., label, class]
-    counted = listed.unsqueeze(-1) & (is_target == 0).unsqueeze(-2) & (margins > 0)  # NaN is not above zero
-    return reduced(
-        torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1], reduction
-    ), is_target.reshape(shape)
-
-
 # -- connectionist temporal classification -------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, cast, shifted, without_unit_axis, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
+from psgrad.engine.transforms.state import state
 
 
 def axes_of(dims: Any, rank: int) -> list[int]:
@@ -73,6 +74,19 @@ define(aten.mean.default, vjp={0: mean_back}, linear=(0,), batch=full(aten.mean.
 define(aten.mean.dim, vjp={0: mean_back}, linear=(0,), batch=by_axes)
 
 
+def _nansum_back(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    counted, back = ~x.isnan(), _sum_back(out, x, *args, **kwargs)
+    return lambda g: back(g) * counted
+
+
+def _nansum_push(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    counted = ~x.isnan()
+    return lambda t: torch.where(counted, t, 0).sum(*args or (None,), **kwargs)
+
+
+define(aten.nansum.default, vjp={0: _nansum_back}, jvp={0: _nansum_push}, batch=by_axes)
+
+
 def _logsumexp_back(out: torch.Tensor, x: torch.Tensor, dims: Any, keepdim: bool = False) -> Any:
     shape = x.shape
     return lambda g: spread(g, shape, dims, keepdim) * conj(torch.exp(x - spread(out, shape, dims, keepdim)))
@@ -106,8 +120,36 @@ def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
     return back if len(shape) else lambda g: g
 
 
-define(aten.max.default, vjp={0: _max_all_back}, batch=full(aten.amax.default))
-define(aten.min.default, vjp={0: _max_all_back}, batch=full(aten.amin.default))
+def _one_of_all(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Batching of an order statistic over everything, by a kernel of rows [n, k] that returns [n].
+
+    The cotangent is shared by all places where the value stands, and no other place sees it. PyTorch's
+    derivatives of the kernels do otherwise: its autograd, where it records, is shown a sum over those places,
+    of which the value is put right.
+    """
+
+    def rule(batch: Any, _: Op, x: torch.Tensor) -> torch.Tensor:
+        rows = batch.physical(x).flatten(1) if x.dim() else batch.physical(x).unsqueeze(1)
+        if not (state.attached and x.is_floating_point()):
+            return kernel(rows)
+        with torch.no_grad():
+            out = kernel(rows)
+            hit = (rows == out.unsqueeze(1)) | (rows.isnan() & out.isnan().unsqueeze(1))
+        shown = torch.where(hit, rows / hit.sum(1, keepdim=True), 0).sum(1)
+        with torch.no_grad():
+            shown.copy_(out)
+        return shown
+
+    return rule
+
+
+for _whole, _kernel in (
+    (aten.max.default, lambda rows: aten.amax.default(rows, [1])),
+    (aten.min.default, lambda rows: aten.amin.default(rows, [1])),
+    (aten.median.default, lambda rows: aten.median.dim(rows, 1)[0]),
+    (aten.nanmedian.default, lambda rows: aten.nanmedian.dim(rows, 1)[0]),
+):
+    define(_whole, vjp={0: _max_all_back}, batch=_one_of_all(_kernel))
 
 
 def _pick_back(dim_position: int) -> Any:
@@ -198,15 +240,6 @@ for _op, _where in ((aten.quantile, _ranks), (aten.nanquantile, _ranks_without_n
         )
 
 
-def _of_all(op: Op) -> Callable[..., Any]:
-    """Batching of an order statistic over everything: over all of a sample as one axis."""
-    return lambda batch, _, x: op(batch.physical(x).reshape(batch.size, -1), 1)[0]
-
-
-define(aten.median.default, vjp={0: _max_all_back}, batch=_of_all(aten.median.dim))
-define(aten.nanmedian.default, vjp={0: _max_all_back}, batch=_of_all(aten.nanmedian.dim))
-
-
 def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
     kind = x.dtype
     return lambda g: cast(g.flip(dim).cumsum(dim).flip(dim) if g.dim() else g, kind)
@@ -239,16 +272,21 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
         if not x.dim():
             return g
         size = x.shape[dim]
-        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()  # [i, k]
+        earlier = torch.ones(size, size, dtype=torch.bool, device=x.device).tril(-1)  # [i, k]
         exponent = x.movedim(dim, -1).unsqueeze(-1) - out.movedim(dim, -1).unsqueeze(-2)
-        share = exponent.masked_fill(~later, -torch.inf).exp()
-        heard = torch.where(g.isnan(), 0, g)
-        return (conj(share) * heard.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        share = exponent.masked_fill(earlier, -torch.inf).exp()
+        heard = torch.where(g.isnan(), 0, g).movedim(dim, -1).unsqueeze(-2)
+        return (conj(share) * heard).masked_fill(earlier, 0).sum(-1).movedim(-1, dim)
 
     return back
 
 
-define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=shifted(1))
+def _logcumsumexp_batch(batch: Any, op: Op, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of one number it is the number, and passes every cotangent on, NaN too."""
+    return op(batch.physical(x), wrap_dim(dim, x.dim()) + 1) if x.dim() else batch.physical(x).clone()
+
+
+define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=_logcumsumexp_batch)
 
 
 # PyTorch divides a product by each factor, which is NaN for an infinite one. Where there is a zero anywhere

@@ -1,0 +1,173 @@
+"""JSON objects as Arrow tables: the types of the columns are found in the rows. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from psgrad.errors import DataError
+from psgrad.inputs.sources.arrow import merged_type, mixed_types
+from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.source import Column, DataHeader, column_of
+from psgrad.inputs.sources.tables import MappedRows
+
+Object = dict[str, Any]
+_ROWS_PER_PART = 4096
+
+
+def object_rows(
+    path: Path, objects: Callable[[], Iterable[tuple[int, Object]]], wanted: Wanted, unit: str
+) -> MappedRows:
+    """The wanted columns of a file of objects, in a memory-mapped table in the temporary folder.
+
+    A key that an object lacks is an empty cell. The types are those of the first part; where a later one
+    holds more (fractions after whole numbers), the objects are read anew.
+
+    Args:
+        objects: reads the file from its beginning: (the number for messages, an object) of each row.
+        unit: what that number counts, such as line.
+
+    Raises ConfigError for a column that no object has, DataError for a column of mixed types.
+    """
+    known: dict[str, int] = {}
+    schema = pa.schema([(name, pa.null()) for name in wanted.columns])
+    while True:
+        numbers = _Numbers(path, unit)
+        try:
+            parts = _parts(objects(), schema, numbers, known)
+            rows = MappedRows(schema, parts, [path], numbers.place)
+        except _OtherSchema as found:
+            schema = found.schema
+            continue
+        if rows.count:
+            require_columns(wanted.columns, list(known), str(path))
+        return rows
+
+
+class _OtherSchema(Exception):
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+
+
+class _Numbers:
+    """The number in the file of each row."""
+
+    def __init__(self, path: Path, unit: str) -> None:
+        self._path, self._unit = path, unit
+        self._parts: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+
+    def add(self, numbers: Sequence[int]) -> None:
+        self._parts.append(np.array(numbers, dtype=np.int64))
+
+    def place(self, row: int) -> str:
+        part, row_in_part = divmod(row, _ROWS_PER_PART)
+        return f"{self._path}, {self._unit} {self._parts[part][row_in_part]}"
+
+
+def _parts(
+    objects: Iterable[tuple[int, Object]], schema: pa.Schema, numbers: _Numbers, known: dict[str, int]
+) -> Iterator[pa.Table]:
+    """Tables of this schema. `known` gets the first row that has each key. Raises
+    _OtherSchema where a part needs another schema.
+    """
+    left = iter(objects)
+    first = 0
+    while part := list(islice(left, _ROWS_PER_PART)):
+        numbers.add([number for number, _ in part])
+        for row, (_, each) in enumerate(part, first):
+            for name in each.keys() - known:
+                known[name] = row
+        columns = [
+            _column([each.get(name) for _, each in part], name, first, numbers) for name in schema.names
+        ]
+        kinds = [
+            (field.name, _merged(field, array, known, first, numbers))
+            for field, array in zip(schema, columns, strict=True)
+        ]
+        if (needed := pa.schema(kinds)) != schema:
+            raise _OtherSchema(needed)
+        arrays = [array.cast(kind) for array, (_, kind) in zip(columns, kinds, strict=True)]
+        yield pa.Table.from_arrays(arrays, schema=schema)
+        first += len(part)
+
+
+def _merged(
+    field: pa.Field, array: pa.Array, known: dict[str, int], first: int, numbers: _Numbers
+) -> pa.DataType:
+    """The type of this part of a column and of the parts before. Raises DataError where there is none."""
+    merged = merged_type(field.type, array.type)
+    if merged is None:
+        row = next(row for row in range(len(array)) if array[row].is_valid)
+        raise mixed_types(
+            field.name,
+            (numbers.place(known[field.name]), field.type),
+            (numbers.place(first + row), array.type),
+        )
+    return merged
+
+
+def _column(values: list[Any], name: str, first: int, numbers: _Numbers) -> pa.Array:
+    try:
+        return pa.array(values)
+    except OverflowError as error:
+        row = next(row for row, value in enumerate(values) if not _fits(value))
+        raise DataError(
+            f"{name!r} holds {values[row]} in {numbers.place(first + row)}, more than a 64-bit signed integer"
+            " can"
+        ) from error
+    except pa.ArrowException as error:
+        raise _mixed_rows(values, name, first, numbers) from error
+
+
+def _fits(value: Any) -> bool:
+    try:
+        pa.array([value])
+    except OverflowError:
+        return False
+    return True
+
+
+def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Numbers) -> DataError:
+    """The error for a part of a column that has no one type, with the first two rows that differ."""
+    seen: list[tuple[int, pa.DataType]] = []
+    for row, value in enumerate(values):
+        try:
+            kind = pa.array([value]).type
+        except pa.ArrowException as error:  # a list of different things
+            return DataError(
+                f"{name!r} holds a list of mixed types in {numbers.place(first + row)}: {error}",
+                expected="one type in all lists",
+            )
+        for other, before in seen:
+            if merged_type(before, kind) is None:
+                return mixed_types(
+                    name, (numbers.place(first + other), before), (numbers.place(first + row), kind)
+                )
+        if all(kind != before for _, before in seen):
+            seen.append((row, kind))
+    raise AssertionError("a column that Arrow refuses has two rows that differ")
+
+
+def header_of(path: Path, objects: Sequence[Object], rows: int | None) -> DataHeader:
+    """What the first objects of a file say of it; `rows` is None where there are more."""
+    names = list(dict.fromkeys(name for each in objects for name in each))
+    numbers = _Numbers(path, "row")
+    numbers.add(range(len(objects)))
+    columns, unusable = {}, {}
+    for name in names:
+        try:
+            columns[name] = column_of(_column([each.get(name) for each in objects], name, 0, numbers).type)
+        except DataError as error:
+            columns[name], unusable[name] = Column(None, "mixed"), error
+    return DataHeader(path, names, columns, rows, unusable=unusable)
+
+
+def word_for(value: object) -> str:
+    """What a JSON value is, in words."""
+    words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return words.get(type(value), "a number")
