@@ -17,6 +17,8 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.sources.files import require_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
+FOLDERS = ("config.json", "adapter_config.json", ".metadata")
+"""The files by one of which a folder is known as a checkpoint."""
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".pth.tar")
 SAVE_SAFELY = (
     "where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)"
@@ -87,6 +89,28 @@ def checkpoint_kind(path: Path, key: str | None = None) -> str:
             next_step="leave the key out",
         )
     return kind
+
+
+def require_checkpoint(path: Path) -> Path:
+    """`path`, once it is known to be a file, or a folder that a trainer or Hugging Face wrote. Raises
+    ConfigError and CheckpointError.
+    """
+    if not path.is_dir():
+        return require_file(path, "checkpoint", CheckpointError)
+    if any((path / name).is_file() for name in FOLDERS):
+        return path
+    if any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
+        raise ConfigError(
+            f"the checkpoint {path} is one of DeepSpeed ZeRO, whose shards are pickles",
+            next_step="run the zero_to_fp32.py in it, and name the folder that it writes",
+        )
+    raise ConfigError(
+        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}",
+        expected=(
+            "a file, or a folder of save_pretrained, of a peft adapter, or of torch.distributed.checkpoint"
+        ),
+        next_step="name the file inside it",
+    )
 
 
 def _tensors_in(path: Path) -> dict[str, TensorHeader]:

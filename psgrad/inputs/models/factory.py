@@ -23,13 +23,14 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, nearest
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.models.adapters import Adapted, adapter_weights, with_adapters
-from psgrad.inputs.models.checkpoint_headers import checkpoint_files
+from psgrad.inputs.models.adapter_folders import adapter_weights
+from psgrad.inputs.models.adapters import Adapted, with_adapters
+from psgrad.inputs.models.checkpoint_headers import checkpoint_files, require_checkpoint
 from psgrad.inputs.models.checkpoints import load_into, read_checkpoint
 from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.models.pretrained import load_pretrained, pick_for
 from psgrad.inputs.models.timm_models import load_timm
-from psgrad.inputs.models.weight_files import weight_files, weights_file
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.user_code import call_factory, describe_failure, module_of, resolve
 
@@ -131,8 +132,9 @@ def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
     an adapter's folder in the adapter's. Raises ConfigError for such folders of a model that is no pretrained
     one.
     """
-    if config.checkpoint is None or not (folder := base / config.checkpoint).is_dir():
+    if config.checkpoint is None:
         return config
+    folder = require_checkpoint(base / config.checkpoint)
     key = next((key for name, key in _FOLDERS.items() if (folder / name).is_file()), None)
     if key is None:
         return config
