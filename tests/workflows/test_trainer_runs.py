@@ -110,7 +110,7 @@ def test_analyze_a_trainers_checkpoint_from_an_empty_folder(
         "output": "out",
     }
     checkpoint = trained / "run" / "checkpoint-4"
-    workplace.succeeded("--set", f"model.pretrained={checkpoint}")
+    workplace.succeeded("--no-report", "--set", f"model.pretrained={checkpoint}")
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
     found = torch.from_numpy(workplace.samples().sort_values("index")["grad_norm"].to_numpy(copy=True))
@@ -148,7 +148,7 @@ def test_analyze_checkpoints_of_another_model(trained: Path, tmp_path: Path) -> 
     config = write(
         trained,
         tmp_path / "out",
-        analyze={"measures": ["vog"], "checkpoints": ["run/checkpoint-2", "lora/checkpoint-2"]},
+        analyze={"measures": ["grand"], "checkpoints": ["run/checkpoint-2", "lora/checkpoint-2"]},
     )
     with pytest.raises(CheckpointError, match="has other parameters than the config's model"):
         psgrad.analyze(config, report=False)
