@@ -118,6 +118,7 @@ def test_analyze_a_trainers_checkpoint_from_an_empty_folder(
     facts = workplace.manifest()["model"]
     assert facts["origin"]["pretrained"] == str(checkpoint)
     assert facts["origin"]["task"] == "sequence-classification"
+    assert workplace.manifest()["hashes"]["packages"] == {"transformers": transformers.__version__}
 
 
 def test_analyze_an_adapter_that_a_trainer_saved(trained: Path, tmp_path: Path) -> None:
