@@ -70,6 +70,20 @@ _ALSO_TAKEN: Mapping[str, Mapping[str, Any]] = {
             {"type": "null"},
         ]
     },
+    "AnalyzeConfig.checkpoints": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string", "format": "path"}},
+            {"type": "null"},
+        ]
+    },
+    "InfluenceConfig.checkpoints": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"$ref": f"{_PLACE}CheckpointConfig"}},
+            {"type": "null"},
+        ]
+    },
     "PrivacyConfig.trainable": {
         "anyOf": [
             {"type": "string"},
