@@ -226,8 +226,8 @@ class RecordReader:
         if odd:
             record, first = int(chosen[odd[0]]), each[odd[0]][:, 0]
             raise DataError(
-                f"record {record} has rows of {int(first.min())} to {int(first.max())} positions, and the model"
-                " does not ignore padding",
+                f"record {record} has rows of {int(first.min())} to {int(first.max())} positions, and the"
+                " model does not ignore padding",
                 expected="rows of one length in each record, or a model that takes a mask of the positions",
                 next_step="let each row be a record, or give the model a mask as an input",
             )

@@ -173,7 +173,7 @@ class Convolutional(nn.Module):
 
 
 class Mean(nn.Module):
-    """The mean over the positions that a mask names: a table, a weight that is used twice, one that is not."""
+    """The mean over the positions of a mask: with a table, a weight that is used twice, one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
