@@ -108,8 +108,8 @@ class DataConfig(Section):
     """The column that the model reads, a list of them, or keyword: column where it takes them by name."""
     stack: bool | None = None
     """Whether a list of inputs is one tensor; null for one where each holds one number a row."""
-    target: str | None = None
-    """The column that the loss compares the output with."""
+    target: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
+    """The column that the loss compares the output with, or a list of them for a loss of your own."""
     text: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
     """The column of text, or two for pairs; a tokenizer makes the inputs of it."""
     prompt: str | None = None

@@ -6,10 +6,13 @@ from pathlib import Path
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
+from psgrad.inputs.labels import Labels
+from psgrad.inputs.loss import Criterion
 from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.datasets import load_dataset
 from psgrad.inputs.sources.files import Wanted, require_rows
-from psgrad.inputs.sources.source import TableSource, source_of
+from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
 
@@ -33,16 +36,34 @@ def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
     return rows
 
 
-def load_data(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
+def load_data(
+    config: DataConfig,
+    base: Path,
+    unit: str | None = None,
+    *,
+    criterion: Criterion | None = None,
+) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
 
-    `unit` names the column that says whom each row belongs to (privacy.unit.column); what it holds is in
-    `Samples.units`. Raises ConfigError where a file, column or factory is not there, DataError where the data
-    can't be used.
+    Args:
+        unit: the column that says whom each row belongs to (privacy.unit.column); what it holds is in
+            `Samples.units`.
+        criterion: the loss that the targets are for; None for one of the user's own.
+
+    Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
-    if config.path is None:
-        return load_dataset(config, base, unit)
+    labels = labels_for(config, criterion)
+    if config.factory is not None:
+        return load_dataset(config, base, unit, labels)
     source, paths = source_of(config, base)
+    if isinstance(source, ArraySource) and len(paths) == 1:
+        return ArraySamples(source.arrays(paths[0], Wanted.of(config, unit)), config, paths[0], unit, labels)
     if isinstance(source, TableSource) or len(paths) > 1:
-        return TableSamples(open_rows(config, base, unit), config, unit)
+        return TableSamples(open_rows(config, base, unit), config, unit, labels)
     return source.load(paths[0], config, unit)
+
+
+def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:
+    """How the targets of a config become what its loss compares with."""
+    names = None if config.class_names is None else tuple(config.class_names)
+    return Labels(names=names) if criterion is None else Labels(criterion.kind, criterion.ignore_index, names)
