@@ -124,6 +124,10 @@ class DataConfig(Section):
     """The largest number of tokens in a row; null for what the model takes."""
     truncation: Literal["right", "left", "error"] = "error"
     """Where longer rows are cut."""
+    masked: Annotated[Finite, Field(gt=0, le=1)] = 0.15
+    """Of masked-lm without a target: the share of tokens that are hidden and predicted."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of masked-lm: seed of which tokens are hidden; the same row has the same ones each time."""
     image: str | None = None
     """The column of images, as paths or bytes; the model's image processor prepares them."""
     size: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = None

@@ -35,20 +35,21 @@ class Samples(ABC):
     by position. ragged: which axes differ in length from row to row, where some do; `read` then gives blocks
     with lengths. fingerprint: a SHA-256 that changes when the data does. units: [n],
     text or int64, whom each row belongs to, where a column for that was named; else None. weighted: whether
-    the last input is the weight of each row's loss, which the model does not get. class_names: of the labels
-    0, 1, 2, ..., where the data have names in place of numbers. notes: what was done to the data, for the
-    manifest. sources: the
-    modules of Python that make the rows, where code does. code: the objects that do. reading: to be held by
-    whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in
-    messages too.
+    the last input is the weight of each row's loss, which the model does not get. sources: the
+    modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
+    manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
+    labels_are_positions: whether a label is a position of the input, so that their number differs from row to
+    row. reading: to be held by whoever reads, where several may; a dataset need not be made for threads. Rows
+    are counted from 0, in messages too.
     """
 
     keywords: tuple[str, ...] = ()
     ragged: RaggedAxes | None = None
     weighted: bool = False
-    class_names: tuple[str, ...] | None = None
-    notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
+    labels_are_positions: bool = False
     code: tuple[object, ...] = ()
 
     def __init__(

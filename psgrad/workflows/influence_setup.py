@@ -17,6 +17,7 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.placement import place
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, ModelError, PsgradError
@@ -24,7 +25,6 @@ from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.sources.load import load_data
 from psgrad.plugins import METHODS, configured
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import same_weights
@@ -152,8 +152,14 @@ def first_run(config: Config) -> Setup:
 def later_run(run: Setup, config: Config, number: int) -> Setup:
     """The same with the model of another checkpoint."""
     there = _at(config, number)
-    loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
-    model = loaded.model.to(run.device, run.dtype)
+    loaded = load_model(
+        there.model,
+        config.base,
+        config.influence.parameters,
+        "influence.parameters",
+        allow_download=config.allow_download,
+    )
+    model = place(loaded.model, run.device, run.dtype, there.model.dtype)
     return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
 
 
@@ -216,7 +222,9 @@ def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[Chec
     """Who reads the queries, and which rows they are."""
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.own_data
-    samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
+    samples: Samples = (
+        run.samples if dataset is None else run.more_samples(dataset)
+    )
     with told_of_queries():
         reader = CheckedReader(
             samples, measurement.criterion, class_count(run.first_output, measurement.criterion)

@@ -8,6 +8,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
 from psgrad.inputs.labels import Labels
 from psgrad.inputs.loss import Criterion
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.datasets import load_dataset
@@ -40,18 +41,26 @@ def load_data(
     config: DataConfig,
     base: Path,
     unit: str | None = None,
+    pretrained: Pretrained | None = None,
+    kept: Path | None = None,
     *,
     criterion: Criterion | None = None,
+    allow_download: bool = False,
 ) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
 
     Args:
         unit: the column that says whom each row belongs to (privacy.unit.column); what it holds is in
             `Samples.units`.
+        pretrained: the model that texts and images are prepared for.
+        kept: the folder of a run that keeps the tokens of texts.
         criterion: the loss that the targets are for; None for one of the user's own.
+        allow_download: whether a dataset by a hub id may be downloaded.
 
     Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
+    if config.text is not None or config.prompt is not None or config.messages is not None:
+        return _load_texts(config, base, unit, pretrained, kept)
     labels = labels_for(config, criterion)
     if config.factory is not None:
         return load_dataset(config, base, unit, labels)
@@ -67,3 +76,19 @@ def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:
     """How the targets of a config become what its loss compares with."""
     names = None if config.class_names is None else tuple(config.class_names)
     return Labels(names=names) if criterion is None else Labels(criterion.kind, criterion.ignore_index, names)
+
+
+def _load_texts(
+    config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None, kept: Path | None
+) -> Samples:
+    if pretrained is None:
+        raise ConfigError(
+            "data names columns of text, and the model is not a pretrained one",
+            expected="model.pretrained and model.task, whose tokenizer makes numbers of texts",
+            next_step="name columns of numbers in data.inputs for a model of your own",
+        )
+    from psgrad.inputs.tasks.choice import text_task
+    from psgrad.inputs.text.samples import TextSamples
+
+    task = text_task(config, base, pretrained)
+    return TextSamples(open_rows(config, base, unit), task, config, unit, kept)
