@@ -138,13 +138,15 @@ def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor
     """
     if len({x.shape for x in tensors}) > 1:
         shapes = ", ".join(str(list(x.shape[1:])) for x in tensors)
-        raise DataError(f"{key}: {', '.join(names)} have the shapes {shapes}", expected="columns of one shape")
+        raise DataError(
+            f"{key}: {', '.join(names)} have the shapes {shapes}", expected="columns of one shape"
+        )
     kind = reduce(torch.promote_types, (x.dtype for x in tensors))
     return torch.stack([x.to(kind) for x in tensors], dim=-1)
 
 
 def checked_weights(weights: Tensor, name: str, told: Callable[[int], str]) -> Tensor:
-    """Weights [n] of rows, as float32. Raises DataError, which names a row by `told`, for what is no weight."""
+    """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `told`."""
     if weights.dim() != 1:
         raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
     wrong = ~(weights.isfinite() & (weights >= 0))

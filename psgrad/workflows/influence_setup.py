@@ -222,9 +222,7 @@ def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[Chec
     """Who reads the queries, and which rows they are."""
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.own_data
-    samples: Samples = (
-        run.samples if dataset is None else run.more_samples(dataset)
-    )
+    samples: Samples = run.samples if dataset is None else run.more_samples(dataset)
     with told_of_queries():
         reader = CheckedReader(
             samples, measurement.criterion, class_count(run.first_output, measurement.criterion)

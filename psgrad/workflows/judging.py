@@ -57,9 +57,7 @@ class Judging:
         self._require_known()
         self._of_data = self._column_of_data()
         self._units = (
-            None
-            if self._of_data is None
-            else run.more_samples(run.config.data, self._of_data).units
+            None if self._of_data is None else run.more_samples(run.config.data, self._of_data).units
         )
         self._found = self._find()
         self._trusted = self._load_trusted()

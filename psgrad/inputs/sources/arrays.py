@@ -58,7 +58,8 @@ class ArraySamples(Samples):
             if name is not None and len(shapes[name]) != 1:
                 what = "ids" if name in (config.id, unit) else "numbers"
                 raise DataError(
-                    f"the {what} {name!r} in {path} have the shape {list(shapes[name])}", expected="one per row"
+                    f"the {what} {name!r} in {path} have the shape {list(shapes[name])}",
+                    expected="one per row",
                 )
         ids = row_numbers(count) if config.id is None else unique_ids(_decoded(columns[config.id]), config.id)
         units = None if unit is None else unit_ids(_decoded(columns[unit]), unit)
