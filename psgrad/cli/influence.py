@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,6 +64,22 @@ Evaluate = Annotated[
         ),
     ),
 ]
+Ids = Annotated[
+    list[str] | None,
+    typer.Option("--id", metavar="ID", help="Ask about the row of this id. May be repeated."),
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--where",
+        metavar="CONDITION",
+        help='Ask only about rows such as "label == 3 and loss > 2".',
+    ),
+]
+Wrong = Annotated[bool, typer.Option("--wrong", help="Ask only about rows that are predicted wrong.")]
+Worst = Annotated[
+    int | None, typer.Option("--worst", metavar="N", min=1, help="Ask only about the N rows of largest loss.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an index that was interrupted.")]
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
@@ -73,6 +90,10 @@ def influence(
     config: ConfigPath,
     method: MethodName = None,
     top: Top = None,
+    ids: Ids = None,
+    where: Where = None,
+    wrong: Wrong = False,
+    worst: Worst = None,
     matrix: Matrix = False,
     report: Report = True,
     evaluate: Evaluate = None,
@@ -92,6 +113,8 @@ def influence(
     `psgrad influence index CONFIG` builds the config's index, with which any number of queries take seconds.
     """
     style = "json" if as_json else "terminal"
+    chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
+    settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     with boundary(debug):
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
@@ -142,6 +165,11 @@ def _read(
     if top is not None:
         overrides.append(f"influence.top={top}")
     return read_config(path, overrides, output)
+
+
+def _settings(section: str, values: Mapping[str, object]) -> list[str]:
+    """Changes of a config as `--set` takes them, of those values that are given."""
+    return [f"{section}.{key}={json.dumps(value)}" for key, value in values.items() if value]
 
 
 def _evaluate(

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins
 from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
 
 DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
 """Suffixes of the data files that psgrad reads by itself."""
+COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+"""Suffixes of compressed files; the one before them picks the reader."""
 
 
 def _column_names(value: object) -> object:
@@ -45,13 +47,30 @@ class LengthOf(Section):
     """The column."""
 
 
-def _data_path(value: Path) -> Path:
-    suffix = value.suffix.lower()
-    if suffix not in DATA_SUFFIXES and suffix[1:] not in installed_plugins("sources"):
-        raise ValueError(
-            f"{value.name!r} does not end in one of {', '.join(DATA_SUFFIXES)}; the suffix picks the reader"
-        )
-    return value
+def data_format(path: Path) -> str:
+    """The format of a data file: its suffix in lower case, without the dot; not that of a compression."""
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    return name.suffix.lower().removeprefix(".")
+
+
+def _data_paths(value: object) -> object:
+    if value is None:
+        return value
+    paths: list[Any] = value if isinstance(value, list) else [value]
+    if not paths or not all(isinstance(path, str | Path) and str(path) for path in paths):
+        raise ValueError(f"got {described(value)}, expected a file, a glob such as train-*.jsonl, or a list")
+    for path in map(Path, paths):
+        if f".{data_format(path)}" not in DATA_SUFFIXES and data_format(path) not in installed_plugins(
+            "sources"
+        ):
+            raise ValueError(
+                f"{path.name!r} does not end in one of {', '.join(DATA_SUFFIXES)} (or these and .gz or .zst);"
+                " the suffix picks the reader"
+            )
+    formats = sorted({data_format(path) for path in map(Path, paths)})
+    if len(formats) > 1:
+        raise ValueError(f"the files are of several formats, {' and '.join(formats)}; expected one")
+    return [Path(path) for path in paths] if isinstance(value, list) else Path(paths[0])
 
 
 class DataConfig(Section):
@@ -71,8 +90,8 @@ class DataConfig(Section):
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
-    path: Annotated[FilePath, AfterValidator(_data_path)] | None = None
-    """A file, relative to this config; its suffix picks the reader."""
+    path: Annotated[FilePath | list[FilePath] | None, BeforeValidator(_data_paths)] = None
+    """A file, relative to this config, a glob such as train-*.jsonl, or a list; by suffix."""
     factory: CallableSpec | None = None
     """In place of a path: module:callable or file.py:callable that returns a torch Dataset."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -139,6 +158,17 @@ class DataConfig(Section):
             )
         self._check_columns()
         return self
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files and globs of `path`."""
+        return self.path if isinstance(self.path, list) else [] if self.path is None else [self.path]
+
+    @property
+    def source(self) -> str:
+        """Where the rows are, in words."""
+        given = self.dataset or self.images or self.factory
+        return str(given) if given is not None else ", ".join(map(str, self.paths))
 
     @property
     def sources_given(self) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from psgrad.config.conditions import names_in_condition
 from psgrad.config.data import DataConfig
 from psgrad.config.values import (
     CallableSpec,
@@ -171,15 +172,34 @@ MEASUREMENTS = ("loss", "margin", "logit")
 """What of a query is explained, by name."""
 
 
-class QueriesConfig(DataConfig):
-    """The queries: a dataset of their own, described as `data` is; left out, they are rows of the training
-    data.
+_CHOICES = ("rows", "ids", "where", "wrong", "worst")
+QUERY_NAMES = ("id", "index", "target", "label", "loss", "prediction", "confidence", "correct")
+"""The columns that influence.queries.where can name; label is another name of target."""
 
-    `rows` are the rows to ask about, counted from 0; left out, all of them.
+
+def _query_condition(value: str) -> str:
+    names_in_condition(value, QUERY_NAMES)
+    return value
+
+
+class QueriesConfig(DataConfig):
+    """The queries: a dataset of their own, described as `data` is, whose keys it has where it leaves them
+    out; without a source of their own, they are rows of the training data.
+
+    `rows` or `ids` are the rows to ask about, of which `where`, `wrong` and `worst`, in this order, keep
+    some; left out, all of them.
     """
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
     """The rows that are queries, counted from 0; left out, all of them."""
+    ids: list[str | int] | None = None
+    """In place of rows: the ids of the rows that are queries."""
+    where: Annotated[str, AfterValidator(_query_condition)] | None = None
+    """A condition on id, index, target (or label), loss, prediction, confidence and correct."""
+    wrong: bool = False
+    """Only rows whose predicted class is another than their label."""
+    worst: Annotated[int, Field(ge=1)] | None = None
+    """Only so many rows, those with the largest loss."""
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
@@ -187,19 +207,27 @@ class QueriesConfig(DataConfig):
             raise ValueError(f"give one of {', '.join(self.sources_given)}, not several")
         if self.sources_given:
             self._check_columns()
-        elif self.rows is None:
+        elif not self.choice_given:
             raise ValueError(
-                "neither path, dataset, images, factory nor rows says what the queries are; leave queries out"
-                " to ask about all training rows"
+                "neither path, dataset, images, factory nor rows, ids, where, wrong, worst says what the"
+                " queries are; leave queries out to ask about all training rows"
             )
         return self
 
+    @property
+    def choice_given(self) -> set[str]:
+        """The keys that choose among rows, those that are given."""
+        return {key for key in _CHOICES if getattr(self, key) not in (None, False)}
+
     @model_validator(mode="after")
     def _each_row_once(self) -> QueriesConfig:
-        if self.rows is not None and not self.rows:
-            raise ValueError("rows is an empty list; name at least one row")
-        if self.rows is not None and len(set(self.rows)) < len(self.rows):
-            raise ValueError("a row is listed twice in rows")
+        if self.rows is not None and self.ids is not None:
+            raise ValueError("rows and ids both say which rows are asked about; give one of them")
+        for key, listed in (("rows", self.rows), ("ids", self.ids)):
+            if listed is not None and not listed:
+                raise ValueError(f"{key} is an empty list; name at least one row")
+            if listed is not None and len(set(map(str, listed))) < len(listed):
+                raise ValueError(f"a row is listed twice in {key}")
         return self
 
     @property
@@ -207,7 +235,7 @@ class QueriesConfig(DataConfig):
         """The queries' own dataset; None where they are rows of the training data."""
         if not self.sources_given:
             return None
-        return DataConfig.model_validate(self.model_dump(exclude={"rows"}, exclude_unset=True))
+        return DataConfig.model_validate(self.model_dump(exclude=set(_CHOICES), exclude_unset=True))
 
 
 class CheckpointConfig(Section):

@@ -76,7 +76,7 @@ class ModelConfig(Section):
     adapter: Annotated[list[str] | NewAdapterConfig | None, BeforeValidator(_adapters)] = None
     """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
-    """Precision of parameters that are not differentiated; the others have engine.dtype."""
+    """Precision in which parameters that are not differentiated are stored; operators see engine.dtype."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """The attention implementation of a pretrained model."""
     trust_remote_code: bool = False
@@ -95,8 +95,8 @@ class ModelConfig(Section):
     """Whether the model runs as in evaluation or as in training (dropout on)."""
 
     def decisive(self) -> dict[str, Any]:
-        """What of the section decides what is computed, beside the checkpoint; keys left at their defaults are
-        left out where runs of earlier versions did not have them.
+        """What of the section decides what is computed, beside the checkpoint. Keys that earlier versions did
+        not have are left out at their defaults.
         """
         old = {"factory", "kwargs", "mode", "state_dict_key"}
         newer = self.model_dump(mode="json", exclude={*old, "checkpoint"}, exclude_defaults=True)

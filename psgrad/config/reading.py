@@ -192,7 +192,9 @@ class _Document:
             return
         group = self.content
         for depth, key in enumerate(keys[:-1], start=1):
-            group = group.setdefault(key, {})
+            if group.get(key) is None:  # left out, or said to be nothing
+                group[key] = {}
+            group = group[key]
             self.places.setdefault(tuple(keys[:depth]), place)
             if not isinstance(group, dict):
                 yield f"{place}: {'.'.join(keys[:depth])} is {described(group)}, which has no keys below it"

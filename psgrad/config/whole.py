@@ -27,6 +27,28 @@ def _version(value: object) -> object:
     return value
 
 
+def _inherited(content: Any, path: tuple[str, ...]) -> Any:
+    """A config whose dataset at `path` has the keys of data that it leaves out, as far as both are of one
+    kind: items of a factory have no columns that a file has.
+    """
+    groups = [content]
+    for key in path:
+        groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
+    given, own = groups[-1], content.get("data") if isinstance(content, dict) else None
+    if not isinstance(given, dict) or not isinstance(own, dict):
+        return content
+    ours, theirs = ({key for key in SOURCE_KEYS if each.get(key) is not None} for each in (own, given))
+    if path[-1] == "queries" and not theirs:
+        return content  # rows of the data themselves
+    if theirs and ("factory" in theirs) != ("factory" in ours):
+        return content
+    of_a_source = {*SOURCE_KEYS, "kwargs", "config", "split"} if theirs else set()
+    found: Any = {key: each for key, each in own.items() if key not in of_a_source} | given
+    for key, group in zip(reversed(path), reversed(groups[:-1]), strict=True):
+        found = {**group, key: found}
+    return found
+
+
 class Config(Section):
     """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the
     current directory.
@@ -76,25 +98,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _trusted_data_are_read_as_the_data_are(cls, value: Any) -> Any:
-        """Keys that analyze.outliers.reference.data leaves out are those of data; another path or factory
+    def _other_data_are_read_as_the_data_are(cls, value: Any) -> Any:
+        """Keys that the trusted data and the queries leave out are those of data; another path or factory
         brings its own source.
         """
-        groups = [value]
-        for key in ("analyze", "outliers", "reference", "data"):
-            groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
-        own = value.get("data") if isinstance(value, dict) else None
-        if not isinstance(groups[-1], dict) or not isinstance(own, dict):
-            return value
-        sources = {*SOURCE_KEYS, "kwargs", "config", "split"}
-        given: Any = {
-            key: each for key, each in own.items() if key not in sources or not sources & set(groups[-1])
-        } | groups[-1]
-        for key, group in zip(
-            ("data", "reference", "outliers", "analyze"), reversed(groups[:-1]), strict=True
-        ):
-            given = {**group, key: given}
-        return given
+        for path in (("analyze", "outliers", "reference", "data"), ("influence", "queries")):
+            value = _inherited(value, path)
+        return value
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:

@@ -194,7 +194,8 @@ def _located(
     if data.get("path") is None:
         code = str(data.get("factory") or "data").rpartition(":")[0] or str(data.get("factory"))
         return Location(_shown(base / code if code.endswith(".py") else Path(code))), {}
-    path = base / data["path"]
+    paths = data["path"] if isinstance(data["path"], list) else [data["path"]]
+    path = base / paths[0]
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]

@@ -34,7 +34,8 @@ from psgrad.inputs.models.factory import load_model, resolve_training
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of
-from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, method_from
+from psgrad.workflows.influence_queries import chosen_rows
+from psgrad.workflows.influence_setup import InfluenceSetup, method_from
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]

@@ -31,13 +31,12 @@ from psgrad.results.manifest import Counts, InfluenceFacts
 from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_index import open_index, screened_rows
+from psgrad.workflows.influence_queries import chosen_rows, told_of_queries
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
-    chosen_rows,
     set_up_influence,
     told_as_own,
-    told_of_queries,
     unit_of,
 )
 from psgrad.workflows.running import Clock, describe_run, recorded
@@ -323,8 +322,7 @@ def _result(
 
 def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
     """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
-    wanted, reader = setup.run.config.influence.queries, setup.query_reader
-    rows = np.arange(len(reader.samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows)
+    reader, rows = setup.query_reader, setup.asked_rows
     targets = reader.targets_at(rows)
     columns = {
         "id": reader.samples.ids[rows],

@@ -16,19 +16,18 @@ import torch
 
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.placement import place
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
-from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, ModelError, PsgradError
+from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.reader import CheckedReader
-from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.sources.load import load_data
 from psgrad.plugins import METHODS, configured
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import same_weights
-from psgrad.workflows.setup import Setup, class_count, draws_at_random, load, setup_of
+from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -79,8 +78,9 @@ class CheckpointView:
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. query_rows: [m], the rows of `query_reader`
-    that are asked about. training_rows: [n], those of the training data that are ranked.
+    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
+    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
+    training data that are ranked.
     """
 
     run: Setup
@@ -88,6 +88,7 @@ class InfluenceSetup:
     measurement: Measurement
     views: list[CheckpointView]
     query_reader: CheckedReader
+    asked_rows: np.ndarray
     query_rows: np.ndarray
     training_rows: np.ndarray
 
@@ -116,13 +117,14 @@ def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSet
     method = method_from(config.influence.method, config.base)
     run = first_run(config)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
-    reader, rows = _queries(config, run, measurement)
+    last = len(checkpoints_of(config)) - 1
+    reader, rows = queries_of(config, run, measurement, lambda: later_run(run, config, last) if last else run)
     views: list[CheckpointView] = []
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
         views.append(_view(there, number, measurement, reader, rows, say))
-    return InfluenceSetup(run, method, measurement, views, reader, rows, np.arange(len(run.samples)))
+    return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
@@ -159,7 +161,7 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
         "influence.parameters",
         allow_download=config.allow_download,
     )
-    model = loaded.model.to(run.device, run.dtype)
+    model = place(loaded.model, run.device, run.dtype, there.model.dtype)
     return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
 
 
@@ -216,53 +218,3 @@ def _view(
         None if path is None else str(path),
         run.loaded.sha256,
     )
-
-
-def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[CheckedReader, np.ndarray]:
-    """Who reads the queries, and which rows they are."""
-    wanted = config.influence.queries
-    dataset = None if wanted is None else wanted.own_data
-    samples: Samples = (
-        run.samples if dataset is None else load_data(dataset, config.base, pretrained=run.loaded.pretrained)
-    )
-    with told_of_queries():
-        reader = CheckedReader(
-            samples, measurement.criterion, class_count(run.first_output, measurement.criterion)
-        )
-    rows = (
-        np.arange(len(samples))
-        if wanted is None or wanted.rows is None
-        else np.array(wanted.rows, dtype=np.int64)
-    )
-    if rows.max() >= len(samples):
-        raise ConfigError(
-            f"influence.queries.rows names row {rows.max()}",
-            expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}",
-        )
-    return reader, rows
-
-
-@contextmanager
-def told_of_queries() -> Iterator[None]:
-    """What goes wrong inside is told as the queries' fault, not the training data's."""
-    try:
-        yield
-    except (DataError, LossError, ModelError) as error:
-        step = error.next_step and error.next_step.replace(
-            "data.inputs and data.target", "influence.queries and influence.measurement"
-        )
-        raise type(error)(
-            f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step
-        ) from error
-
-
-def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:
-    """A reader of these rows of a dataset, counted from 0."""
-    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
-        first = int(rows[0])
-        return lambda start, stop: reader(first + start, first + stop)
-
-    def read(start: int, stop: int) -> Block:
-        return reader.take(rows[start:stop])
-
-    return read

@@ -133,7 +133,7 @@ def describe_run(
             ],
             origin=loaded.origin,
         ),
-        data=DataFacts(config.data.path or config.data.factory, run.samples.fingerprint),
+        data=DataFacts(config.data.source, run.samples.fingerprint),
         hashes=hashes_of(run, specs),
         engine=EngineFacts(device, config.engine.dtype, torch.get_num_threads()),
         self_check=(

@@ -13,6 +13,7 @@ from torch import nn
 from psgrad.config import Config
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
@@ -38,7 +39,7 @@ class Loaded:
         dtype, autocast: see `pick_precision`.
         loaded: the model as its factory and checkpoint gave it, and where it came from.
         identity: the hashes of that model.
-        model: the same on the device, in `dtype`.
+        model: the same on the device, as `place` puts it there.
         forward: how that model is called on a batch of the samples.
     """
 
@@ -152,7 +153,7 @@ def load(
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
-    model = loaded.model.to(device, dtype)
+    model = place(loaded.model, device, dtype, config.model.dtype)
     forward = Forward(samples.keywords, loaded.pick)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
@@ -205,7 +206,7 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
     without autocast.
 
-    A checkpoint in bfloat16 is loaded as float32 just the same, which holds each of its numbers exactly.
+    What is differentiated of a checkpoint in bfloat16 is float32, which holds each of its numbers exactly.
     """
     kind: torch.dtype = getattr(torch, name)
     return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)

@@ -38,7 +38,7 @@ from psgrad.errors import (
 from psgrad.inputs.code_checks import spec_problems
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
 from psgrad.inputs.sources.files import require_file
-from psgrad.inputs.sources.source import DataHeader, data_header, header_problems
+from psgrad.inputs.sources.source import DataHeader, data_headers, header_problems, joined_header
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 _CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
+_LABEL_LOSSES = (*_CLASS_LOSSES, "bce_with_logits")  # whose targets may be names of classes
 _BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
 _BYTES_A_RUN = 20 << 20  # of the report and the other tables, about
 
@@ -189,8 +190,11 @@ class _Checks:
             self.found.facts[where] = data.factory
             return None
         with self.found.told(f"{where}.path"):
-            header = data_header(data, self.base)
-            self._add(where, header_problems(header, data, unit))
+            headers, loss = data_headers(data, self.base), self.sections.get("loss")
+            labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
+            problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
+            self._add(where, next(filter(None, problems), []))
+            header = joined_header(headers)
             self._labels(where, header, data)
             self.found.facts[where] = _described(header, data)
             return header.rows
@@ -199,19 +203,10 @@ class _Checks:
     def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
         loss = self.sections.get("loss")
         column = header.columns.get(data.target or "")
-        if (
-            loss is None
-            or column is None
-            or loss.name not in _CLASS_LOSSES
-            or column.kind not in ("fraction", "boolean")
-        ):
+        if loss is None or column is None or loss.name != "nll" or column.kind != "fraction":
+            return  # other losses take probabilities of the classes, and whole fractions are labels
+        if column.shape is None or len(column.shape) == 1:
             return
-        if (
-            column.kind == "fraction"
-            and loss.name != "nll"
-            and (column.shape is None or len(column.shape) > 1)
-        ):
-            return  # probabilities of the classes
         error = DataError(
             f"the targets {data.target!r} are of type {column.dtype}",
             expected=f"whole numbers, one per label, for the loss {loss.name}",
@@ -402,7 +397,7 @@ def _described(header: DataHeader, data: DataConfig) -> str:
                 + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
             )
     more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
-    return f"{data.path}: {rows}; {', '.join(words)}{more}"
+    return f"{data.source}: {rows}; {', '.join(words)}{more}"
 
 
 def _free_bytes(output: Path) -> int | None:

@@ -241,7 +241,7 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         (
             "train.parquet",
             "train.xlsx",
-            "data.path: 'train.xlsx' does not end in one of .csv, .jsonl, .npz, .parquet, .safetensors",
+            "data.path: 'train.xlsx' does not end in one of .arrow, .csv, .feather, .json, .jsonl, .npz",
         ),
         (
             "path: train.parquet",

@@ -158,18 +158,21 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
             "influence.checkpoints.0.learning_rate: got 0, expected more than 0",
         ),
         (
-            "queries={path: q.npz, inputs: x}",
+            "queries={path: q.npz, inputs: x, target: null}",
             "influence.queries.target is missing: the measurement 'loss' compares a query's output",
         ),
         (
-            "queries={path: q.npz, target: y}",
+            "queries={path: q.npz, inputs: null}",
             "inputs is missing: the name of the column that the model reads",
         ),
         (
             "queries={path: q.npz, factory: 'a:b'}",
             "give one of path, factory, not several",
         ),
-        ("queries={target: y}", "neither path, dataset, images, factory nor rows says what the queries are"),
+        (
+            "queries={target: y}",
+            "neither path, dataset, images, factory nor rows, ids, where, wrong, worst says what",
+        ),
         ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
         ("queries.rows=[1, 1]", "a row is listed twice in rows"),

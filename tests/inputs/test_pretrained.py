@@ -290,7 +290,14 @@ def test_an_id_in_the_cache(cache: Path, tmp_path: Path) -> None:
     loaded = by_id(tmp_path)
     assert loaded.pretrained is not None
     assert loaded.pretrained.folder == cache
-    assert loaded.origin == {"pretrained": str(cache), "commit": COMMIT, "task": "causal-lm"}
+    assert loaded.origin == {
+        "pretrained": "someone/tiny",
+        "folder": str(cache),
+        "commit": COMMIT,
+        "task": "causal-lm",
+        "adapters": [],
+        "dtype": "as-saved",
+    }
     assert by_id(tmp_path, revision=COMMIT).sha256 == loaded.sha256
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
+from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources import objects
 from psgrad.inputs.sources.load import Rows, load_data, open_rows
+from psgrad.inputs.sources.source import data_headers
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 TABLE = {
@@ -170,3 +175,165 @@ def test_arrays_have_no_rows_of_text(tmp_path: Path) -> None:
     assert "holds arrays of numbers\n  expected: a table" in error(
         tmp_path, "data.npz", ConfigError, text="x"
     )
+
+
+# -- Formats -------------------------------------------------------------------------------------------------
+
+
+def write_format(path: Path, columns: dict[str, list[Any]]) -> None:
+    """Columns in the format of the file's suffix, compressed as its last suffix says."""
+    records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    table, form = pa.table(columns), path.with_suffix("").suffix if path.suffix in CODECS else path.suffix
+    content = {
+        ".jsonl": lambda: "\n".join(map(json.dumps, records)),
+        ".json": lambda: json.dumps(records if path.stem != "nested" else {"data": records}),
+        ".csv": lambda: pd.DataFrame(columns).to_csv(index=False),
+        ".tsv": lambda: pd.DataFrame(columns).to_csv(index=False, sep="\t"),
+    }
+    if form == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+    elif form == ".feather":
+        feather.write_feather(table, path, chunksize=2)
+    elif form == ".arrow":
+        opening = pa.ipc.new_stream if path.stem == "stream" else pa.ipc.new_file
+        with opening(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    else:
+        with pa.output_stream(str(path), compression=CODECS.get(path.suffix)) as file:
+            file.write(content[form]().encode())
+
+
+CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+FORMATS = ["data.jsonl", "data.json", "nested.json", "data.csv", "data.tsv", "data.parquet", "data.feather"]
+FORMATS += ["data.arrow", "stream.arrow", "data.jsonl.gz", "data.csv.zst", "data.tsv.bz2", "data.json.lz4"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
+    columns = flat_columns("text", "x", "y", "uid")
+    write_format(tmp_path / name, columns)
+    rows = opened(tmp_path, name, text="text", inputs="x", target="y", id="uid")
+    assert rows.column("x").to_pylist() == columns["x"]
+    assert rows.read(1, 5).to_pydict() == {key: columns[key][1:5] for key in rows.schema.names}
+    assert rows.take(np.array([3, 0, 3])).column("text").to_pylist() == ["é", "a", "é"]
+    assert data_headers(DataConfig(path=Path(name), inputs="x"), tmp_path)[0].names == list(columns)
+    message = error(tmp_path, name, ConfigError, inputs="xx")
+    assert f"{name} has no column 'xx'; did you mean x?" in message
+
+
+def test_txt_lines_are_the_rows_of_the_column_text(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("one\n\ntwo two\r\n")
+    rows = opened(tmp_path, "data.txt", text="text")
+    assert rows.read(0, 2).to_pydict() == {"text": ["one", "two two"]}
+    assert rows.place(1).endswith("data.txt, line 3")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"a": 1}', 'holds an object\n  expected: a list of objects, or {"data": [...]} with one'),
+        ("[1]", "data.json, entry 0 holds a number"),
+        ('{"x": 1}\n{"x": 2}', "an object in each line: name the file .jsonl"),
+        ('[{"x": 1}', "is no JSON: Expecting"),
+    ],
+)
+def test_json_that_is_no_list_of_objects(tmp_path: Path, content: str, expected: str) -> None:
+    (tmp_path / "data.json").write_text(content)
+    assert expected in error(tmp_path, "data.json", inputs="x")
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.csv.zst", "data.arrow", "data.feather"])
+def test_files_that_were_cut(tmp_path: Path, name: str) -> None:
+    write_format(tmp_path / name, {"x": list(np.random.default_rng(0).random(5000))})
+    content = (tmp_path / name).read_bytes()
+    for size in (9, len(content) // 2):
+        (tmp_path / name).write_bytes(content[:size])
+        assert "can't be read" in error(tmp_path, name, inputs="x")
+
+
+def test_compressed_files_of_formats_that_compress_themselves(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet.gz").write_bytes(gzip.compress(b"x"))
+    assert "is compressed, which is not read for .parquet files" in error(
+        tmp_path, "data.parquet.gz", inputs="x"
+    )
+
+
+# -- Many files ----------------------------------------------------------------------------------------------
+
+
+def write_parts(folder: Path, name: str, parts: list[dict[str, list[Any]]]) -> None:
+    for number, part in enumerate(parts):
+        write_format(folder / name.replace("*", str(number)), part)
+
+
+@pytest.mark.parametrize("name", ["part-*.jsonl", "part-*.parquet", "part-*.csv.gz", "part-*.arrow"])
+def test_many_files_are_one_dataset(tmp_path: Path, name: str) -> None:
+    parts = [{"x": [1, 2], "y": [0, 1]}, {"x": [0.5], "y": [2]}, {"x": [7, 8, 9], "y": [0, 0, 1]}]
+    write_parts(tmp_path, name, parts)
+    x = [1.0, 2.0, 0.5, 7.0, 8.0, 9.0]
+    listed: Any = [Path(name.replace("*", str(number))) for number in (2, 0)]
+    for path, expected in ((Path(name), x), (listed, [7.0, 8.0, 9.0, 1.0, 2.0])):
+        rows = opened(tmp_path, path, inputs="x", target="y")
+        assert rows.column("x").to_pylist() == expected
+        assert rows.read(1, 5).column("x").to_pylist() == expected[1:5]
+        places = np.array([4, 0, 3, 4])
+        assert rows.take(places).column("x").to_pylist() == [expected[place] for place in places]
+        samples = load_data(DataConfig(path=path, inputs="x", target="y"), tmp_path)
+        assert samples.take(places).inputs[0].tolist() == [expected[place] for place in places]
+    assert f"{tmp_path / 'part-'}" in opened(tmp_path, Path(name), inputs="x").place(3)
+    assert "part-2" in opened(tmp_path, Path(name), inputs="x").place(3)
+
+
+def test_the_fingerprint_of_many_files_covers_each_and_their_order(tmp_path: Path) -> None:
+    write_parts(tmp_path, "*.jsonl", [{"x": [1]}, {"x": [2]}])
+    names = [Path("0.jsonl"), Path("1.jsonl")]
+    before = opened(tmp_path, names, inputs="x").fingerprint
+    assert opened(tmp_path, Path("*.jsonl"), inputs="x").fingerprint == before
+    assert opened(tmp_path, names[::-1], inputs="x").fingerprint != before
+    write_parts(tmp_path, "*.jsonl", [{"x": [1]}, {"x": [3]}])
+    assert opened(tmp_path, names, inputs="x").fingerprint != before
+
+
+def test_columns_that_differ_between_files(tmp_path: Path) -> None:
+    write_parts(tmp_path, "*.jsonl", [{"x": [1], "id": ["a"]}, {"x": ["b"], "id": ["b"]}])
+    message = error(tmp_path, Path("*.jsonl"), inputs="x")
+    assert "the column 'x' has mixed types: whole numbers in " in message
+    assert f"0.jsonl, text in {tmp_path / '1.jsonl'}" in message
+    (tmp_path / "1.jsonl").write_text('{"z": 1}')
+    assert "1.jsonl has no column 'x'" in error(tmp_path, Path("*.jsonl"), ConfigError, inputs="x")
+
+
+def test_ids_in_many_csv_files_are_text_where_one_has_text(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text("x,uid\n1,7\n")
+    (tmp_path / "1.csv").write_text("x,uid\n1,007\n")
+    rows = opened(tmp_path, Path("*.csv"), inputs="x", id="uid")
+    assert rows.column("uid").to_pylist() == ["7", "007"]
+
+
+def test_globs_without_files_and_files_named_twice(tmp_path: Path) -> None:
+    assert "*.jsonl: no file has such a name" in error(tmp_path, Path("*.jsonl"), ConfigError, inputs="x")
+    write_parts(tmp_path, "*.jsonl", [{"x": [1]}])
+    message = error(tmp_path, [Path("0.jsonl"), Path("*.jsonl")], ConfigError, inputs="x")
+    assert "0.jsonl twice\n  expected: each file once" in message
+
+
+def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
+    write_format(tmp_path / "a[1].jsonl", {"x": [5]})
+    assert opened(tmp_path, Path("a[1].jsonl"), inputs="x").column("x").to_pylist() == [5]
+
+
+def test_files_of_several_formats() -> None:
+    with pytest.raises(ValidationError, match="the files are of several formats, csv and jsonl"):
+        DataConfig(path=[Path("a.csv"), Path("b.jsonl.gz")], inputs="x")
+
+
+def test_lists_in_csv_cells(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text('a,b,c\n"[1, 2]",1 2,"[0.5,1]"\n[],3,"[1 2 3]"\n"[3]", 4  5 ,[.5]\n')
+    rows = opened(tmp_path, "data.csv", inputs=["a", "b", "c"])
+    assert rows.read(0, 3).to_pydict() == {
+        "a": [[1, 2], [], [3]],
+        "b": [[1, 2], [3], [4, 5]],
+        "c": [[0.5, 1], [1, 2, 3], [0.5]],
+    }
+    (tmp_path / "data.csv").write_text("a\n1 2\n1 x\n")
+    assert "'a' is of type text; row 1 holds '1 x'" in error(tmp_path, "data.csv", inputs="a")

@@ -374,7 +374,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkpla
 
 
 def test_a_query_without_a_target_is_refused(place: InfluenceWorkplace) -> None:
-    del place.section["queries"]["target"]
+    place.section["queries"]["target"] = None
     place.influence().refused(
         2,
         "influence.queries.target is missing: the measurement 'loss' compares a query's output with its"

@@ -123,6 +123,21 @@ class Examples:
 
         return self.run(_Asking(lambda output: {"output": output}), forward)
 
+    def losses(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """For each chunk its rows, `loss` [k], float64, and what the objective's summary says: a forward
+        pass.
+        """
+
+        def forward(loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any) -> Any:
+            dims = (None, 0, None if target is None else 0)
+            return vmap(loss, in_dims=dims, randomness=options["randomness"])(params, inputs, target)
+
+        def said(found: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+            losses, summary = found
+            return {"loss": losses.double()} | {name: accumulating(each) for name, each in summary.items()}
+
+        return self.run(_Asking(said), forward)
+
     def materialise(self) -> torch.Tensor:
         """[n, p]: every gradient materialised, on the CPU."""
         return torch.cat(

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, nearest
 from psgrad.errors import ConfigError, ModelError
+from psgrad.inputs.models.adapters import Adapted, with_adapters
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files
 from psgrad.inputs.models.checkpoints import load_into, read_state_dict
 from psgrad.inputs.models.loaded import LoadedModel
@@ -104,7 +105,7 @@ def load_model(
     in the dtype that it was made in. Raises ConfigError, ModelError or CheckpointError.
     """
     if config.pretrained is not None:
-        made = _from_pretrained(config, base, allow_download)
+        made = _from_pretrained(config, base, narrow=trainable is None, allow_download=allow_download)
     else:
         assert config.factory is not None
         model = _built(config.factory, config, base)
@@ -123,15 +124,29 @@ def load_model(
     return made
 
 
-def _from_pretrained(config: ModelConfig, base: Path, allow_download: bool) -> LoadedModel:
-    found = load_pretrained(config, base, allow_download=allow_download)
-    origin = {"pretrained": str(found.location.folder), "commit": found.location.commit, "task": config.task}
+def _from_pretrained(config: ModelConfig, base: Path, *, narrow: bool, allow_download: bool) -> LoadedModel:
+    """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
+    narrow = narrow and config.adapter is not None
+    found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download)
+    adapted = (
+        Adapted(found.model)
+        if config.adapter is None
+        else with_adapters(found, config, base, allow_download=allow_download)
+    )
+    origin = {
+        "pretrained": config.pretrained,
+        "folder": str(found.location.folder),
+        "commit": found.location.commit,
+        "task": config.task,
+        "adapters": adapted.names,
+        "dtype": config.dtype,
+    }
     return LoadedModel(
-        found.model,
-        found.notes,
+        adapted.model,
+        [*found.notes, *adapted.notes],
         found.modules_imported,
-        hash_of_files(weight_files(found.weights)),
-        pick_for(found.pretrained.task, found.pretrained.config),
+        hash_of_files([*weight_files(found.weights), *adapted.weights]),
+        pick_for(found.pretrained.task, found.pretrained.config, adapted.virtual),
         found.pretrained,
         origin,
     )

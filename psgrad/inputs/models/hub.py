@@ -42,6 +42,11 @@ def library(name: str, extra: str = "hugging-face") -> ModuleType:
         ) from error
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name may be that of a repository: `name` or `owner/name`."""
+    return bool(_ID.fullmatch(name)) and not name.startswith(".")
+
+
 def located(
     name: str,
     base: Path,
@@ -71,7 +76,7 @@ def located(
             expected="a folder as save_pretrained writes it, or a hub id",
             next_step="name the folder that the file lies in",
         )
-    if not _ID.fullmatch(name) or name.startswith("."):
+    if not is_hub_id(name):
         raise ConfigError(
             f"{key}: there is no folder {folder}",
             next_step="check the path; it is relative to the config file's folder",

@@ -5,7 +5,7 @@ does a task, with all weights read and none made up.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,24 +276,29 @@ def _settings_of(model: nn.Module) -> list[Any]:
     return [each for each in found if hasattr(each, "use_cache")]
 
 
-def pick_for(task: Task, settings: Any) -> Callable[[Any], Any]:
+_POSITIONS: tuple[Task, ...] = ("causal-lm", "token-classification", "masked-lm", "question-answering")
+
+
+@dataclass(frozen=True)
+class Pick:
     """Takes what the loss reads out of a model's output, sample axis in front.
 
     Logits; the start and end logits of question-answering as [n, positions, 2]; the only number of a
-    regression as [n].
+    regression as [n]. The first `virtual` positions are an adapter's, and have no label.
     """
-    if task == "question-answering":
-        return _spans
-    return _single if task == "regression" and settings.num_labels == 1 else _logits
+
+    task: Task
+    single: bool = False
+    virtual: int = 0
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        if self.task == "question-answering":
+            logits: torch.Tensor = torch.stack([output.start_logits, output.end_logits], -1)
+        else:
+            logits = output.logits[..., 0] if self.single else output.logits
+        return logits[:, self.virtual :] if self.virtual and self.task in _POSITIONS else logits
 
 
-def _logits(output: Any) -> torch.Tensor:
-    return output.logits  # type: ignore[no-any-return]
-
-
-def _single(output: Any) -> torch.Tensor:
-    return output.logits[..., 0]  # type: ignore[no-any-return]
-
-
-def _spans(output: Any) -> torch.Tensor:
-    return torch.stack([output.start_logits, output.end_logits], -1)
+def pick_for(task: Task, settings: Any, virtual: int = 0) -> Pick:
+    """What the loss of a task reads of the output of a model with this config."""
+    return Pick(task, task == "regression" and settings.num_labels == 1, virtual)

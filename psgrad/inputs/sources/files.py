@@ -6,11 +6,14 @@ Which columns a config names, and whether a dataset has them. No torch.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from psgrad.config import DataConfig, nearest
+from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import ConfigError, DataError, PsgradError
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -48,11 +51,20 @@ def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
     return path
 
 
+def open_text(path: Path) -> TextIO:
+    """A file of text in UTF-8, decompressed where its suffix says that it is compressed."""
+    if path.suffix.lower() not in COMPRESSIONS:
+        return path.open(encoding="utf-8-sig", newline="")
+    import pyarrow as pa
+
+    return io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", newline="")
+
+
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number counted from 1, text) of each line that is not blank. Raises DataError for bytes that are not
     UTF-8.
     """
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
+    with open_text(path) as file:
         number = 0
         try:
             for number, line in enumerate(file, 1):

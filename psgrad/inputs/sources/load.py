@@ -11,7 +11,8 @@ from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.datasets import load_dataset
 from psgrad.inputs.sources.files import Wanted, require_rows
 from psgrad.inputs.sources.source import TableSource, source_of
-from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.sources.table_samples import TableSamples
+from psgrad.inputs.sources.tables import Rows, joined
 
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
 
@@ -21,12 +22,14 @@ def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
 
     Raises ConfigError where a file or column is not there, DataError where the data can't be used.
     """
-    source, path = source_of(config, base)
+    source, paths = source_of(config, base)
     if not isinstance(source, TableSource):
         raise ConfigError(
-            f"{path} holds arrays of numbers", expected="a table, such as jsonl, csv or parquet, for texts"
+            f"{paths[0]} holds arrays of numbers",
+            expected="a table, such as jsonl, csv or parquet, for texts and for several files",
         )
-    rows = source.rows(path, Wanted.of(config, unit))
+    wanted = Wanted.of(config, unit)
+    rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
     require_rows(rows.count, rows.source)
     return rows
 
@@ -49,8 +52,10 @@ def load_data(
         return _load_texts(config, base, unit, pretrained, kept)
     if config.path is None:
         return load_dataset(config, base, unit)
-    source, path = source_of(config, base)
-    return source.load(path, config, unit)
+    source, paths = source_of(config, base)
+    if isinstance(source, TableSource) or len(paths) > 1:
+        return TableSamples(open_rows(config, base, unit), config, unit)
+    return source.load(paths[0], config, unit)
 
 
 def _load_texts(

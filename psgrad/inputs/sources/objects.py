@@ -165,3 +165,9 @@ def header_of(path: Path, objects: Sequence[Object], rows: int | None) -> DataHe
         except DataError as error:
             columns[name], unusable[name] = Column(None, "mixed"), error
     return DataHeader(path, names, columns, rows, unusable=unusable)
+
+
+def word_for(value: object) -> str:
+    """What a JSON value is, in words."""
+    words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return words.get(type(value), "a number")

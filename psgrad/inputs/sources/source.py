@@ -6,20 +6,19 @@ The header needs no torch, so that a config is checked at once; rows are tensors
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
 from psgrad.config import DataConfig
-from psgrad.errors import DataError, PsgradError
+from psgrad.config.data import COMPRESSIONS, data_format
+from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.arrow import is_list, kind_of
 from psgrad.inputs.sources.files import (
     Wanted,
-    input_names,
-    named_columns,
     not_numbers,
     require_columns,
     require_file,
@@ -38,9 +37,11 @@ class Source(ABC):
 
     Attributes:
         name: the suffix of its files, without the dot.
+        compressed: whether it reads compressed files, too.
     """
 
     name: ClassVar[str]
+    compressed: ClassVar[bool] = False
 
     @abstractmethod
     def header(self, path: Path) -> DataHeader:
@@ -105,26 +106,59 @@ class DataHeader:
     unusable: Mapping[str, DataError] = field(default_factory=dict)
 
 
-def data_header(config: DataConfig, base: Path) -> DataHeader:
-    """The header of the file that a config names. Raises ConfigError where there is none, DataError where it
-    can't be read.
+def data_headers(config: DataConfig, base: Path) -> list[DataHeader]:
+    """The headers of the files that a config names. Raises ConfigError where there is none, DataError where
+    one can't be read.
     """
-    source, path = source_of(config, base)
-    return source.header(path)
+    source, paths = source_of(config, base)
+    return [source.header(path) for path in paths]
 
 
-def source_of(config: DataConfig, base: Path) -> tuple[Source, Path]:
-    """(the source that reads the file that a config names, the file). Raises ConfigError and DataError."""
-    assert config.path is not None
-    path = require_file(base / config.path, "dataset", DataError)
-    return configured(SOURCES, path.suffix.lower().removeprefix("."), {}, base), path
+def source_of(config: DataConfig, base: Path) -> tuple[Source, list[Path]]:
+    """(the source that reads the files that a config names, the files). Raises ConfigError and DataError."""
+    paths = [require_file(path, "dataset", DataError) for path in data_files(config, base)]
+    source: Source = configured(SOURCES, data_format(paths[0]), {}, base)
+    packed = [path for path in paths if path.suffix.lower() in COMPRESSIONS]
+    if packed and not source.compressed:
+        raise DataError(
+            f"{packed[0]} is compressed, which is not read for .{source.name} files",
+            next_step=f"decompress it; .{source.name} has a compression of its own, if it has any",
+        )
+    return source, paths
 
 
-def header_problems(header: DataHeader, config: DataConfig, unit: str | None = None) -> Iterator[PsgradError]:
+_GLOB = frozenset("*?[")
+
+
+def data_files(config: DataConfig, base: Path) -> list[Path]:
+    """The files of data.path, those of a glob in the order of their names. Raises ConfigError for a glob
+    without files.
+    """
+    found = []
+    for path in (base / each for each in config.paths):
+        matches = [path]
+        if not path.exists() and _GLOB & {*str(path)}:
+            matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            if not matches:
+                raise ConfigError(
+                    f"there is no dataset {path}: no file has such a name",
+                    next_step="check the path; it is relative to the config file's folder",
+                )
+        found += matches
+    if len(set(found)) < len(found):
+        twice = next(path for place, path in enumerate(found) if path in found[:place])
+        raise ConfigError(f"data.path names {twice} twice", expected="each file once")
+    return found
+
+
+def header_problems(
+    header: DataHeader, config: DataConfig, unit: str | None = None, *, labels: bool = False
+) -> Iterator[PsgradError]:
     """All that is wrong with the columns that a config names, as loading would tell it, one after the
-    other.
+    other. `labels` says whether the target may be the names of classes.
     """
-    wanted = named_columns(config, unit)
+    roles = Wanted.of(config, unit)
+    wanted = roles.columns
     yield from _told(require_rows, header.rows if header.rows is not None else 1, str(header.path))
     for name in wanted:
         yield from _told(require_columns, [name], header.names, str(header.path))
@@ -133,13 +167,17 @@ def header_problems(header: DataHeader, config: DataConfig, unit: str | None = N
         if name in header.unusable:
             yield header.unusable[name]
             return
-    for name in dict.fromkeys([*input_names(config), *([] if config.target is None else [config.target])]):
+    for name in [*roles.numbers, *(() if labels else roles.labels)]:
         column = header.columns.get(name)
         if column is not None and name in header.texts:
             row, cell = header.texts[name]
             yield not_numbers(name, "text", f"row {row} holds {cell!r}")
         elif column is not None and column.kind not in (None, "integer", "fraction", "boolean"):
             yield not_numbers(name, column.dtype)
+    for name in roles.texts:
+        column = header.columns.get(name)
+        if column is not None and column.kind in ("integer", "fraction", "boolean"):
+            yield DataError(f"{name!r} is of type {column.dtype}", expected="text, chats or images")
     for identifier in (config.id, unit):
         shape = (
             header.columns[identifier].shape
@@ -152,6 +190,26 @@ def header_problems(header: DataHeader, config: DataConfig, unit: str | None = N
                 expected="one per row",
             )
     yield from _told(_require_one_length, header, wanted)
+
+
+def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
+    """What the headers of several files say together. Raises DataError where a column is text in one and
+    numbers in another.
+    """
+    first = headers[0]
+    for other in headers[1:]:
+        for name, column in other.columns.items():
+            before = first.columns.get(name)
+            kinds = {each.kind for each in (before, column) if each is not None and each.kind is not None}
+            if before is not None and len(kinds - {"fraction", "nothing"} | ({"integer"} & kinds)) > 1:
+                raise DataError(
+                    f"the column {name!r} has mixed types: {before.dtype} in {first.path}, {column.dtype} in"
+                    f" {other.path}",
+                    expected="one type in all files",
+                )
+    rows = [header.rows for header in headers]
+    known = [count for count in rows if count is not None]
+    return replace(first, rows=sum(known) if len(known) == len(rows) else None)
 
 
 def _require_one_length(header: DataHeader, wanted: list[str]) -> None:

@@ -69,7 +69,21 @@ class Rows(ABC):
         return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
 
 
-class MappedRows(Rows):
+class TableRows(Rows):
+    """Rows of a table that is in memory, or mapped."""
+
+    def __init__(self, table: pa.Table, files: Sequence[Path]) -> None:
+        super().__init__(table.schema, table.num_rows, files)
+        self._table = table
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        return self._table.slice(start, stop - start)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        return self._table.column(name)
+
+
+class MappedRows(TableRows):
     """Parts of a table, written one after another into a file in the temporary folder, which the system pages
     in and out.
 
@@ -90,15 +104,8 @@ class MappedRows(Rows):
         with pa.ipc.new_file(str(file), schema) as writer:
             for part in parts:
                 writer.write_table(part)
-        self._table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        super().__init__(pa.ipc.open_file(pa.memory_map(str(file))).read_all(), files)
         self._place = place
-        super().__init__(schema, self._table.num_rows, files)
-
-    def read(self, start: int, stop: int) -> pa.Table:
-        return self._table.slice(start, stop - start)
-
-    def column(self, name: str) -> pa.ChunkedArray:
-        return self._table.column(name)
 
     def place(self, row: int) -> str:
         return super().place(row) if self._place is None else self._place(row)

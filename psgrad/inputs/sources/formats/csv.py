@@ -8,55 +8,46 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import damage_told
-from psgrad.inputs.sources.files import Wanted, not_numbers, require_columns, require_single_names
+from psgrad.inputs.sources.files import Wanted, not_numbers, open_text, require_columns, require_single_names
 from psgrad.inputs.sources.source import Column, DataHeader, TableSource
 from psgrad.inputs.sources.tables import MappedRows, Rows
 
 _CSV_ROWS = 1000  # that the header looks at
 _CSV_BLOCK_BYTES = 8 << 20
-_NUMBER = r"(?i)^[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|inf|infinity|nan)$"
+_NUMERIC = r"(?i)^\[|^[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|inf|infinity|nan)([\s,]|$)"
 
 
 class CSV(TableSource):
-    """A table of text with the names of the columns in its first line."""
+    """A table of text, comma-separated, with the names of the columns in its first line."""
 
     name: ClassVar[str] = "csv"
+    compressed: ClassVar[bool] = True
+    delimiter: ClassVar[str] = ","
 
     def header(self, path: Path) -> DataHeader:
-        names = _names_in(path)
-        if not names:
+        cells = _Cells(path, self.name, self.delimiter)
+        if not cells.names:
             raise DataError(f"{path} has no header", expected="a first line with the names of the columns")
         texts: dict[str, tuple[int, str]] = {}
-        rows = None
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                lines = itertools.islice(csv.reader(file), 1, None)
-                row = -1
-                for row, cells in enumerate(line for line in itertools.islice(lines, _CSV_ROWS) if line):
-                    if len(cells) != len(names):
-                        raise _cut_row(path, row, len(cells), len(names))
-                    for name, cell in zip(names, cells, strict=True):
-                        if name not in texts and not _is_number(cell):
-                            texts[name] = row, cell
-                if row + 1 < _CSV_ROWS:
-                    rows = row + 1
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(
-                f"{path} can't be read as csv: {error}",
-                cause="an interrupted copy or download, or another format",
-            ) from error
-        columns = {name: Column(None, "text" if name in texts else "numbers") for name in names}
-        return DataHeader(path, names, columns, rows, texts)
+        row = -1
+        for row, found in enumerate(itertools.islice(cells.lines(), _CSV_ROWS)):
+            for name, cell in zip(cells.names, found, strict=True):
+                if name not in texts and not _is_number(cell):
+                    texts[name] = row, cell
+        rows = row + 1 if row + 1 < _CSV_ROWS else None
+        columns = {name: Column(None, "text" if name in texts else "numbers") for name in cells.names}
+        return DataHeader(path, cells.names, columns, rows, texts)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
         """The wanted columns, converted into a memory-mapped table in the temporary folder.
@@ -64,98 +55,115 @@ class CSV(TableSource):
         The file is read twice, block by block: to find the type of every column, then to convert it.
         """
         with damage_told(path, self.name):
-            header = _names_in(path)
-            require_columns(wanted.columns, header, str(path))
-            require_single_names(header, wanted.columns, path)
-            schema = _schema(path, header, wanted)
-            blocks = _text_blocks(path, header, wanted.columns)
+            cells = _Cells(path, self.name, self.delimiter)
+            require_columns(wanted.columns, cells.names, str(path))
+            require_single_names(cells.names, wanted.columns, path)
+            schema = _schema(cells, wanted)
+            blocks = cells.blocks(wanted.columns)
             return MappedRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
 
 
-def _cut_row(path: Path, row: int, cells: int, names: int) -> DataError:
-    """The error for a row of a csv file with another number of cells than the header has."""
-    return DataError(
-        f"row {row} of {path} has {cells} cells, the header {names}",
-        cause="a comma inside a text that is not quoted, or a line that was cut",
-    )
+class _Cells:
+    """The cells of a file as text.
 
+    Attributes:
+        names: those in the first line.
+    """
 
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell.strip() or "nan")
-    except ValueError:
-        return False
-    return True
+    def __init__(self, path: Path, kind: str, delimiter: str) -> None:
+        self.path, self._kind, self._delimiter = path, kind, delimiter
+        try:
+            with open_text(path) as file:
+                self.names = next(csv.reader(file, delimiter=delimiter), [])
+        except (UnicodeDecodeError, csv.Error) as error:
+            separated = "comma-separated" if delimiter == "," else "tab-separated"
+            raise DataError(
+                f"the header of {path} can't be read: {error}", expected=f"{separated} names in UTF-8"
+            ) from error
 
+    def lines(self) -> Iterator[list[str]]:
+        """The rows one by one, without blank lines. Raises DataError for one with too few or many cells."""
+        try:
+            with open_text(self.path) as file:
+                lines = itertools.islice(csv.reader(file, delimiter=self._delimiter), 1, None)
+                for row, cells in enumerate(line for line in lines if line):
+                    if len(cells) != len(self.names):
+                        raise self._cut_row(row, len(cells), len(self.names))
+                    yield cells
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(
+                f"{self.path} can't be read as {self._kind}: {error}",
+                cause="an interrupted copy or download, or another format",
+            ) from error
 
-def _names_in(path: Path) -> list[str]:
-    """The names in the first line. Raises DataError."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return next(csv.reader(file), [])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(
-            f"the header of {path} can't be read: {error}", expected="comma-separated names in UTF-8"
-        ) from error
+    def blocks(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """The named columns, block by block. Raises DataError for a row with too few or too many cells."""
+        ragged: list[Any] = []
+
+        def remember(row: Any) -> str:
+            ragged.append(row)
+            return "error"
+
+        try:
+            yield from pyarrow.csv.open_csv(
+                self.path,
+                # One thread, as only then Arrow knows the number of a row.
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=self._delimiter, invalid_row_handler=remember, newlines_in_values=True
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    include_columns=columns, column_types=dict.fromkeys(self.names, pa.string())
+                ),
+            )
+        except pa.ArrowInvalid as error:
+            if not ragged:
+                raise
+            row = ragged[0]  # Arrow counts the header too, and from 1
+            raise self._cut_row(row.number - 2, row.actual_columns, row.expected_columns) from error
+
+    def _cut_row(self, row: int, cells: int, names: int) -> DataError:
+        what = "comma" if self._delimiter == "," else "tab"
+        return DataError(
+            f"row {row} of {self.path} has {cells} cells, the header {names}",
+            cause=f"a {what} inside a text that is not quoted, or a line that was cut",
+        )
 
 
 def _converted(block: pa.RecordBatch, schema: pa.Schema, wanted: Wanted) -> pa.Table:
     texts = {*wanted.texts}
     cells = {name: block.column(name) for name in schema.names}
     arrays = [
-        cells[field.name] if field.name in texts else _trimmed(cells[field.name]).cast(field.type)
+        cells[field.name] if field.name in texts else _cast(_trimmed(cells[field.name]), field.type)
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """The named columns as text; a row with too few or too many cells is an error that names it."""
-    ragged: list[Any] = []
-
-    def remember(row: Any) -> str:
-        ragged.append(row)
-        return "error"
-
-    try:
-        yield from pyarrow.csv.open_csv(
-            path,
-            # One thread, as only then Arrow knows the number of a row.
-            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
-            parse_options=pyarrow.csv.ParseOptions(invalid_row_handler=remember, newlines_in_values=True),
-            convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=columns, column_types=dict.fromkeys(header, pa.string())
-            ),
-        )
-    except pa.ArrowInvalid as error:
-        if not ragged:
-            raise
-        row = ragged[0]  # Arrow counts the header too, and from 1
-        raise _cut_row(path, row.number - 2, row.actual_columns, row.expected_columns) from error
+_NUMBERS = (pa.int64(), pa.float64(), pa.bool_(), pa.list_(pa.int64()), pa.list_(pa.float64()))
 
 
-def _schema(path: Path, header: list[str], wanted: Wanted) -> pa.Schema:
+def _schema(cells: _Cells, wanted: Wanted) -> pa.Schema:
     """The type of each wanted column: the first of its kind's types to which all cells can be converted."""
     types = {
-        **dict.fromkeys(wanted.numbers, (pa.int64(), pa.float64(), pa.bool_())),
-        **dict.fromkeys(wanted.labels, (pa.int64(), pa.float64(), pa.bool_(), pa.string())),
+        **dict.fromkeys(wanted.numbers, _NUMBERS),
+        **dict.fromkeys(wanted.labels, (*_NUMBERS, pa.string())),
         **dict.fromkeys(wanted.texts, (pa.string(),)),
         **dict.fromkeys(wanted.ids, (pa.int64(), pa.string())),
     }
     left = {name: list(kinds) for name, kinds in types.items()}
     words: dict[tuple[str, bool], str] = {}
     first_row = 0
-    for block in _text_blocks(path, header, wanted.columns):
+    for block in cells.blocks(wanted.columns):
         for name, kinds in left.items():
-            cells = _trimmed(block.column(name))
+            column = _trimmed(block.column(name))
             holds = _keeps_spelling if name in wanted.ids else _casts
-            kept = [kind for kind in kinds if kind == pa.string() or holds(cells, kind)]
-            if not kept:
-                row = _first_text(cells)
-                raise not_numbers(name, "text", f"row {first_row + row} holds {cells[row].as_py()!r}")
-            left[name] = kept
+            left[name] = [kind for kind in kinds if kind == pa.string() or holds(column, kind)]
+            if not left[name]:
+                row = next(row for row in range(len(column)) if not _any_casts(column.slice(row, 1), kinds))
+                raise not_numbers(name, "text", f"row {first_row + row} holds {column[row].as_py()!r}")
             if name in wanted.labels:
-                _note_words(name, cells, first_row, words)
+                _note_words(name, column, first_row, words)
         first_row += block.num_rows
     return pa.schema([(name, kinds[0]) for name, kinds in left.items()])
 
@@ -164,7 +172,7 @@ def _note_words(name: str, cells: pa.Array, first_row: int, words: dict[tuple[st
     """Notes the first cell that is a number and the first that is none. Raises DataError where a column has
     both.
     """
-    numeric = pc.match_substring_regex(cells, _NUMBER)
+    numeric = pc.match_substring_regex(cells, _NUMERIC)
     for kind in (True, False):
         row = pc.index(numeric, pa.scalar(kind)).as_py()
         if row >= 0:
@@ -176,9 +184,8 @@ def _note_words(name: str, cells: pa.Array, first_row: int, words: dict[tuple[st
         )
 
 
-def _first_text(cells: pa.Array) -> int:
-    """The first cell that is no number."""
-    return next(row for row in range(len(cells)) if not _casts(cells.slice(row, 1), pa.float64()))
+def _is_number(cell: str) -> bool:
+    return not cell.strip() or _any_casts(pa.array([cell.strip()]), _NUMBERS)
 
 
 def _trimmed(cells: pa.Array) -> pa.Array:
@@ -187,12 +194,31 @@ def _trimmed(cells: pa.Array) -> pa.Array:
     return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
 
 
+def _cast(cells: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Cells as numbers, or as lists of them: "[1, 2, 3]" or "1 2 3". Raises ArrowInvalid."""
+    if not pa.types.is_list(kind):
+        return cells.cast(kind)
+    inside = pc.utf8_trim(cells, "[] ")
+    parts = pc.split_pattern_regex(inside, r"[,\s]+")
+    lengths = pc.if_else(pc.equal(inside, ""), 0, pc.list_value_length(parts))  # the text "" has one part
+    values = pc.list_flatten(parts)
+    values = values.filter(pc.not_equal(values, "")).cast(kind.value_type)
+    offsets = np.concatenate([[0], np.cumsum(lengths.fill_null(0).to_numpy())])
+    if offsets[-1] != len(values):
+        raise pa.ArrowInvalid("a comma without a number")
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=cells.is_null())
+
+
 def _casts(cells: pa.Array, kind: pa.DataType) -> bool:
     try:
-        cells.cast(kind)
+        _cast(cells, kind)
     except pa.ArrowInvalid:
         return False
     return True
+
+
+def _any_casts(cells: pa.Array, kinds: Iterable[pa.DataType]) -> bool:
+    return any(kind == pa.string() or _casts(cells, kind) for kind in kinds)
 
 
 def _keeps_spelling(cells: pa.Array, kind: pa.DataType) -> bool:

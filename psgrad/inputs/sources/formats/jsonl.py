@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import damage_told
 from psgrad.inputs.sources.files import Wanted, text_lines
-from psgrad.inputs.sources.objects import header_of, object_rows
+from psgrad.inputs.sources.objects import header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, TableSource
 from psgrad.inputs.sources.tables import Rows
 
@@ -22,6 +22,7 @@ class JSONL(TableSource):
     """An object in each line; its keys are the columns. Blank lines are no rows."""
 
     name: ClassVar[str] = "jsonl"
+    compressed: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
         with damage_told(path, "jsonl"):
@@ -46,11 +47,6 @@ def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             ) from error
         if not isinstance(found, dict):
             raise DataError(
-                f"{path}, line {number} holds {_word(found)}", expected="an object {...} in each line"
+                f"{path}, line {number} holds {word_for(found)}", expected="an object {...} in each line"
             )
         yield number, found
-
-
-def _word(value: object) -> str:
-    words = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return words.get(type(value), "a number")

@@ -1,0 +1,53 @@
+"""Datasets in json: a list of objects, read at once; larger ones are better saved as jsonl."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from psgrad.errors import DataError
+from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.files import Wanted, open_text
+from psgrad.inputs.sources.objects import header_of, object_rows, word_for
+from psgrad.inputs.sources.source import DataHeader, TableSource
+from psgrad.inputs.sources.tables import Rows
+
+
+class JSON(TableSource):
+    """A list of objects, whose keys are the columns, or an object whose `data` is such a list."""
+
+    name: ClassVar[str] = "json"
+    compressed: ClassVar[bool] = True
+
+    def header(self, path: Path) -> DataHeader:
+        found = _objects(path)
+        return header_of(path, found, len(found))
+
+    def rows(self, path: Path, wanted: Wanted) -> Rows:
+        found = _objects(path)
+        with damage_told(path, "json"):
+            return object_rows(path, lambda: enumerate(found), wanted, "entry")
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    try:
+        with damage_told(path, "json"), open_text(path) as file:
+            found = json.load(file)
+    except ValueError as error:
+        several = "Extra data" in str(error)
+        raise DataError(
+            f"{path} is no JSON: {error}",
+            expected="a list of objects",
+            cause="an object in each line: name the file .jsonl" if several else "a file that was cut",
+        ) from error
+    if isinstance(found, dict):
+        found = found.get("data", found)
+    if not isinstance(found, list):
+        raise DataError(
+            f"{path} holds {word_for(found)}", expected='a list of objects, or {"data": [...]} with one'
+        )
+    for number, each in enumerate(found):
+        if not isinstance(each, dict):
+            raise DataError(f"{path}, entry {number} holds {word_for(each)}", expected="a list of objects")
+    return found

@@ -1,0 +1,30 @@
+"""Datasets in txt: a row a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.files import Wanted, text_lines
+from psgrad.inputs.sources.objects import object_rows
+from psgrad.inputs.sources.source import Column, DataHeader, TableSource
+from psgrad.inputs.sources.tables import Rows
+
+COLUMN = "text"
+
+
+class TXT(TableSource):
+    """Lines of text in UTF-8, the column `text`. Blank lines are no rows."""
+
+    name: ClassVar[str] = "txt"
+    compressed: ClassVar[bool] = True
+
+    def header(self, path: Path) -> DataHeader:
+        return DataHeader(path, [COLUMN], {COLUMN: Column("text", "text")}, None)
+
+    def rows(self, path: Path, wanted: Wanted) -> Rows:
+        with damage_told(path, "text"):
+            return object_rows(
+                path, lambda: ((number, {COLUMN: line}) for number, line in text_lines(path)), wanted, "line"
+            )

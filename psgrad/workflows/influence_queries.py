@@ -1,0 +1,149 @@
+"""The queries of an influence run: whose rows they are, and which of them a config chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.config import Config, QueriesConfig, nearest
+from psgrad.config.conditions import names_in_condition
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Read
+from psgrad.errors import ConfigError, DataError, LossError, ModelError
+from psgrad.inputs.measurements import Measurement
+from psgrad.inputs.reader import CheckedReader
+from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.load import load_data
+from psgrad.results.conditions import rows_where
+from psgrad.workflows.setup import Setup, class_count
+
+
+def queries_of(
+    config: Config, run: Setup, measurement: Measurement, at_last: Callable[[], Setup]
+) -> tuple[CheckedReader, np.ndarray]:
+    """Who reads the queries, and which rows they are. at_last: the run at its last checkpoint, whose losses
+    and predictions queries are chosen by.
+    """
+    wanted = config.influence.queries
+    dataset = None if wanted is None else wanted.own_data
+    samples: Samples = (
+        run.samples if dataset is None else load_data(dataset, config.base, pretrained=run.loaded.pretrained)
+    )
+    with told_of_queries():
+        reader = CheckedReader(
+            samples, measurement.criterion, class_count(run.first_output, measurement.criterion)
+        )
+    rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
+    if wanted is None or not wanted.choice_given - {"rows", "ids"}:
+        return reader, rows
+    with told_of_queries():
+        table = _table(wanted, rows, samples, at_last)
+    return reader, _chosen(wanted, table)
+
+
+def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
+    """The rows that a config lists, in its order; all where it lists none."""
+    if wanted.ids is not None:
+        places = {str(each): row for row, each in enumerate(samples.ids.tolist())}
+        missing = [each for each in wanted.ids if str(each) not in places]
+        if missing:
+            close = nearest(str(missing[0]), list(places))
+            raise ConfigError(
+                f"influence.queries.ids names {missing[0]!r}, which no row has"
+                + (f" (nor {len(missing) - 1} more of them)" if len(missing) > 1 else ""),
+                expected=f"ids such as {', '.join(list(places)[:3])}: of {len(places):,} rows",
+                next_step=f"did you mean {close}?" if close else None,
+            )
+        return np.array([places[str(each)] for each in wanted.ids], dtype=np.int64)
+    if wanted.rows is None:
+        return np.arange(len(samples))
+    rows = np.array(wanted.rows, dtype=np.int64)
+    if rows.max() >= len(samples):
+        raise ConfigError(
+            f"influence.queries.rows names row {rows.max()}",
+            expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}",
+        )
+    return rows
+
+
+def _table(
+    wanted: QueriesConfig, rows: np.ndarray, samples: Samples, at_last: Callable[[], Setup]
+) -> pd.DataFrame:
+    """A row a query that may be chosen, with the columns of QUERY_NAMES that there are. A forward pass, where
+    what the config asks takes one.
+    """
+    columns = {"id": samples.ids[rows], "index": rows}
+    names = set() if wanted.where is None else set(names_in_condition(wanted.where))
+    targets = None if samples.targets is None else samples.targets[rows]
+    known = {"id", "index"} | (set() if targets is None else {"target", "label"})
+    if wanted.wrong or wanted.worst is not None or names - known:
+        run = at_last()
+        reader = CheckedReader(samples, run.criterion, class_count(run.first_output, run.criterion))
+        examples = Examples(
+            run.objective, chosen_rows(reader, rows), len(rows), run.stream_options(lambda _: None)
+        )
+        chunks = [found for _, found in examples.losses()]
+        columns |= {name: torch.cat([chunk[name] for chunk in chunks]).numpy() for name in chunks[0]}
+        targets = reader.targets_at(rows)
+        if "confidence" in columns and targets is not None:
+            columns["correct"] = columns["prediction"] == targets
+    if targets is not None:
+        columns |= {"target": targets, "label": targets}
+    return pd.DataFrame(columns)
+
+
+def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
+    """The rows of a table that a config chooses; the worst first. Raises ConfigError where none is left."""
+    of = f"{len(table):,} rows"
+    if wanted.where is not None:
+        table = table[rows_where(table, wanted.where, "influence.queries.where")]
+    if wanted.wrong:
+        if "correct" not in table:
+            raise ConfigError(
+                "influence.queries.wrong: the loss compares no predicted class with a label",
+                expected="cross_entropy or nll with one class a row",
+                next_step="choose by worst, or by where with loss",
+            )
+        table = table[~table["correct"].astype(bool)]
+    if wanted.worst is not None:
+        table = table.sort_values("loss", ascending=False, kind="stable", na_position="first").head(
+            wanted.worst
+        )
+    if not len(table):
+        said = ", ".join(sorted(wanted.choice_given - {"rows", "ids"}))
+        raise ConfigError(
+            f"influence.queries: {said} leave none of {of}",
+            expected="at least one row to ask about",
+            next_step="ask for other rows",
+        )
+    return table["index"].to_numpy(np.int64)
+
+
+@contextmanager
+def told_of_queries() -> Iterator[None]:
+    """What goes wrong inside is told as the queries' fault, not the training data's."""
+    try:
+        yield
+    except (DataError, LossError, ModelError) as error:
+        step = error.next_step and error.next_step.replace(
+            "data.inputs and data.target", "influence.queries and influence.measurement"
+        )
+        raise type(error)(
+            f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step
+        ) from error
+
+
+def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:
+    """A reader of these rows of a dataset, counted from 0."""
+    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
+        first = int(rows[0])
+        return lambda start, stop: reader(first + start, first + stop)
+
+    def read(start: int, stop: int) -> Block:
+        return reader.take(rows[start:stop])
+
+    return read
