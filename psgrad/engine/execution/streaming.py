@@ -182,9 +182,9 @@ class Stream:
         """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
         differ in length. A bucket that memory runs out on is halved, and the others stay done.
         """
-        run = self.pass_of(how)
         if block.ragged is None or block.lengths is None:
-            return run(self.params, block.inputs, block.target)
+            return self.pass_of(how)(self.params, block.inputs, block.target)
+        of_block = getattr(how, "of_block", lambda _: how)  # a way that takes single rows needs their lengths
         once, most = self._positions_of_a_pass, self.tokens
         waiting = plan_buckets(block.lengths, block.ragged, once=once, most=most)[::-1]
         parts, groups = [], []
@@ -192,7 +192,7 @@ class Stream:
             places = waiting.pop()
             some = block if len(places) == len(block) else block.at(places)
             try:
-                parts.append(run(self.params, some.inputs, some.target))
+                parts.append(self.pass_of(of_block(some))(self.params, some.inputs, some.target))
             except Exception as error:
                 if len(places) == 1 or not is_out_of_memory(error):
                     raise
