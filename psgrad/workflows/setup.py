@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.config import Config
+from psgrad.config import Config, DataConfig
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Forward, Objective
 from psgrad.engine.execution.placement import place
@@ -53,6 +53,32 @@ class Loaded:
     samples: Samples
     model: nn.Module
     forward: Forward
+
+    def class_count(self, criterion: Criterion) -> int | None:
+        """How many classes the output has, by the first row; None where that is not known, or differs from
+        row to row.
+        """
+        return None if self.samples.labels_are_positions else class_count(self.first_output, criterion)
+
+    def more_samples(self, data: DataConfig, unit: str | None = None) -> Samples:
+        """Another dataset for the same model and loss: labels by name mean the same as in the run's own."""
+        names = self.config.data.class_names
+        if data.class_names is None and names is not None:
+            data = data.model_copy(update={"class_names": names})
+        found = load_data(
+            data,
+            self.config.base,
+            unit,
+            self.loaded.pretrained,
+            criterion=self.criterion,
+            allow_download=self.config.allow_download,
+        )
+        if found.weighted != self.samples.weighted:
+            raise ConfigError(
+                f"only one of {self.config.data.source} and {data.source} has weights",
+                expected="a column data.weight in both, or in neither",
+            )
+        return found
 
     def first_output(self) -> Any:
         """The model's output for the first row as a batch of one, without psgrad's transforms."""
@@ -149,12 +175,20 @@ def load(
     )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
-    samples = load_data(config.data, config.base, unit, loaded.pretrained, kept)
+    samples = load_data(
+        config.data,
+        config.base,
+        unit,
+        loaded.pretrained,
+        kept,
+        criterion=criterion,
+        allow_download=config.allow_download,
+    )
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
     model = place(loaded.model, device, dtype, config.model.dtype)
-    forward = Forward(samples.keywords, loaded.pick)
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
@@ -173,8 +207,7 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    classes = None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
-    reader = CheckedReader(parts.samples, criterion, classes)
+    reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
     return Setup(**vars(parts), objective=objective, reader=reader)
 
 
