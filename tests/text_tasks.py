@@ -51,7 +51,7 @@ class TextCase:
             "version: 1",
             f"model: {{pretrained: model, task: {self.task}}}",
             f"data: {{path: rows.jsonl, {self.data}}}",
-            "engine: {dtype: DTYPE, verify: 0, chunk_size: 1}",
+            "engine: {dtype: DTYPE, verify: 0}",
             *([extra] if extra else []),
             f"output: {folder / 'run'}",
         ]
