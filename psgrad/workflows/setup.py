@@ -27,6 +27,7 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
+from psgrad.workflows.padding import check_padding
 
 Loss = Callable[..., Any]
 
@@ -73,6 +74,8 @@ class Loaded:
             criterion=self.criterion,
             allow_download=self.config.allow_download,
         )
+        if found.ragged is not None and self.samples.ragged is not None:
+            found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
         if found.weighted != self.samples.weighted:
             raise ConfigError(
                 f"only one of {self.config.data.source} and {data.source} has weights",
@@ -207,6 +210,7 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
+    check_padding(objective, parts.samples, criterion.ignore_index)
     reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
     return Setup(**vars(parts), objective=objective, reader=reader)
 
