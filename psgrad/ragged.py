@@ -99,6 +99,11 @@ class Block:
             return found
         return replace(found, lengths=found.lengths.amax(1), ragged=found.ragged.grouped())
 
+    def without_padding(self) -> Block:
+        """The same rows, of which only those of equal length are computed together."""
+        ragged = None if self.ragged is None else replace(self.ragged, masked=False)
+        return replace(self, ragged=ragged)
+
     def with_inputs(self, before: Sequence[Tensor] = (), after: Sequence[Tensor] = ()) -> Block:
         """The same rows with more inputs, [n, ...] each, which are not ragged."""
         ragged = None if self.ragged is None else self.ragged.around(len(before), len(after))

@@ -32,7 +32,7 @@ _ROWS_PER_SHARD = 4096
 _SECONDS_PER_SHARD = 30.0
 
 _FIRST, _SECOND = "samples", "samples-again"
-_CHUNK_SIZE = "stream.chunk_size"
+_CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
 
 ABOUT_COLUMNS = ("id", "index", "fingerprint", "target")
 About = Callable[[int, int], dict[str, Any]]
@@ -114,7 +114,7 @@ class Passes:
         )
 
     def _own(self, own: OwnPass, start: int) -> Iterator[Columns]:
-        return own.run(start, self.stream.chunk_size)
+        return own.run(start, self.stream.rows_at_longest)
 
     def _take(
         self,
@@ -179,12 +179,15 @@ class Passes:
 
     def _state(self, measures: Sequence[Measure]) -> dict[str, np.ndarray[Any, Any]]:
         state: Arrays = {_CHUNK_SIZE: torch.tensor(self.stream.chunk_size)}
+        if self.stream.positions is not None:
+            state[_POSITIONS] = torch.tensor(self.stream.positions)
         for place, measure in enumerate(measures):
             state |= {f"{place}.{key}": value for key, value in measure.state().items()}
         return {key: value.cpu().numpy() for key, value in state.items()}
 
     def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]))
+        positions = (int(state[_POSITIONS][0]), int(state[_POSITIONS][1])) if _POSITIONS in state else None
+        self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]), positions)
         for place, measure in enumerate(measures):
             own = {
                 key.partition(".")[2]: torch.from_numpy(value)

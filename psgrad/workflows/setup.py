@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from psgrad.config import Config, DataConfig
-from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.buckets import ModelSize
+from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.padding import padding_is_masked
 from psgrad.engine.execution.placement import place
-from psgrad.engine.execution.self_check import SelfCheck, self_check
+from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
@@ -27,7 +30,6 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.padding import check_padding
 
 Loss = Callable[..., Any]
 
@@ -136,6 +138,8 @@ class Setup(Loaded):
         return {
             "chunk_size": engine.chunk_size,
             "memory": None if engine.memory == "auto" else engine.memory,
+            "tokens": engine.tokens_per_chunk,
+            "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
             "capture": engine.capture,
             "compile": engine.compile,
@@ -210,9 +214,28 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    check_padding(objective, parts.samples, criterion.ignore_index)
     reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
+    _check_padding(parts, objective, reader)
     return Setup(**vars(parts), objective=objective, reader=reader)
+
+
+# Rows of which the shortest are compared with themselves padded.
+_ROWS_CHECKED = 16
+PADDING_NOTE = "padding changes this model's loss: only rows of equal length are computed together"
+
+
+def _check_padding(parts: Loaded, objective: Objective, reader: CheckedReader) -> None:
+    """Have rows that differ in length computed apart where the model turns out to read padding, with a note."""
+    samples = parts.samples
+    if samples.ragged is None or not samples.ragged.masked or parts.model.training:
+        return
+    block = reader.take(np.array(spread_rows(len(samples), _ROWS_CHECKED)))
+    inputs, target = to_device(block.inputs, block.target, parts.device, parts.dtype)
+    on_device = replace(block, inputs=inputs, target=target)
+    halves = parts.autocast is not None
+    if not padding_is_masked(objective.loss, objective.params, on_device, halves=halves):
+        samples.ragged = replace(samples.ragged, masked=False)
+        samples.notes = (*samples.notes, PADDING_NOTE)
 
 
 def pick_device(name: str) -> torch.device:

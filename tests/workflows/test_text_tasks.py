@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import psgrad
-from psgrad.workflows.padding import NOTE
+from psgrad.workflows.setup import PADDING_NOTE
 from tests.text_tasks import CASES
 
 
@@ -38,7 +38,7 @@ def test_analyze_task_norms_are_those_of_the_librarys_loss_on_each_row_alone(
 def test_analyze_rows_of_equal_length_together_where_padding_changes_the_loss(tmp_path: Path) -> None:
     path = CASES["last token"].write(tmp_path)
     manifest = psgrad.analyze(path, report=False).manifest
-    assert NOTE in manifest["model"]["notes"]
+    assert PADDING_NOTE in manifest["model"]["notes"]
     assert any("rows are padded with </s>" in note for note in manifest["model"]["notes"])
     other = CASES["classification"].write(tmp_path / "other")
     assert psgrad.analyze(other, report=False).manifest["model"]["notes"] == []

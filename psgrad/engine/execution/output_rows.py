@@ -148,6 +148,8 @@ class OutputRows(Examples):
         options = dict(self.options)
         device = next(iter(self.params.values())).device
         size = options.get("chunk_size", "auto")
+        if options.get("tokens") is not None:
+            options["tokens"] = max(1, options["tokens"] // self.per_sample)
         if size == "auto":
             options["memory"] = max(1, chunk_budget(device, options.get("memory")) // self.per_sample)
         else:
@@ -157,8 +159,8 @@ class OutputRows(Examples):
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred rows of the samples start, ..., stop - 1, all at once."""
         stream = self.row_stream
-        inputs, target = stream.load(start, stop)
-        return self._rows_of(stream.loss, self.params, inputs, target, randomness=stream.randomness)
+        found: PerSampleGradients = stream.computed(self._rows_of, stream.load_block(start, stop))
+        return found
 
     def run(
         self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
@@ -181,6 +183,13 @@ class OutputRows(Examples):
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
+        if outputs[0].numel() != self.per_sample:
+            raise InfluenceError(
+                f"the model's output has {outputs[0].numel()} numbers for one sample and {self.per_sample}"
+                " for another, and the rows of its Jacobian are as many",
+                expected="outputs of one size, whatever the length of a row",
+                next_step="set curvature: fisher, which has one row a sample",
+            )
         cotangents = self.cotangents(outputs, target, numbers)
         cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
         repeated = tuple(x.repeat_interleave(self.per_sample, 0) for x in given)

@@ -245,6 +245,8 @@ class Clipper:
     computed alone is not padded to the others then.
     """
 
+    keeps_factors = False  # what is found of a chunk is no larger for more records
+
     def __init__(self, clipping: Clipping, memory: float | None = None, block: Block | None = None) -> None:
         self.clipping, self.memory, self.block = clipping, memory, block
 
