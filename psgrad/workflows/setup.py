@@ -225,7 +225,7 @@ PADDING_NOTE = "padding changes this model's loss: only rows of equal length are
 
 
 def _check_padding(parts: Loaded, objective: Objective, reader: CheckedReader) -> None:
-    """Have rows that differ in length computed apart where the model turns out to read padding, with a note."""
+    """Have rows that differ in length computed apart, with a note, where the model reads padding."""
     samples = parts.samples
     if samples.ragged is None or not samples.ragged.masked or parts.model.training:
         return
