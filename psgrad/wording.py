@@ -14,8 +14,19 @@ from typing import Any
 
 # The losses of psgrad's own that are logarithms of probabilities.
 LOSSES_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
+_OVER_TOKENS = {"mean": "nats per token", "sum": "nats (sum over tokens)"}
 PREFIX_FROM = 12  # a shorter common beginning stays where it is
 _CUTS = (4, 3, 2, 1, 5)  # where names are cut: at the usual place first
+
+
+def unit_of_loss(name: object, reduction: object = "mean") -> str | None:
+    """The unit of one of psgrad's own losses that are logarithms of probabilities; None for any other one.
+
+    reduction: of token_cross_entropy.
+    """
+    if name not in LOSSES_IN_NATS:
+        return None
+    return _OVER_TOKENS.get(str(reduction), "nats") if name == "token_cross_entropy" else "nats"
 
 
 def told(value: object, limit: int = 80) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from psgrad.wording import LOSSES_IN_NATS
+from psgrad.wording import unit_of_loss
 
 UNKNOWN_UNIT = "unit of the loss"
 
@@ -274,10 +274,10 @@ class RunManifest:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of a loss: nats for psgrad's own cross-entropies; of any other one the unit is not
-        known.
+        """The unit of a loss: nats for psgrad's own cross-entropies, with what is done over tokens; of any
+        other one the unit is not known.
         """
-        return "nats" if self.loss in LOSSES_IN_NATS else UNKNOWN_UNIT
+        return unit_of_loss(self.loss, self.setting("loss", "reduction") or "mean") or UNKNOWN_UNIT
 
     @property
     def judged(self) -> OutlierFacts:

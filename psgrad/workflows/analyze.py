@@ -33,7 +33,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
-from psgrad.wording import LOSSES_IN_NATS, listed_names
+from psgrad.wording import listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, reopen, require_judged_alike
 from psgrad.workflows.judging import Judging
@@ -101,7 +101,7 @@ def analyze(
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
             results = {
-                each.name: result_of(each, measured.gathered[each.name], config.loss.name)
+                each.name: result_of(each, measured.gathered[each.name], run.criterion.unit)
                 for each in every
                 if each.name
             }
@@ -176,9 +176,9 @@ def limited(count: int, limit: int | float | None) -> int:
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
 
 
-def result_of(measure: Measure, gathered: Gathered, loss: str) -> MeasureResult:
-    """What a measure gathered, without torch, in units of this loss."""
-    unit = "nats" if loss in LOSSES_IN_NATS else "loss"
+def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> MeasureResult:
+    """What a measure gathered, without torch. unit: of the loss; None where it is not known."""
+    unit = unit or "loss"
     tables = {name: frame_of(table) for name, table in gathered.tables.items()}
     arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
     return MeasureResult(

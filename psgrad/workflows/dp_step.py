@@ -37,7 +37,6 @@ from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.user_code import with_code_beside
-from psgrad.wording import LOSSES_IN_NATS
 from psgrad.workflows.dp_plan import curve_points
 from psgrad.workflows.private_resume import (
     adapted,
@@ -313,7 +312,7 @@ class Run:
             ],
         )
         steps = self._write_private()
-        unit = "nats" if self.setup.run.config.loss.name in LOSSES_IN_NATS else ""
+        unit = self.setup.run.criterion.unit or ""
         write_plots(
             replace(result, steps=steps),
             self.folder.write_public_bytes,

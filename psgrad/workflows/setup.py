@@ -57,6 +57,12 @@ class Loaded:
     model: nn.Module
     forward: Forward
 
+    def class_count(self, criterion: Criterion) -> int | None:
+        """How many classes the output has, by the first row; None where that is not known, or differs from
+        row to row.
+        """
+        return None if self.samples.labels_are_positions else class_count(self.first_output, criterion)
+
     def more_samples(self, data: DataConfig, unit: str | None = None) -> Samples:
         """Another dataset for the same model and loss: labels by name mean the same as in the run's own."""
         names = self.config.data.class_names
@@ -70,6 +76,8 @@ class Loaded:
             criterion=self.criterion,
             allow_download=self.config.allow_download,
         )
+        if found.ragged is not None and self.samples.ragged is not None:
+            found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
         if found.weighted != self.samples.weighted:
             raise ConfigError(
                 f"only one of {self.config.data.source} and {data.source} has weights",
@@ -206,18 +214,18 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    classes = None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
-    reader = CheckedReader(parts.samples, criterion, classes)
+    reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
     _check_padding(parts, objective, reader)
     return Setup(**vars(parts), objective=objective, reader=reader)
 
 
 # Rows of which the shortest are compared with themselves padded.
 _ROWS_CHECKED = 16
+PADDING_NOTE = "padding changes this model's loss: only rows of equal length are computed together"
 
 
 def _check_padding(parts: Loaded, objective: Objective, reader: CheckedReader) -> None:
-    """Have rows that differ in length computed apart where the model turns out to read padding."""
+    """Have rows that differ in length computed apart, with a note, where the model reads padding."""
     samples = parts.samples
     if samples.ragged is None or not samples.ragged.masked or parts.model.training:
         return
@@ -227,6 +235,7 @@ def _check_padding(parts: Loaded, objective: Objective, reader: CheckedReader) -
     halves = parts.autocast is not None
     if not padding_is_masked(objective.loss, objective.params, on_device, halves=halves):
         samples.ragged = replace(samples.ragged, masked=False)
+        samples.notes = (*samples.notes, PADDING_NOTE)
 
 
 def pick_device(name: str) -> torch.device:
