@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from psgrad.results.findings import BaselineChange, Comparison
     from psgrad.results.influence import EvaluationResult
     from psgrad.workflows.report import WrittenReport
+    from psgrad.workflows.select import Selection
     from psgrad.workflows.validate import Validation
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "plan",
     "report",
     "save_baseline",
+    "select",
     "validate",
 ]
 
@@ -131,6 +133,15 @@ def diff(a: AnyPath, b: AnyPath, *, top: int = 20) -> Comparison:
     from psgrad.workflows.diff import diff as run_diff
 
     return run_diff(Path(a), Path(b), top=top)
+
+
+def select(
+    run: AnyPath, where: str, *, output: AnyPath, drop: bool = False, overwrite: bool = False
+) -> Selection:
+    """Write the rows of a finished run's dataset for which a condition holds; `psgrad select`."""
+    from psgrad.workflows.select import select as run_select
+
+    return run_select(Path(run), where, output=Path(output), drop=drop, overwrite=overwrite)
 
 
 def plan(config: AnyConfig) -> PlanResult:

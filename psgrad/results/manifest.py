@@ -156,10 +156,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The dataset. source: its path, or the factory that makes it."""
+    """The dataset. source: its path, or the factory that makes it. files: each file's SHA-256, in order."""
 
     source: Path | str | None = None
     fingerprint: str | None = None
+    files: list[str] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
