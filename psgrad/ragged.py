@@ -49,7 +49,8 @@ class RaggedAxes:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows, stacked: every tensor is [n, ...] on the CPU. Whole numbers are int64, all others float32.
+    """Rows, stacked: every tensor is [n, ...]. As read they are on the CPU, whole numbers int64, all others
+    float32.
 
     Attributes:
         inputs: of the model.
@@ -76,11 +77,20 @@ class Block:
         return len(self.inputs[0])
 
     def at(self, places: Any) -> Block:
-        """The rows at these places of the block, in this order: whole numbers [k], which are copied, or a
-        slice, which is a view.
+        """The rows at these places of the block, in this order, padded to the longest of them and no further:
+        whole numbers [k], which are copied, or a slice, which is a view.
         """
         index = places if isinstance(places, slice) else torch.as_tensor(places)
-        return self._with([x[index] for x in self._tensors], self._lengths_at(index))
+        if self.lengths is None or self.ragged is None:
+            return self._with([x[index] for x in self._tensors], None)
+        lengths = self.lengths[index]
+        longest = lengths.flatten(0, -2).amax(0).tolist() if len(lengths) else [0] * lengths.shape[-1]
+        tensors = []
+        for x, axes in zip(self._tensors, self.ragged.axes, strict=False):
+            for axis, column in axes:
+                x = x.narrow(axis + 1, 0, min(longest[column], x.shape[axis + 1]))
+            tensors.append(x[index])
+        return self._with(tensors, lengths)
 
     def grouped(self, places: Tensor) -> Block:
         """The rows at these places [n, k] as n groups: tensors are [n, k, ...], lengths the longest of k."""
@@ -88,18 +98,6 @@ class Block:
         if found.lengths is None or found.ragged is None:
             return found
         return replace(found, lengths=found.lengths.amax(1), ragged=found.ragged.grouped())
-
-    def trimmed(self) -> Block:
-        """The same, padded no further than to its longest row; views."""
-        if self.lengths is None or self.ragged is None or not len(self):
-            return self
-        longest = self.lengths.amax(0).tolist()
-        tensors = []
-        for x, axes in zip(self._tensors, self.ragged.axes, strict=False):
-            for axis, column in axes:
-                x = x.narrow(axis + 1, 0, min(longest[column], x.shape[axis + 1]))
-            tensors.append(x)
-        return self._with(tensors, self.lengths)
 
     def with_inputs(self, before: Sequence[Tensor] = (), after: Sequence[Tensor] = ()) -> Block:
         """The same rows with more inputs, [n, ...] each, which are not ragged."""
@@ -115,9 +113,6 @@ class Block:
     def _tensors(self) -> tuple[Tensor, ...]:
         """The inputs, then the target where there is one."""
         return self.inputs if self.target is None else (*self.inputs, self.target)
-
-    def _lengths_at(self, index: slice | Tensor) -> Tensor | None:
-        return None if self.lengths is None else self.lengths[index]
 
     def _with(self, tensors: Sequence[Tensor], lengths: Tensor | None) -> Block:
         """Other tensors in place of `_tensors`."""

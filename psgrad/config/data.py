@@ -108,8 +108,8 @@ class DataConfig(Section):
     """The column that the model reads, a list of them, or keyword: column where it takes them by name."""
     stack: bool | None = None
     """Whether a list of inputs is one tensor; null for one where each holds one number a row."""
-    target: str | None = None
-    """The column that the loss compares the output with."""
+    target: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
+    """The column that the loss compares the output with, or a list of them for a loss of your own."""
     text: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
     """The column of text, or two for pairs; a tokenizer makes the inputs of it."""
     prompt: str | None = None
@@ -124,6 +124,10 @@ class DataConfig(Section):
     """The largest number of tokens in a row; null for what the model takes."""
     truncation: Literal["right", "left", "error"] = "error"
     """Where longer rows are cut."""
+    masked: Annotated[Finite, Field(gt=0, le=1)] = 0.15
+    """Of masked-lm without a target: the share of tokens that are hidden and predicted."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of masked-lm: seed of which tokens are hidden; the same row has the same ones each time."""
     image: str | None = None
     """The column of images, as paths or bytes; the model's image processor prepares them."""
     size: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = None

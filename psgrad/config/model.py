@@ -27,6 +27,8 @@ TASK_LOSSES: Mapping[str, str] = {
     "regression": "mse",
 }
 """The loss that a task implies."""
+LABELS_FROM_TEXT = ("causal-lm", "masked-lm")
+"""The tasks whose labels are tokens of the text itself, so that a target may be left out."""
 
 
 class NewAdapterConfig(Section):
@@ -74,7 +76,7 @@ class ModelConfig(Section):
     adapter: Annotated[list[str] | NewAdapterConfig | None, BeforeValidator(_adapters)] = None
     """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
-    """Precision of parameters that are not differentiated; the others have engine.dtype."""
+    """Precision in which parameters that are not differentiated are stored; operators see engine.dtype."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """The attention implementation of a pretrained model."""
     trust_remote_code: bool = False
@@ -91,6 +93,14 @@ class ModelConfig(Section):
     """Whether the checkpoint must fit exactly; with false, what does not fit is left out and listed."""
     mode: Literal["eval", "train"] = "eval"
     """Whether the model runs as in evaluation or as in training (dropout on)."""
+
+    def decisive(self) -> dict[str, Any]:
+        """What of the section decides what is computed, beside the checkpoint. Keys that earlier versions did
+        not have are left out at their defaults.
+        """
+        old = {"factory", "kwargs", "mode", "state_dict_key"}
+        newer = self.model_dump(mode="json", exclude={*old, "checkpoint"}, exclude_defaults=True)
+        return {**self.model_dump(mode="json", include=old), **newer}
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.data import SOURCE_KEYS, DataConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
-from psgrad.config.model import TASK_LOSSES, TASKS, ModelConfig
+from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.privacy import PrivacyConfig
 from psgrad.config.sections import (
     LOSS_OPTIONS,
@@ -108,7 +108,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:
-        if self.data.path is not None and self.data.target is None and self.loss.name in LOSS_OPTIONS:
+        wanted = self.loss.name in LOSS_OPTIONS and self.model.task not in LABELS_FROM_TEXT
+        if self.data.path is not None and self.data.target is None and wanted:
             raise ValueError(
                 f"data.target is missing: the loss {self.loss.name!r} compares the output with a target"
                 " column"
@@ -119,6 +120,7 @@ class Config(Section):
     def _queries_need_a_target(self) -> Config:
         queries, named = self.influence.queries, self.influence.measurement.name in MEASUREMENTS
         measured = named and (self.influence.measurement.name != "loss" or self.loss.name in LOSS_OPTIONS)
+        measured &= self.model.task not in LABELS_FROM_TEXT
         if queries is not None and queries.path is not None and queries.target is None and measured:
             raise ValueError(
                 f"influence.queries.target is missing: the measurement {self.influence.measurement.name!r}"

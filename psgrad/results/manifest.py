@@ -20,6 +20,7 @@ UNKNOWN_UNIT = "unit of the loss"
 
 # Metadata of a field whose key is left out of the file: `written` is asked with the object and the value.
 OPTIONAL: dict[str, Any] = {"written": lambda _, value: value is not None}
+_ORIGIN: dict[str, Any] = {"written": lambda _, value: bool(value)}
 _REPLAY: dict[str, Any] = {"written": lambda engine, _: engine.chunks_replayed is not None}
 _CHECK: dict[str, Any] = {"written": lambda facts, _: facts.predicts_removal and facts.fit is not None}
 _LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
@@ -143,7 +144,9 @@ class OutlierFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model: where it came from, and how many numbers it has. sha256: of the checkpoint's file."""
+    """The model: where it came from, and how many numbers it has. sha256: of the checkpoint's file. origin:
+    of a model that no factory built, such as the folder, commit, task and adapters of a pretrained one.
+    """
 
     factory: str | None = None
     parameters: int | None = None
@@ -152,6 +155,12 @@ class ModelFacts:
     sha256: str | None = None
     notes: list[str] = field(default_factory=list)
     modules_imported: list[str] = field(default_factory=list)
+    origin: dict[str, Any] = field(default_factory=dict, metadata=_ORIGIN)
+
+    @property
+    def name(self) -> str | None:
+        """The factory, or what the config names in its place."""
+        return self.factory or self.origin.get("pretrained") or self.origin.get("timm")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from psgrad.results import (
 from psgrad.results.manifest import Counts, EngineFacts
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
+from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
 from psgrad.wording import LOSSES_IN_NATS, listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
@@ -72,7 +73,7 @@ def analyze(
     with clock("load"):
         measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
-        run = set_up(config).with_rows_described()
+        run = set_up(config, config.output / SHARDS).with_rows_described()
         count = limited(len(run.samples), limit)
         setting, every = prepare(
             run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
@@ -119,9 +120,8 @@ def analyze(
             timings=clock.seconds,
         )
         verdict = check_samples(frame, facts, folder, gate)
-        result = AnalyzeResult(
-            frame, parameters, facts, folder.path, inputs, config.data.class_names, results, verdict, words
-        )
+        names = run.config.data.class_names
+        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, names, results, verdict, words)
         with clock("report"):
             folder.write_inputs(inputs, words)
             if report:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.placement import place
 from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
@@ -57,11 +58,19 @@ def checkpoints_sha256(run: Setup) -> dict[str, str]:
 
 
 def _objective(run: Setup, path: Path) -> Objective:
-    return run.objective.with_model(_loaded(run, path).to(run.device, run.dtype)).with_summary(None)
+    model = place(_loaded(run, path), run.device, run.dtype, run.config.model.dtype)
+    return run.objective.with_model(model).with_summary(None)
 
 
 def _loaded(run: Setup, path: Path) -> nn.Module:
-    return load_model(run.config.model.model_copy(update={"checkpoint": path}), run.config.base).model
+    config = run.config
+    return load_model(
+        config.model.model_copy(update={"checkpoint": path}),
+        config.base,
+        config.analyze.trainable,
+        "analyze.trainable",
+        allow_download=config.allow_download,
+    ).model
 
 
 def _digest(model: nn.Module) -> str:

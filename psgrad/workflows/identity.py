@@ -89,7 +89,7 @@ def shortened(names: Sequence[str]) -> str:
 # What of a config decides the numbers of a row. The rest (gates, the report, who is an outlier) is worked out
 # anew when all rows are there.
 _SECTIONS = ("version", "model", "loss", "data", "engine")
-_OF_ANALYZE = ("measures", "checkpoints", "seed")
+_OF_ANALYZE = ("measures", "checkpoints", "seed", "trainable")
 # What of it decides who is an outlier in rows that are there.
 _OF_VERDICT = ("outliers", "review_fraction")
 # What is not part of a number: how much is checked, and how much memory there is.

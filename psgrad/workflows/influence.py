@@ -314,7 +314,7 @@ def _result(
         training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
         facts=[each.facts for each in fitted],
         warnings=warnings,
-        class_names=config.data.class_names,
+        class_names=setup.run.config.data.class_names,
         check=check,
         larger_is_worse=setup.measurement.sign > 0,
     )

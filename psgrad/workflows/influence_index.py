@@ -125,10 +125,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         # manner.
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
-        "factory": config.model.factory,
-        "kwargs": config.model.kwargs,
-        "state_dict_key": config.model.state_dict_key,
-        "mode": config.model.mode,
+        **config.model.decisive(),
         "loss": config.loss.model_dump(mode="json"),
         "dtype": config.engine.dtype,
     }

@@ -17,7 +17,6 @@ from psgrad.errors import ConfigError, DataError, LossError, ModelError
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.sources.load import load_data
 from psgrad.results.conditions import rows_where
 from psgrad.workflows.setup import Setup, class_count
 
@@ -30,7 +29,7 @@ def queries_of(
     """
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.own_data
-    samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
+    samples: Samples = run.samples if dataset is None else run.more_samples(dataset)
     with told_of_queries():
         reader = CheckedReader(
             samples, measurement.criterion, class_count(run.first_output, measurement.criterion)

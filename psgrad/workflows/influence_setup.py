@@ -16,6 +16,7 @@ import torch
 
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.placement import place
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
@@ -153,8 +154,14 @@ def first_run(config: Config) -> Setup:
 def later_run(run: Setup, config: Config, number: int) -> Setup:
     """The same with the model of another checkpoint."""
     there = _at(config, number)
-    loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
-    model = loaded.model.to(run.device, run.dtype)
+    loaded = load_model(
+        there.model,
+        config.base,
+        config.influence.parameters,
+        "influence.parameters",
+        allow_download=config.allow_download,
+    )
+    model = place(loaded.model, run.device, run.dtype, there.model.dtype)
     return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
 
 

@@ -40,9 +40,7 @@ def model_of(setup: PrivateSetup) -> dict[str, Any]:
     """What of the model's section of a config decides what it computes, as JSON; NaN and infinities
     as text.
     """
-    section = setup.run.config.model.model_dump(
-        mode="json", include={"factory", "kwargs", "mode", "state_dict_key"}
-    )
+    section = setup.run.config.model.decisive()
     found: dict[str, Any] = json.loads(json.dumps(section), parse_constant=str)
     return found
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from psgrad.config import Config
+from psgrad.config import Config, DataConfig
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
@@ -19,8 +21,9 @@ from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion, resolve_loss
-from psgrad.inputs.models.factory import LoadedModel, load_model
+from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
+from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
@@ -36,7 +39,7 @@ class Loaded:
         dtype, autocast: see `pick_precision`.
         loaded: the model as its factory and checkpoint gave it, and where it came from.
         identity: the hashes of that model.
-        model: the same on the device, in `dtype`.
+        model: the same on the device, as `place` puts it there.
         forward: how that model is called on a batch of the samples.
     """
 
@@ -50,6 +53,26 @@ class Loaded:
     samples: Samples
     model: nn.Module
     forward: Forward
+
+    def more_samples(self, data: DataConfig, unit: str | None = None) -> Samples:
+        """Another dataset for the same model and loss: labels by name mean the same as in the run's own."""
+        names = self.config.data.class_names
+        if data.class_names is None and names is not None:
+            data = data.model_copy(update={"class_names": names})
+        found = load_data(
+            data,
+            self.config.base,
+            unit,
+            self.loaded.pretrained,
+            criterion=self.criterion,
+            allow_download=self.config.allow_download,
+        )
+        if found.weighted != self.samples.weighted:
+            raise ConfigError(
+                f"only one of {self.config.data.source} and {data.source} has weights",
+                expected="a column data.weight in both, or in neither",
+            )
+        return found
 
     def first_output(self) -> Any:
         """The model's output for the first row as a batch of one, without psgrad's transforms."""
@@ -125,6 +148,7 @@ def load(
     trainable: Sequence[str] | None = None,
     trainable_key: str = "privacy.trainable",
     unit: str | None = None,
+    kept: Path | None = None,
 ) -> Loaded:
     """Load all that a config names.
 
@@ -133,24 +157,39 @@ def load(
             trainable.
         trainable_key: the config's name for these patterns.
         unit: the column of the data that says whom each row belongs to.
+        kept: the folder of a run that keeps the tokens of texts.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
-    loaded = load_model(config.model, config.base, trainable, trainable_key)
+    loaded = load_model(
+        config.model, config.base, trainable, trainable_key, allow_download=config.allow_download
+    )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
-    samples = load_data(config.data, config.base, unit)
-    model = loaded.model.to(device, dtype)
-    forward = Forward(samples.keywords, loaded.pick)
+    samples = load_data(
+        config.data,
+        config.base,
+        unit,
+        loaded.pretrained,
+        kept,
+        criterion=criterion,
+        allow_download=config.allow_download,
+    )
+    if config.data.class_names is None and samples.class_names is not None:
+        named = config.data.model_copy(update={"class_names": list(samples.class_names)})
+        config = config.model_copy(update={"data": named})
+    model = place(loaded.model, device, dtype, config.model.dtype)
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
-def set_up(config: Config) -> Setup:
+def set_up(config: Config, kept: Path | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
-    return setup_of(load(config))
+    trainable = config.analyze.trainable
+    return setup_of(load(config, trainable=trainable, trainable_key="analyze.trainable", kept=kept))
 
 
 def setup_of(parts: Loaded) -> Setup:
@@ -162,7 +201,8 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    reader = CheckedReader(parts.samples, criterion, class_count(parts.first_output, criterion))
+    classes = None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
+    reader = CheckedReader(parts.samples, criterion, classes)
     return Setup(**vars(parts), objective=objective, reader=reader)
 
 
@@ -194,7 +234,7 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
     without autocast.
 
-    A checkpoint in bfloat16 is loaded as float32 just the same, which holds each of its numbers exactly.
+    What is differentiated of a checkpoint in bfloat16 is float32, which holds each of its numbers exactly.
     """
     kind: torch.dtype = getattr(torch, name)
     return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)

@@ -159,12 +159,12 @@ def chunk_for(trace_at: Callable[[int], ChunkPlan], budget: int, most: int = 102
 _ROOM_PER_FACTOR_BYTE = 4
 
 
-def chunk_for_factors(gradients: PerSampleGradients, budget: int, most: int) -> int:
-    """The number of samples, 1 to `most`, that fit a budget of bytes by what the factors of these gradients
-    take.
+def chunk_for_factors(gradients: PerSampleGradients, parts: int, budget: int, most: int) -> int:
+    """The number of samples, or of positions, 1 to `most`, that fit a budget of bytes by what the factors of
+    these gradients take, which are of so many `parts`.
     """
-    factors = [f for g in gradients.gradients.values() for p in g.terms for f in p.term.factors]
-    each = sum(f.numel() * f.element_size() for f in factors) // max(len(gradients), 1)
+    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
+    each = sum(f.numel() * f.element_size() for f in factors) // max(parts, 1)
     return max(1, min(most, budget // (max(1, each) * _ROOM_PER_FACTOR_BYTE)))
 
 

@@ -177,7 +177,7 @@ def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], input
     if stream.memory is None and rows < PREDICTED_FROM:  # there a small chunk's factors are measured
         gradients = stream.pass_of(partial(per_sample_gradients, settle=False))(stream.params, inputs, target)
         budget = chunk_budget(stream.device, stream.memory)
-        return min(chunk_for_factors(gradients, budget, LARGEST_AUTO_CHUNK), rows)
+        return min(chunk_for_factors(gradients, len(gradients), budget, LARGEST_AUTO_CHUNK), rows)
 
     return chunk_for(at, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
 

@@ -108,7 +108,7 @@ def _distance(gradients: PerSampleGradients, place: int, witness: dict[str, torc
         deferred = gradients.gradients[name]
         return (
             deferred.at(slice(place, place + 1)).materialise()[0].double() - witness[name]
-            if deferred.terms
+            if not deferred.is_zero
             else witness[name]
         )
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
+from psgrad.engine.execution.buckets import ModelSize, joined_results, plan_buckets, positions_of
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.replay import Replay
+from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
     materialised_for_many,
     per_sample_gradients,
@@ -36,6 +38,10 @@ LARGEST_AUTO_CHUNK = 1024
 # From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do.
 # Measured on CPUs.
 PREDICTED_FROM = 2048
+# Of rows that differ in length: what a chunk has of the positions that are computed at once, where rows are
+# as long as the longest, and its least number of rows; and what it has of them where all factors are kept.
+_BUCKETS_OF_A_CHUNK, _LEAST_RAGGED_CHUNK = 16, 64
+_BUCKETS_OF_FACTORS = 2
 
 
 class Measure(Protocol):
@@ -78,6 +84,10 @@ class Stream:
             there are few rows, or the pass can't be followed without running it, a small chunk comes first,
             and its factors are measured.
         memory: bytes that an automatic chunk may take; None for a share of what is free.
+        tokens: where rows differ in length, the positions that are computed at once at most, padded ones
+            included; None for what fits `memory`, or for no bound where the chunk size was given.
+        model_size: of the model with its frozen parameters; None for that of `params`. It says which buckets
+            rows of different length are cheapest in.
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed from a record of the first ones, where there are
             many to come; 'off' runs each by itself.
@@ -85,7 +95,8 @@ class Stream:
         reason why chunks are not replayed or read ahead.
 
     Attributes:
-        chunk_size: samples at a time, as things stand.
+        chunk_size: samples at a time, as things stand. Of rows that differ in length a chunk is computed in
+            buckets of like length, one after another; tokens bounds each.
         retries: how often memory ran out.
         at_need: called when it does, to give back what others keep.
         draws: the reader's random draws by record (see privacy/record_draws.py); None without.
@@ -99,6 +110,8 @@ class Stream:
         *,
         chunk_size: int | Literal["auto"] = "auto",
         memory: int | None = None,
+        tokens: int | None = None,
+        model_size: ModelSize | None = None,
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
         compile: Compiler = "none",
@@ -110,6 +123,10 @@ class Stream:
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
+        self.tokens, self._longest = tokens, 1
+        self._fits_tokens = self.automatic  # whether chunks are cut where they have too many positions
+        size = model_size or ModelSize.of_tensors(params)
+        self._positions_of_a_pass = size.positions_of_a_pass(machine(self.device), self.dtype)
         self.retries = 0
         self.at_need: list[Callable[[], None]] = []
         self._passed = 0  # rows of all runs, this one's included
@@ -126,7 +143,7 @@ class Stream:
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred gradients of the rows start, ..., stop - 1, all at once."""
-        return self._gradients_of(*self.load(start, stop))
+        return self._gradients_of(self._to_device(self.read(start, stop)))
 
     def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
         """The deferred gradients of a few rows from anywhere, all at once.
@@ -135,7 +152,7 @@ class Stream:
         """
         chunk = Chunk(rows, joined([self.read(row, row + 1) for row in rows]))
         try:
-            return self._gradients_of(*self._to_device(chunk))
+            return self._gradients_of(self._to_device(chunk.block))
         except PsgradError:
             raise
         except Exception as error:
@@ -153,14 +170,38 @@ class Stream:
         block = self.read(start, stop)
         return to_device(block.inputs, block.target, self.device, self.dtype)
 
-    def _to_device(self, chunk: Chunk) -> DeviceRows:
-        return to_device(chunk.block.inputs, chunk.block.target, self.device, self.dtype)
+    def _to_device(self, block: Block) -> Block:
+        inputs, target = to_device(block.inputs, block.target, self.device, self.dtype)
+        return replace(block, inputs=inputs, target=target)
 
-    def _gradients_of(
-        self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
-    ) -> PerSampleGradients:
-        found: PerSampleGradients = self.pass_of(per_sample_gradients)(self.params, inputs, target)
+    def _gradients_of(self, block: Block) -> PerSampleGradients:
+        found: PerSampleGradients = self.computed(per_sample_gradients, block)
         return found
+
+    def computed(self, how: Callable[..., Any], block: Block) -> Any:
+        """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
+        differ in length. A bucket that memory runs out on is halved, and the others stay done.
+        """
+        run = self.pass_of(how)
+        if block.ragged is None or block.lengths is None:
+            return run(self.params, block.inputs, block.target)
+        once, most = self._positions_of_a_pass, self.tokens
+        waiting = plan_buckets(block.lengths, block.ragged, once=once, most=most)[::-1]
+        parts, groups = [], []
+        while waiting:
+            places = waiting.pop()
+            some = block if len(places) == len(block) else block.at(places)
+            try:
+                parts.append(run(self.params, some.inputs, some.target))
+            except Exception as error:
+                if len(places) == 1 or not is_out_of_memory(error):
+                    raise
+            else:
+                groups.append(places)
+                continue
+            waiting += [*places.tensor_split(2)][::-1]
+            self._bucket_is_too_large(some)
+        return parts[0] if len(parts) == 1 else joined_results(parts, groups)
 
     def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
         """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
@@ -224,8 +265,13 @@ class Stream:
                 chunk = rows if isinstance(rows, Chunk) else self._taken(loader, rows)
                 reached = max(reached, chunk.stop)
                 values = None
-                if isinstance(chunk, Chunk) and self.automatic:
-                    self._predict(loader, chunk, foreseen, most)
+                if isinstance(chunk, Chunk):
+                    if self.automatic:
+                        self._predict(loader, chunk, foreseen, most)
+                    fitting = self._rows_that_fit(chunk, foreseen)
+                    if fitting < len(chunk):
+                        waiting += [chunk.part(fitting, len(chunk)), chunk.part(0, fitting)]
+                        continue
                 if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
@@ -269,20 +315,19 @@ class Stream:
         try:
             how = self._way(measures) if way is None else way
             inputs, target = loader.place(chunk)
+            block = replace(chunk.block, inputs=inputs, target=target)
             gradients: Any = None
             if self.automatic:
-                gradients = self.pass_of(partial(per_sample_gradients, settle=False))(
-                    self.params, inputs, target
-                )
-                self._size_chunks(gradients)
+                gradients = self.computed(partial(per_sample_gradients, settle=False), block)
+                self._size_chunks(gradients, block)
                 if way is not None:  # which makes something else of the chunk
                     gradients = None
             if gradients is not None:
                 pass
-            elif how in self.replays:
+            elif how in self.replays and block.ragged is None:
                 gradients = self.replays[how](inputs, target, to_come)
             else:
-                gradients = self.pass_of(how)(self.params, inputs, target)
+                gradients = self.computed(how, block)
             if often and isinstance(gradients, PerSampleGradients):
                 gradients = materialised_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
@@ -342,14 +387,48 @@ class Stream:
         else:
             self._too_large = len(rows)
             self.say(f"out of memory on {where}; trying them in halves")
+        self._give_back()
+        loader.give_back()
+        self._empty_caches()
+
+    def _give_back(self) -> None:
         for give_back in self.at_need:
             give_back()
         for replay in self.replays.values():
             replay.forget()
-        loader.give_back()
+
+    def _empty_caches(self) -> None:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _bucket_is_too_large(self, block: Block) -> None:
+        """Take note that memory ran out on a bucket, whose halves come next: buckets to come have no more
+        positions than these.
+        """
+        assert block.lengths is not None
+        assert block.ragged is not None
+        self.retries += 1
+        longest = block.lengths.amax(0, keepdim=True).numpy()
+        self.tokens = max(1, len(block) * int(positions_of(longest, block.ragged)[0]) // 2)
+        self.say(
+            f"out of memory on {len(block)} rows of up to {longest.max()} positions; going on with"
+            f" {self.tokens:,} positions at a time"
+        )
+        self._give_back()
+        self._empty_caches()
+
+    def _rows_that_fit(self, chunk: Chunk, how: Callable[..., Any]) -> int:
+        """How many of the chunk's first rows are a chunk: all, but where their factors are kept together and
+        they have too many positions.
+        """
+        block = chunk.block
+        if block.ragged is None or block.lengths is None or self.tokens is None or not self._fits_tokens:
+            return len(chunk)
+        if how is per_sample_square_norms:
+            return len(chunk)
+        positions = positions_of(block.lengths.numpy(), block.ragged).cumsum()
+        return max(1, int((positions <= _BUCKETS_OF_FACTORS * self.tokens).sum()))
 
     def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
         """The chunk size, `most` at most, by prediction, where it is worth it or memory was given, and where
@@ -357,29 +436,52 @@ class Stream:
         """
         if self.memory is None and self._passed < PREDICTED_FROM:
             return
-        way = self.pass_of(how)
+        way, block = self.pass_of(how), chunk.block
         try:
-            inputs, target = loader.place(chunk)
+            if block.ragged is not None and block.lengths is not None:
+                positions = positions_of(block.lengths.numpy(), block.ragged)
+                block = self._to_device(block.at([int(positions.argmax())]))
+                inputs, target = block.inputs, block.target
+            else:
+                inputs, target = loader.place(chunk)
             budget = chunk_budget(self.device, self.memory)
-            self.chunk_size = chunk_for(
+            rows = chunk_for(
                 lambda size: plan_chunk(way, self.params, inputs, target, size),
                 budget,
                 min(LARGEST_AUTO_CHUNK, most),
             )
+            if block.ragged is None:
+                self.chunk_size = rows
+            else:
+                self._take_tokens(rows * int(positions.max()), int(positions.max()))
         except (
             Exception
         ):  # its kernels depend on data; or the model fails, and fails again where the row is named
             return
         self.automatic = False
 
-    def _size_chunks(self, gradients: PerSampleGradients) -> None:
+    def _take_tokens(self, tokens: int, longest: int) -> None:
+        """So many positions at a time, or as many as were asked for, and chunks of rows enough to find rows
+        of like length among them.
+        """
+        self.tokens = tokens if self.tokens is None else self.tokens
+        self._longest = longest
+        rows = _BUCKETS_OF_A_CHUNK * self.tokens // max(1, longest)
+        self.chunk_size = min(max(rows, _LEAST_RAGGED_CHUNK), LARGEST_AUTO_CHUNK)
+
+    def _size_chunks(self, gradients: PerSampleGradients, block: Block) -> None:
         """The chunk size by what the first chunk's factors took."""
         self.automatic, self._measured = (
             False,
             self._passed < PREDICTED_FROM,
         )  # else a prediction was tried and failed
         budget = chunk_budget(self.device, self.memory)
-        self.chunk_size = chunk_for_factors(gradients, budget, LARGEST_AUTO_CHUNK)
+        if block.ragged is None or block.lengths is None:
+            self.chunk_size = chunk_for_factors(gradients, len(gradients), budget, LARGEST_AUTO_CHUNK)
+            return
+        positions = positions_of(block.lengths.numpy(), block.ragged)
+        tokens = chunk_for_factors(gradients, int(positions.sum()), budget, budget)
+        self._take_tokens(tokens, int(positions.max()))
 
     # -- rows that fail --------------------------------------------------------------------------------------
 
@@ -393,7 +495,7 @@ class Stream:
         for place in range(len(rows)):
             alone = chunk.part(place, place + 1)
             try:
-                self._gradients_of(*self._to_device(alone))
+                self._gradients_of(self._to_device(alone.block))
             except Exception as single:
                 return self._failure_alone(single, alone)
         together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
@@ -413,7 +515,7 @@ class Stream:
         row = chunk.rows[0]
         if is_out_of_memory(error):
             return _too_large(row, error)
-        inputs = self._to_device(chunk)[0][: getattr(self._read, "inputs_of_model", None)]
+        inputs = self._to_device(chunk.block).inputs[: getattr(self._read, "inputs_of_model", None)]
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
         cause = (
             "an input of another shape, type or range than the model takes (a token beyond the vocabulary,"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,7 +17,14 @@ from psgrad.engine.transforms.batch_values import Batch
 
 @dataclass(frozen=True)
 class DeferredGradient:
-    """A per-sample value that is a sum of terms, [n] x `shape`."""
+    """A per-sample value that is a sum of terms, [n] x `shape`.
+
+    Class attributes:
+        groups: the places and the gradients of samples that were computed apart; none where all were computed
+            together.
+    """
+
+    groups: ClassVar[tuple[tuple[torch.Tensor, DeferredGradient], ...]] = ()
 
     terms: tuple[Placed, ...]
     shape: torch.Size
@@ -40,6 +48,24 @@ class DeferredGradient:
         return DeferredGradient(
             tuple(terms), torch.Size(self.shape if shape is None else shape), self.dtype, self.device
         )
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the loss of no sample depends on the parameter."""
+        return not self.terms
+
+    @property
+    def factors(self) -> list[torch.Tensor]:
+        """The tensors that are kept of it."""
+        return [factor for placed in self.terms for factor in placed.term.factors]
+
+    def mapped(self, change: Callable[[DeferredGradient], DeferredGradient]) -> DeferredGradient:
+        """What `change` makes of it, or of the gradients of each group of samples."""
+        return change(self)
+
+    def new_zeros(self, count: int) -> torch.Tensor:
+        """[count, *shape]"""
+        return torch.zeros(count, *self.shape, dtype=self.dtype, device=self.device)
 
     def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
         """The same for some of the samples."""
@@ -111,6 +137,19 @@ def upright(placed: Placed) -> Placed:
     if term is None or layout is None:
         return Placed(placed.term, placed.layout.without_ones)
     return Placed(term, replace(layout, window=placed.layout.window))
+
+
+def merged(terms: Iterable[Placed]) -> list[Placed]:
+    """Terms of one kind and layout as one: more positions of the same product. What is left over has cross
+    terms of its own.
+    """
+    groups: dict[Any, list[Placed]] = {}
+    for placed in map(upright, terms):
+        groups.setdefault((placed.layout, placed.term.kin()), []).append(placed)
+    return [
+        Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first
+        for first, *others in groups.values()
+    ]
 
 
 def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:

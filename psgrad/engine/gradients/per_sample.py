@@ -14,9 +14,9 @@ import torch
 
 from psgrad.engine.gradients.bounded_sums import absolute_sum
 from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed, term_of
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, merged, term_of
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms, merged
+from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
@@ -35,7 +35,7 @@ _ROOM_FOR_MANY = 2.0
 def materialised_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
     """The same gradients for many queries: materialised also where that takes up to twice the room."""
     found = {
-        name: materialised_if_smaller(gradient, _ROOM_FOR_MANY)
+        name: gradient.mapped(partial(materialised_if_smaller, room=_ROOM_FOR_MANY))
         for name, gradient in gradients.gradients.items()
     }
     return PerSampleGradients(found, gradients.losses, gradients.aux)

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed, upright
+from psgrad.engine.gradients.deferred import DeferredGradient
+from psgrad.engine.gradients.groups import GroupedGradient, in_order, in_short
 from psgrad.engine.gradients.inner import inner_products
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.projections import Projection
@@ -41,19 +42,43 @@ class PerSampleGradients:
 
     @classmethod
     def of_groups(cls, parts: list[PerSampleGradients], groups: list[torch.Tensor]) -> PerSampleGradients:
-        """The gradients of groups of samples as one; `groups` holds each one's places."""
-        count = sum(len(part) for part in parts)
+        """The gradients of groups of samples as one; `groups` holds each one's places. A single group has its
+        samples in order.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        losses, aux = in_order([(part.losses, part.aux) for part in parts], groups)
+        each = len(losses) // sum(map(len, groups))  # rows of one sample lie next to one another
+        places = [
+            (group.to(losses.device).unsqueeze(1) * each + torch.arange(each, device=losses.device)).flatten()
+            for group in groups
+        ]
+        gradients: dict[str, DeferredGradient] = {
+            name: GroupedGradient(zip(places, [part.gradients[name] for part in parts], strict=True))
+            for name in parts[0].gradients
+        }
+        return cls(gradients, losses, aux)
 
-        def gradient(name: str) -> DeferredGradient:
-            terms = [
-                Placed(placed.term.among(group, count), placed.layout)
-                for part, group in zip(parts, groups, strict=True)
-                for placed in part.gradients[name].terms
-            ]
-            return parts[0].gradients[name].with_terms(merged(terms))
+    @cached_property
+    def parts(self) -> list[tuple[torch.Tensor, PerSampleGradients]]:
+        """The places [k] of each group of samples that was computed apart, and their gradients; all samples
+        where there are no groups.
+        """
+        groups = next((gradient.groups for gradient in self.gradients.values()), ())
+        if not groups:
+            return [(torch.arange(len(self), device=self.losses.device), self)]
+        return [(places, self._part(number, places)) for number, (places, _) in enumerate(groups)]
 
-        losses, aux = _in_order([(part.losses, part.aux) for part in parts], groups)
-        return cls({name: gradient(name) for name in parts[0].gradients}, losses, aux)
+    def _part(self, number: int, places: torch.Tensor) -> PerSampleGradients:
+        aux = None if self.aux is None else tree_map(lambda x: x[places], self.aux)
+        gradients = {name: gradient.groups[number][1] for name, gradient in self.gradients.items()}
+        return PerSampleGradients(gradients, self.losses[places], aux)
+
+    def by_part(self, query: Callable[[PerSampleGradients], Any]) -> Any:
+        """What `query` says of each sample, [n, ...], asked of one group of samples after another."""
+        if len(self.parts) == 1:
+            return query(self)
+        return in_order([query(part) for _, part in self.parts], [places for places, _ in self.parts])
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])
@@ -71,12 +96,17 @@ class PerSampleGradients:
         """name -> [n] float64; kept, because several measures of one chunk ask for it, and nobody writes into
         it.
         """
-        zero = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
-        found = square_norms(list(self.gradients.values()))
-        return {
-            name: norms if norms is not None else zero
-            for name, norms in zip(self.gradients, found, strict=True)
-        }
+
+        def norms_of(part: PerSampleGradients) -> dict[str, torch.Tensor]:
+            zero = torch.zeros(len(part), dtype=torch.float64, device=part.losses.device)
+            found = square_norms(list(part.gradients.values()))
+            return {
+                name: norms if norms is not None else zero
+                for name, norms in zip(part.gradients, found, strict=True)
+            }
+
+        found: dict[str, torch.Tensor] = self.by_part(norms_of)
+        return found
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
@@ -114,21 +144,34 @@ class PerSampleGradients:
         Raises TransformError where the two sets differ in their parameters' names, shapes or device.
         """
         self._assert_same_parameters(other)
-        pairs = {name: (gradient, other.gradients[name]) for name, gradient in self.gradients.items()}
-        samples, device = (len(self), len(other)), self.losses.device
-        return _of_groups(
-            list(pairs), per, lambda names: inner_products([pairs[name] for name in names], samples, device)
-        )
+        products = _Products(len(self), len(other), self.losses.device)
+        for rows, one in self.parts:
+            for columns, another in other.parts:
+                products.add(rows, columns, one._inner(another, per, symmetric=False))
+        return products.found
 
     def gram(self, per: Per = "total") -> Any:
         """[n, n] float64, symmetric: the inner products of the samples' gradients with one another, for half
         the work of `inner`.
         """
-        samples, device = (len(self), len(self)), self.losses.device
+        products = _Products(len(self), len(self), self.losses.device)
+        for number, (rows, one) in enumerate(self.parts):
+            for columns, another in self.parts[:number]:
+                found = one._inner(another, per, symmetric=False)
+                products.add(rows, columns, found)
+                products.add(columns, rows, tree_map(torch.t, found))
+            products.add(rows, rows, one._inner(one, per, symmetric=True))
+        return products.found
+
+    def _inner(self, other: PerSampleGradients, per: Per, *, symmetric: bool) -> Any:
+        """[n, m]: the inner products of samples that were computed together with others that were.
+        symmetric: whether they are the same.
+        """
+        samples, device = (len(self), len(other)), self.losses.device
 
         def products(names: list[str]) -> torch.Tensor:
-            pairs = [(self.gradients[name], self.gradients[name]) for name in names]
-            return inner_products(pairs, samples, device, symmetric=True)
+            pairs = [(self.gradients[name], other.gradients[name]) for name in names]
+            return inner_products(pairs, samples, device, symmetric=symmetric)
 
         return _of_groups(list(self.gradients), per, products)
 
@@ -165,16 +208,22 @@ class PerSampleGradients:
                 f"dot: no gradient of the name(s) {sorted(unknown)}",
                 expected=f"names among {list(self.gradients)[:8]}",
             )
-        total = torch.zeros(len(self), dtype=accumulating(self.losses).dtype, device=self.losses.device)
         for name, direction in vector.items():
-            gradient = self.gradients[name]
-            if direction.shape != gradient.shape:
+            if direction.shape != self.gradients[name].shape:
                 raise TransformError(
-                    f"dot: {name} has shape {tuple(direction.shape)}", expected=f"{tuple(gradient.shape)}"
+                    f"dot: {name} has shape {tuple(direction.shape)}",
+                    expected=f"{tuple(self.gradients[name].shape)}",
                 )
-            for placed in gradient.terms:
-                total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
-        return total
+
+        def dot(part: PerSampleGradients) -> torch.Tensor:
+            total = torch.zeros(len(part), dtype=accumulating(part.losses).dtype, device=part.losses.device)
+            for name, direction in vector.items():
+                for placed in part.gradients[name].terms:
+                    total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
+            return total
+
+        found: torch.Tensor = self.by_part(dot)
+        return found
 
     def project(self, projection: Projection) -> torch.Tensor:
         """[n, k] float32 (float64 where gradients are): each sample's gradient, randomly projected without
@@ -183,7 +232,10 @@ class PerSampleGradients:
         `projection.columns(names)` says which columns are whose, `Projection` what the inner products of the
         rows estimate.
         """
-        return projection.apply(self.gradients, len(self), self.losses.device)
+        found: torch.Tensor = self.by_part(
+            lambda part: projection.apply(part.gradients, len(part), part.losses.device)
+        )
+        return found
 
     def materialise(self) -> dict[str, torch.Tensor]:
         """name -> [n, *shape]: every per-sample gradient materialised."""
@@ -274,13 +326,10 @@ class SquareNorms:
     @classmethod
     def of_groups(cls, parts: list[SquareNorms], groups: list[torch.Tensor]) -> SquareNorms:
         """The norms of groups of samples as one; `groups` holds each one's places."""
-        norms, losses, aux, absolute = _in_order(
+        norms, losses, aux, absolute = in_order(
             [(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups
         )
-        ways = {
-            name: " | ".join(dict.fromkeys(part.computed_as[name] for part in parts))
-            for name in parts[0].computed_as
-        }
+        ways = {name: in_short(part.computed_as[name] for part in parts) for name in parts[0].computed_as}
         return cls(norms, losses, aux, ways, absolute)
 
     def __len__(self) -> int:
@@ -319,6 +368,21 @@ def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Te
     return {label: query(group) for label, group in _groups(names, per).items()}
 
 
+class _Products:
+    """Inner products [n, m], or label -> [n, m], put together from those of groups of samples."""
+
+    def __init__(self, n: int, m: int, device: torch.device) -> None:
+        self._shape, self._device, self.found = (n, m), device, None
+
+    def add(self, rows: torch.Tensor, columns: torch.Tensor, block: Any) -> None:
+        if (len(rows), len(columns)) == self._shape and self.found is None:
+            self.found = block
+            return
+        if self.found is None:
+            self.found = tree_map(lambda x: x.new_empty(self._shape), block)
+        tree_map(lambda whole, x: whole.index_put_((rows.unsqueeze(1), columns), x), self.found, block)
+
+
 def _groups(names: list[str], per: Per) -> dict[str, list[str]]:
     """The parameters of each label: their own name, or that of the module that they belong to."""
     if per not in ("parameter", "module"):
@@ -331,32 +395,4 @@ def _groups(names: list[str], per: Per) -> dict[str, list[str]]:
 
 def _materialised(gradient: DeferredGradient, n: int) -> torch.Tensor:
     """[n, *shape], zeros where the loss does not depend on the parameter."""
-    if gradient.terms:
-        return gradient.materialise()
-    return torch.zeros(n, *gradient.shape, dtype=gradient.dtype, device=gradient.device)
-
-
-def _in_order(parts: list[Any], groups: list[torch.Tensor]) -> Any:
-    """What each group of samples gave (a pytree of tensors, sample axis in front), joined in the samples'
-    order.
-    """
-    order = torch.cat(groups).argsort()
-    return tree_map(
-        lambda *items: (
-            torch.cat(items).index_select(0, order) if isinstance(items[0], torch.Tensor) else items[0]
-        ),
-        *parts,
-    )
-
-
-def merged(terms: Iterable[Placed]) -> list[Placed]:
-    """Terms of one kind and layout as one: more positions of the same product. What is left over has cross
-    terms of its own.
-    """
-    groups: dict[Any, list[Placed]] = {}
-    for placed in map(upright, terms):
-        groups.setdefault((placed.layout, placed.term.kin()), []).append(placed)
-    return [
-        Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first
-        for first, *others in groups.values()
-    ]
+    return gradient.new_zeros(n) if gradient.is_zero else gradient.materialise()

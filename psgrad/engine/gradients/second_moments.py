@@ -19,6 +19,8 @@ from psgrad.engine.gradients.terms import accumulating_dtype, blocks
 
 def sum_of_squares(gradient: DeferredGradient) -> torch.Tensor:
     """[*shape] float64: the sum over samples of the squares of the gradient's elements."""
+    if gradient.groups:
+        return torch.stack([sum_of_squares(each) for _, each in gradient.groups]).sum(0)
     total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
     for places in apart(gradient.terms):
         side = [gradient.terms[place] for place in places]

@@ -73,7 +73,7 @@ class StackedModels:
         target: torch.Tensor | None,
         **options: Any,
     ) -> Arrays:
-        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [T, k]; for
+        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [k, T]; for
         Stream.run.
 
         Where rounding may have spoilt a norm, the models pass one by one instead: which samples are to be
@@ -81,14 +81,14 @@ class StackedModels:
         """
         found, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
         if not bool(unsafe.any()):
-            return found
+            return {name: values.transpose(0, 1) for name, values in found.items()}
         one_by_one = [
             self._one(
                 {name: value[t] for name, value in self.params.items()}, self._fixed_of(t), inputs, target
             )
             for t in range(len(unsafe))
         ]
-        return {name: torch.stack([each[name] for each in one_by_one]) for name in one_by_one[0]}
+        return {name: torch.stack([each[name] for each in one_by_one], 1) for name in one_by_one[0]}
 
     @torch.no_grad()
     def all_at_once(

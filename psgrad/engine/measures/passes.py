@@ -152,12 +152,7 @@ def _bytes(gradients: PerSampleGradients) -> int:
     """What these gradients keep in memory: whole storages, each once, as several factors may be views
     of one.
     """
-    factors = [
-        factor
-        for gradient in gradients.gradients.values()
-        for placed in gradient.terms
-        for factor in placed.term.factors
-    ]
+    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
     storages = [factor.untyped_storage() for factor in factors]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 

@@ -173,6 +173,12 @@ class RecordColumns:
             )
         )
 
+    def at(self, places: torch.Tensor) -> RecordColumns:
+        """Those of the records at these places."""
+        return RecordColumns(
+            self.norms[places], self.losses[places], self.factors[places], self.below[places]
+        )
+
     def with_record(self, place: int, other: RecordColumns) -> RecordColumns:
         """The same with another's only record at one place."""
         where = torch.tensor([place])
@@ -197,6 +203,16 @@ class ClippedSum:
 
     sums: Sums
     records: RecordColumns
+
+    @classmethod
+    def of_groups(cls, parts: list[ClippedSum], groups: list[torch.Tensor]) -> ClippedSum:
+        """The clipped sum of groups of records as one; `groups` holds each one's places."""
+        sums = {name: value.clone() for name, value in parts[0].sums.items()}
+        for part in parts[1:]:
+            for name, value in sums.items():
+                value.add_(part.sums[name])
+        order = torch.cat(groups).cpu().argsort()
+        return cls(sums, RecordColumns.joined([part.records for part in parts]).at(order))
 
 
 class Total:
@@ -377,6 +393,6 @@ def _inside_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> 
 
 def _in_float64(gradient: DeferredGradient) -> torch.Tensor:
     """[1, *shape], multiplied and summed in float64."""
-    if not gradient.terms:
+    if gradient.is_zero:
         return torch.zeros(1, *gradient.shape, dtype=torch.float64, device=gradient.device)
     return in_type(gradient, slice(None), torch.float64).materialise()

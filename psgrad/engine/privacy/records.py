@@ -252,7 +252,7 @@ class RecordReader:
             for place, label in enumerate(self._labels(chosen, self.copies)):
                 if self._now is not None:
                     self._now.seed(int(label), COPY)
-                row = rows.at(slice(place // self.copies, place // self.copies + 1)).trimmed()
+                row = rows.at(slice(place // self.copies, place // self.copies + 1))
                 if row.ragged is not None:
                     self._shapes = [tuple(x.shape[1:]) for x in row.inputs]
                 copy = self._copy([x[0] for x in row.inputs])

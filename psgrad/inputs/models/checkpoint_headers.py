@@ -103,9 +103,9 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path).values())))]
 
 
-def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name to shard, every shard's path checked: nothing outside the index's own folder is ever
-    opened.
+def weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
+    """Tensor name to shard, a file that ends in `suffix`. Every shard's path is checked: nothing outside the
+    index's own folder is ever opened.
     """
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
@@ -120,11 +120,11 @@ def weight_map(index: Path) -> dict[str, str]:
             expected='{"weight_map": {"tensor": "shard.safetensors", ...}}',
         )
     for name, shard in weight_map.items():
-        if not _stays_inside(shard):
+        if not _stays_inside(shard, suffix):
             raise CheckpointError(
                 f"the index {index} sends {name!r} to {shard!r}; no file was opened",
                 expected=(
-                    "the path of a .safetensors file below the index's own folder: relative, without '..' or"
+                    f"the path of a {suffix} file below the index's own folder: relative, without '..' or"
                     " backslash"
                 ),
                 cause="a damaged index, or one made to reach other files of this machine",
@@ -132,13 +132,9 @@ def weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _stays_inside(shard: object) -> bool:
+def _stays_inside(shard: object, suffix: str) -> bool:
     # By its letters and not by where links lead: a download cache links every shard to a folder of its own.
-    if (
-        not isinstance(shard, str)
-        or not shard.endswith(".safetensors")
-        or re.search(r"[\\\0]|^/|^[A-Za-z]:", shard)
-    ):
+    if not isinstance(shard, str) or not shard.endswith(suffix) or re.search(r"[\\\0]|^/|^[A-Za-z]:", shard):
         return False
     return ".." not in shard.split("/") and not posixpath.normpath(shard).startswith("..")
 

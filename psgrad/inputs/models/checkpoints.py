@@ -45,7 +45,7 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     """
     kind = checkpoint_kind(path, key)
     if kind == "torch":
-        return _state_dict_in(_read_torch(path), key, path)
+        return state_dict_in(read_torch(path), key, path)
     return _read_sharded(path) if kind == "index" else _read_safetensors(path)
 
 
@@ -68,7 +68,8 @@ def _read_sharded(index: Path) -> dict[str, Tensor]:
     return state_dict
 
 
-def _read_torch(path: Path) -> object:
+def read_torch(path: Path, device: str = "cpu") -> object:
+    """What torch.save wrote, if it is tensors and plain values only; on "meta" without memory."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
         raise CheckpointError(
             f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
@@ -79,7 +80,7 @@ def _read_torch(path: Path) -> object:
         with warnings.catch_warnings(
             action="ignore"
         ):  # about pickle protocols, which the error below tells better
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"the checkpoint {path} holds more than tensors and plain values; nothing in it was executed",
@@ -102,7 +103,10 @@ def _refused_object(error: Exception) -> str:
     )
 
 
-def _state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tensor]:
+def state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tensor]:
+    """The state dict in what was read of `path`, at `key` if that is given. Raises ConfigError and
+    CheckpointError.
+    """
     found = loaded
     if key is not None:
         if not isinstance(loaded, dict) or key not in loaded:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, nearest
 from psgrad.errors import ConfigError, ModelError
+from psgrad.inputs.models.adapters import Adapted, with_adapters
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files
 from psgrad.inputs.models.checkpoints import load_into, read_state_dict
+from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.pretrained import load_pretrained, pick_for
+from psgrad.inputs.models.weight_files import weight_files
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.user_code import call_factory, describe_failure, module_of, resolve
 
@@ -86,50 +90,66 @@ def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
     )
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model ready for use, and what a person should know about how it came to be.
-
-    `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
-    code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None
-    without a checkpoint. `pick` takes what the loss reads out of what the model returns; None for all of it.
-    """
-
-    model: nn.Module
-    notes: list[str]
-    modules_imported: list[str]
-    sha256: str | None
-    pick: Callable[[Any], Any] | None = None
-
-
 def load_model(
     config: ModelConfig,
     base: Path,
     trainable: Sequence[str] | None = None,
     trainable_key: str = "privacy.trainable",
+    *,
+    allow_download: bool = False,
 ) -> LoadedModel:
-    """Calls the factory, loads the checkpoint and sets the mode; paths are relative to `base`.
+    """Builds the model, loads the checkpoint and sets the mode; paths are relative to `base`.
 
     `trainable` are patterns of the parameters that are to require a gradient, and no others, `trainable_key`
-    is the config's name for them; None leaves the parameters as the factory made them. The model stays on the
-    CPU, in the dtype that its factory gave it. Raises ConfigError, ModelError or CheckpointError.
+    is the config's name for them; None leaves the parameters as they were made. The model stays on the CPU,
+    in the dtype that it was made in. Raises ConfigError, ModelError or CheckpointError.
     """
-    assert config.factory is not None
-    model = _built(config.factory, config, base)
-    notes, sha256 = [], None
-    if config.checkpoint is None:
-        notes.append("no checkpoint: the weights are those that the factory gave")
+    if config.pretrained is not None:
+        made = _from_pretrained(config, base, narrow=trainable is None, allow_download=allow_download)
     else:
+        assert config.factory is not None
+        model = _built(config.factory, config, base)
+        made = LoadedModel(model, [], [module_of(config.factory)], None)
+    if config.checkpoint is not None:
         path = base / config.checkpoint
-        note = load_into(model, read_state_dict(path, config.state_dict_key), str(config.checkpoint))
-        notes += [note] if note else []
-        sha256 = checkpoint_hash(path)
+        note = load_into(made.model, read_state_dict(path, config.state_dict_key), str(config.checkpoint))
+        made = replace(made, notes=[*made.notes, *([note] if note else [])], sha256=checkpoint_hash(path))
+    elif config.factory is not None:
+        made.notes.append("no checkpoint: the weights are those that the factory gave")
     if trainable is not None:
-        choose_trainable(model, trainable, trainable_key)
-    _require_usable_parameters(model, config.factory)
-    model.train(config.mode == "train")
-    _require_independent_samples(model)
-    return LoadedModel(model, notes, [module_of(config.factory)], sha256)
+        choose_trainable(made.model, trainable, trainable_key)
+    _require_usable_parameters(made.model, config.factory or config.pretrained or "")
+    made.model.train(config.mode == "train")
+    _require_independent_samples(made.model)
+    return made
+
+
+def _from_pretrained(config: ModelConfig, base: Path, *, narrow: bool, allow_download: bool) -> LoadedModel:
+    """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
+    narrow = narrow and config.adapter is not None
+    found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download)
+    adapted = (
+        Adapted(found.model)
+        if config.adapter is None
+        else with_adapters(found, config, base, allow_download=allow_download)
+    )
+    origin = {
+        "pretrained": config.pretrained,
+        "folder": str(found.location.folder),
+        "commit": found.location.commit,
+        "task": config.task,
+        "adapters": adapted.names,
+        "dtype": config.dtype,
+    }
+    return LoadedModel(
+        adapted.model,
+        [*found.notes, *adapted.notes],
+        found.modules_imported,
+        hash_of_files([*weight_files(found.weights), *adapted.weights]),
+        pick_for(found.pretrained.task, found.pretrained.config, adapted.virtual),
+        found.pretrained,
+        origin,
+    )
 
 
 def _built(factory: str, config: ModelConfig, base: Path) -> nn.Module:
@@ -151,7 +171,12 @@ def _built(factory: str, config: ModelConfig, base: Path) -> nn.Module:
 
 def checkpoint_hash(path: Path) -> str:
     """The SHA-256 of a checkpoint: of its file, or of its files' hashes."""
-    hashes = [sha256_of(file) for file in checkpoint_files(path)]
+    return hash_of_files(checkpoint_files(path))
+
+
+def hash_of_files(files: Sequence[Path]) -> str:
+    """The SHA-256 of a file, or of the hashes of several."""
+    hashes = [sha256_of(file) for file in files]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 

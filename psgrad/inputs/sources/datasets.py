@@ -22,7 +22,9 @@ from psgrad.inputs.sources.files import input_names, require_columns, require_ro
 from psgrad.user_code import call_factory, describe_failure
 
 
-def load_dataset(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
+def load_dataset(
+    config: DataConfig, base: Path, unit: str | None = None, labels: Labels | None = None
+) -> Samples:
     """The torch Dataset that the config's factory returns; the factory's file is relative to `base`."""
     assert config.factory is not None  # the config has a path or a factory
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
@@ -33,7 +35,7 @@ def load_dataset(config: DataConfig, base: Path, unit: str | None = None) -> Sam
             f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
             expected="a map-style torch Dataset, with a length and items by number",
         )
-    return DatasetSamples(dataset, config, unit)
+    return DatasetSamples(dataset, config, unit, labels)
 
 
 class DatasetSamples(Samples):

@@ -103,6 +103,17 @@ def input_names(config: DataConfig) -> list[str]:
     return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
 
 
+def length_inputs(config: DataConfig) -> frozenset[int]:
+    """The places of the inputs that are the lengths of a column."""
+    given = config.inputs.values() if isinstance(config.inputs, dict) else ()
+    return frozenset(place for place, each in enumerate(given) if not isinstance(each, str))
+
+
+def target_names(config: DataConfig) -> list[str]:
+    """The columns that a config names as targets."""
+    return [config.target] if isinstance(config.target, str) else list(config.target or ())
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The columns that a config names, by what they are read as; each in one of the lists.
@@ -134,7 +145,7 @@ class Wanted:
         texts = new(roles)
         return cls(
             numbers=new([*input_names(config), config.weight]),
-            labels=new([config.target]),
+            labels=new(target_names(config)),
             texts=texts,
             ids=new([config.id, config.group, unit]),
         )

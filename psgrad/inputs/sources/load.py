@@ -6,10 +6,14 @@ from pathlib import Path
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
+from psgrad.inputs.labels import Labels
+from psgrad.inputs.loss import Criterion
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.datasets import load_dataset
 from psgrad.inputs.sources.files import Wanted, require_rows
-from psgrad.inputs.sources.source import TableSource, source_of
+from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
 
@@ -33,16 +37,58 @@ def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
     return rows
 
 
-def load_data(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
+def load_data(
+    config: DataConfig,
+    base: Path,
+    unit: str | None = None,
+    pretrained: Pretrained | None = None,
+    kept: Path | None = None,
+    *,
+    criterion: Criterion | None = None,
+    allow_download: bool = False,
+) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
 
-    `unit` names the column that says whom each row belongs to (privacy.unit.column); what it holds is in
-    `Samples.units`. Raises ConfigError where a file, column or factory is not there, DataError where the data
-    can't be used.
+    Args:
+        unit: the column that says whom each row belongs to (privacy.unit.column); what it holds is in
+            `Samples.units`.
+        pretrained: the model that texts and images are prepared for.
+        kept: the folder of a run that keeps the tokens of texts.
+        criterion: the loss that the targets are for; None for one of the user's own.
+        allow_download: whether a dataset by a hub id may be downloaded.
+
+    Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
-    if config.path is None:
-        return load_dataset(config, base, unit)
+    if config.text is not None or config.prompt is not None or config.messages is not None:
+        return _load_texts(config, base, unit, pretrained, kept)
+    labels = labels_for(config, criterion)
+    if config.factory is not None:
+        return load_dataset(config, base, unit, labels)
     source, paths = source_of(config, base)
+    if isinstance(source, ArraySource) and len(paths) == 1:
+        return ArraySamples(source.arrays(paths[0], Wanted.of(config, unit)), config, paths[0], unit, labels)
     if isinstance(source, TableSource) or len(paths) > 1:
-        return TableSamples(open_rows(config, base, unit), config, unit)
+        return TableSamples(open_rows(config, base, unit), config, unit, labels)
     return source.load(paths[0], config, unit)
+
+
+def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:
+    """How the targets of a config become what its loss compares with."""
+    names = None if config.class_names is None else tuple(config.class_names)
+    return Labels(names=names) if criterion is None else Labels(criterion.kind, criterion.ignore_index, names)
+
+
+def _load_texts(
+    config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None, kept: Path | None
+) -> Samples:
+    if pretrained is None:
+        raise ConfigError(
+            "data names columns of text, and the model is not a pretrained one",
+            expected="model.pretrained and model.task, whose tokenizer makes numbers of texts",
+            next_step="name columns of numbers in data.inputs for a model of your own",
+        )
+    from psgrad.inputs.tasks.choice import text_task
+    from psgrad.inputs.text.samples import TextSamples
+
+    task = text_task(config, base, pretrained)
+    return TextSamples(open_rows(config, base, unit), task, config, unit, kept)

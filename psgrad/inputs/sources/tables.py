@@ -65,6 +65,11 @@ class Rows(ABC):
         """Where a row is, for messages: its file and its number there."""
         return f"{self.source}, row {row}"
 
+    def told(self, row: int) -> str:
+        """A row in messages: its number, and its place where that says more."""
+        place = self.place(row)
+        return f"row {row}" if place == Rows.place(self, row) else f"row {row} ({place})"
+
     def _take_rising(self, rows: Array) -> pa.Table:
         return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
 

@@ -204,12 +204,15 @@ F.pairwise_distance(x, x * 2).view(-1)
 # Writes into these are refused by name where derivatives are followed: several elements of a view at one
 # place, or no derivative.
 REFUSED = {
-    "x.unfold(0, 2, 1)",
     "x.expand(2, 3)[0]",
     "x.detach()",
     "x.expand(3, -1, -1, -1)[1]",
     "x.expand(3, -1, -1, -1).reshape(3, 16)[2]",
 }
+
+# Writes into these are refused by name everywhere: what several writes to one place leave there goes by their
+# order.
+OVERLAPPING = {"x.unfold(0, 2, 1)"}
 
 Program = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -339,6 +342,10 @@ def test_vmap_write_into_result_or_argument(samples: tuple[Tensor, Tensor], text
         expected = values_by_loop(program, xs, s)
         if expected is None:
             continue
+        if program.func is into_the_results and text in OVERLAPPING:
+            with pytest.raises(TransformError, match="one place in memory for several elements"):
+                vmap(program)(xs, s)
+            continue
         assert same(vmap(program)(xs, s), expected)
         shared = xs[:1].expand_as(xs)
         assert same(vmap(program, in_dims=(None, 0))(xs[0], s), values_by_loop(program, shared, s)), (
@@ -354,7 +361,7 @@ def test_derivatives_write_into_result_or_argument(samples: tuple[Tensor, Tensor
     xs, s = samples
     for program in programs(text):
         expected = gradients_by_loop(program, xs, s)
-        if expected is None:
+        if expected is None or (program.func is into_the_results and text in OVERLAPPING):
             continue
         assert same(by_autograd_of_vmap(program, xs, s), expected)
         along = (

@@ -102,7 +102,9 @@ class Basis:
     # -- per-sample gradients --------------------------------------------------------------------------------
 
     def outer(self, gradients: PerSampleGradients) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotated gradients as outer products, [n, g, a] and [n, g, b]; None if they are sums of several."""
+        """Rotated gradients of one group as outer products, [n, g, a] and [n, g, b]; None if they are sums of
+        several.
+        """
         term = only_product(gradients.gradients[self.name], self.form)
         if term is None or term.left.shape[2] != 1:
             return None
@@ -150,11 +152,9 @@ class Basis:
 def _materialised(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
     """[k, *shape], zeros where the loss does not depend on the parameter."""
     gradient = gradients.gradients[name]
-    if gradient.terms:
-        return gradient.at(samples).materialise()
-    return torch.zeros(
-        samples.stop - samples.start, *gradient.shape, dtype=gradient.dtype, device=gradient.device
-    )
+    if gradient.is_zero:
+        return gradient.new_zeros(samples.stop - samples.start)
+    return gradient.at(samples).materialise()
 
 
 def _times(matrices: torch.Tensor, basis: torch.Tensor | None) -> torch.Tensor:
@@ -191,11 +191,16 @@ class KroneckerBlock:
         """name -> [k, *shape]: gradients whose elements in the bases are multiplied by `factor` [g, a, b], in
         float64.
         """
-        parts = []
-        for _, rotated in self.basis.rotated(gradients, torch.float64):
-            found = self.basis.vectors(self.basis.rotate_back(rotated * factor))
-            parts.append({name: value.to(gradients.gradients[name].dtype) for name, value in found.items()})
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+        def preconditioned(some: PerSampleGradients) -> Vectors:
+            parts = []
+            for _, rotated in self.basis.rotated(some, torch.float64):
+                found = self.basis.vectors(self.basis.rotate_back(rotated * factor))
+                parts.append({name: value.to(some.gradients[name].dtype) for name, value in found.items()})
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+        vectors: Vectors = gradients.by_part(preconditioned)
+        return vectors
 
     def weighted_squares(
         self, gradients: PerSampleGradients, weights: list[torch.Tensor]
@@ -203,6 +208,12 @@ class KroneckerBlock:
         """For each of the weights [g, a, b] the sums [n] float64 of the gradients' squared elements in the
         bases times them.
         """
+        found: list[torch.Tensor] = gradients.by_part(lambda part: self._weighted_squares(part, weights))
+        return found
+
+    def _weighted_squares(
+        self, gradients: PerSampleGradients, weights: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         outer = self.basis.outer(gradients)
         if outer is not None:
             left, right = (factor.double().square() for factor in outer)
@@ -216,11 +227,13 @@ class KroneckerBlock:
 
 def sum_of_squares(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:
     """[g, a, b] float64: the sum over samples of the squares of their gradients' elements in the bases."""
-    outer = basis.outer(gradients)
-    if outer is not None:
-        left, right = (factor.double().square().transpose(0, 1) for factor in outer)
-        return torch.bmm(left.transpose(1, 2), right)
     total = torch.zeros(basis.size, dtype=torch.float64, device=gradients.losses.device)
-    for _, rotated in basis.rotated(gradients):
-        total += rotated.square().sum(0, dtype=torch.float64)
+    for _, part in gradients.parts:
+        outer = basis.outer(part)
+        if outer is not None:
+            left, right = (factor.double().square().transpose(0, 1) for factor in outer)
+            total += torch.bmm(left.transpose(1, 2), right)
+            continue
+        for _, rotated in basis.rotated(part):
+            total += rotated.square().sum(0, dtype=torch.float64)
     return total

@@ -162,29 +162,36 @@ class Covariances:
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
         self._chunk = FactorSums()
+        for _, part in gradients.parts:
+            self._chunk.add(self._of_group(part))
+        return {}
+
+    def _of_group(self, gradients: PerSampleGradients) -> FactorSums:
+        """Of samples that were computed together."""
+        sums = FactorSums()
         for name, gradient in gradients.gradients.items():
             terms = factored(gradient)
             for form, found in terms.items():
                 along = _FactorMoments(form)
                 for term in found:
                     along.add(term)
-                self._chunk.moments[name, form] = along.totals
+                sums.moments[name, form] = along.totals
                 if not any(term.is_lookup for term in found):
-                    self._find_ties(gradients, (name, form), along)
+                    sums.ties.update(self._ties(gradients, (name, form), along))
             if gradient.terms and not terms and gradient.shape.numel() <= LARGEST_VECTOR:
                 flat = gradient.materialise().reshape(len(gradients), -1).double()
-                self._chunk.vectors[name] = flat.t() @ flat
-        return {}
+                sums.vectors[name] = flat.t() @ flat
+        return sums
 
     def keep(self) -> None:
         self.sums.add(self._chunk)
         self._chunk = FactorSums()
 
-    def _find_ties(self, gradients: PerSampleGradients, use: Use, along: _FactorMoments) -> None:
+    def _ties(self, gradients: PerSampleGradients, use: Use, along: _FactorMoments) -> dict[Tie, bool]:
         """Which parameters of the same owner have a gradient that is the sum over positions of one of the
         factors.
         """
-        name = use[0]
+        name, found = use[0], {}
         owner = name.rpartition(".")[0]
         sums: dict[Side, torch.Tensor] = {"left": along.sums_of("left"), "right": along.sums_of("right")}
         for other, gradient in gradients.gradients.items():
@@ -192,7 +199,8 @@ class Covariances:
                 continue
             for side, of_factor in sums.items():
                 if gradient.shape.numel() == of_factor.shape[1]:
-                    self._chunk.ties[Tie(other, use, side)] = _same(gradient, of_factor)
+                    found[Tie(other, use, side)] = _same(gradient, of_factor)
+        return found
 
 
 def _same(gradient: DeferredGradient, sums: torch.Tensor) -> bool:

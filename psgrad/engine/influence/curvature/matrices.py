@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows
 from psgrad.engine.gradients import PerSampleGradients
@@ -43,6 +44,9 @@ def sum_over_rows(gradients: PerSampleGradients, flat: Flat, per_sample: int) ->
     """[p, p] float64: the sum of j j' over gradients that are rows, `per_sample` for each sample, next to one
     another.
     """
+    if len(gradients.parts) > 1:
+        each = [sum_over_rows(part, flat, per_sample) for _, part in gradients.parts]
+        return torch.stack(each).sum(0)
     parts = _parts(gradients, flat, per_sample)
     whole = torch.zeros(flat.size, flat.size, dtype=torch.float64, device=gradients.losses.device)
     for number, left in enumerate(parts):
@@ -92,7 +96,7 @@ def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_
     parts, values, rest = [], [], []
     for name, gradient in gradients.gradients.items():
         columns = torch.arange(flat.columns[name].start, flat.columns[name].stop, device=device)
-        if not gradient.terms:
+        if gradient.is_zero:
             continue
         part = part_of(gradient, per_sample)
         if isinstance(part, SharedFactorRows) and part.own.shape[2] == 1:
@@ -133,7 +137,7 @@ def loss_hessian(training: Examples) -> torch.Tensor:
     One pass over the rows; of each chunk the gradient is linearised, and the columns come in blocks.
     """
     flat = training.flat
-    total: torch.Tensor = training.fold(lambda found: found, partial(_of_chunk, flat))
+    total: torch.Tensor = training.fold(lambda found: found.value, partial(_of_chunk, flat))
     return 0.5 * (total + total.t())
 
 
@@ -144,7 +148,7 @@ def _of_chunk(
     inputs: tuple[torch.Tensor, ...],
     target: torch.Tensor | None,
     **options: Any,
-) -> torch.Tensor:
+) -> Added:
     dims = (None, 0, None if target is None else 0)
     each = vmap(lambda *arguments: loss(*arguments)[0], in_dims=dims, randomness=options["randomness"])
     _, along = linearize(grad(lambda params: each(params, inputs, target).sum()), params)
@@ -156,4 +160,4 @@ def _of_chunk(
         basis = torch.zeros(stop - start, flat.size, dtype=reference.dtype, device=reference.device)
         basis[:, start:stop] = torch.eye(stop - start, dtype=reference.dtype, device=reference.device)
         columns.append(flat.join(vmap(along)(flat.split(basis))).double())
-    return torch.cat(columns)
+    return Added(torch.cat(columns))

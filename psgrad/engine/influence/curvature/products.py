@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_rows import gauss_newton_rows
@@ -129,23 +130,23 @@ class RowProducts(CurvatureProducts):
             source, rows = training, 1
         if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
             return None
-        found: list[PartsByName] = []
+        found: list[list[PartsByName]] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-            parts = {
-                name: part_of(gradient, rows)
-                for name, gradient in gradients.gradients.items()
-                if gradient.terms
-            }
-            found.append(_without_zeros(parts))
+            found.append([_without_zeros(parts_of(part)) for _, part in gradients.parts])
             return {}
+
+        def parts_of(gradients: PerSampleGradients) -> dict[str, Part]:
+            each = gradients.gradients.items()
+            return {name: part_of(gradient, rows) for name, gradient in each if not gradient.is_zero}
 
         chunks: list[PartsByName] = []
         kept = 0
         for done, _ in source.each(keep):
-            chunks.append(found.pop())
+            more = found.pop()
             found.clear()  # of attempts that ran out of memory
-            kept += sum(part.bytes for part in chunks[-1].values())
+            chunks += more
+            kept += sum(part.bytes for each in more for part in each.values())
             if kept * len(source) > budget * done.stop:
                 return None
         return cls(training.flat, len(training), chunks, weight_decay)
@@ -276,7 +277,7 @@ class PassProducts(CurvatureProducts):
         *,
         randomness: str,
         **_: Any,
-    ) -> Vectors:
+    ) -> Added:
         """name -> [k, *shape]: the sum over a chunk's samples of their curvature times each of k vectors."""
         objective, over = self.training.objective, (0, None if target is None else 0)
 
@@ -291,7 +292,7 @@ class PassProducts(CurvatureProducts):
 
         if self.curvature == "hessian":
             total = grad(lambda params: losses(params).sum())
-            return vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors)  # type: ignore[no-any-return]
+            return Added(vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors))
         function = outputs if self.curvature == "gauss_newton" else losses
         value, pull = vjp(function, params)
 
@@ -300,7 +301,7 @@ class PassProducts(CurvatureProducts):
             curved = jvp(slopes, (value,), (along,))[1] if self.curvature == "gauss_newton" else along
             return pull(curved)[0]  # type: ignore[no-any-return]
 
-        return vmap(product)(vectors)  # type: ignore[no-any-return]
+        return Added(vmap(product)(vectors))
 
 
 class _Summing:
@@ -313,8 +314,8 @@ class _Summing:
         self.total: Any = 0.0
         self._chunk: Any = 0.0
 
-    def columns(self, products: Vectors) -> dict[str, torch.Tensor]:
-        self._chunk = self.join(products).double()
+    def columns(self, products: Added) -> dict[str, torch.Tensor]:
+        self._chunk = self.join(products.value).double()
         return {}
 
     def keep(self) -> None:

@@ -110,8 +110,8 @@ class Asking:
     def columns(self, found: Any) -> Arrays:
         if isinstance(found, PerSampleGradients | SquareNorms):
             said = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
-            found = {name: values.unsqueeze(0) for name, values in said.items()}
-        return {column(name, self._first): values.T.contiguous() for name, values in found.items()}
+            found = {name: values.unsqueeze(1) for name, values in said.items()}
+        return {column(name, self._first): values.contiguous() for name, values in found.items()}
 
     def keep(self) -> None:
         """Nothing is gathered."""

@@ -1,0 +1,280 @@
+"""Adapters of peft on a pretrained model: read from their folders or made new. Only their parameters are
+differentiated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from psgrad.config.model import ModelConfig, NewAdapterConfig
+from psgrad.errors import CheckpointError, ConfigError, ModelError
+from psgrad.inputs.models.checkpoint_headers import (
+    TensorHeader,
+    checkpoint_header,
+    first_line,
+    require_plain_archive,
+)
+from psgrad.inputs.models.hub import Location, is_hub_id, library, located, quiet
+from psgrad.inputs.models.pretrained import Origin
+from psgrad.inputs.sources.files import require_file
+
+SETTINGS = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with its adapters in.
+
+    virtual: how many positions the adapters put before a sample's own (prompt tuning). weights: the files of
+    the adapters' weights. names: what the manifest says of each.
+    """
+
+    model: nn.Module
+    virtual: int = 0
+    weights: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+def with_adapters(base: Origin, config: ModelConfig, at: Path, *, allow_download: bool = False) -> Adapted:
+    """The model with the adapters that `config.adapter` names, relative to `at`, or with the one that it says
+    to make. Their parameters require a gradient, and no others. Raises ConfigError, ModelError or
+    CheckpointError.
+    """
+    assert config.adapter is not None
+    peft = library("peft")
+    if isinstance(config.adapter, NewAdapterConfig):
+        return _made(peft, base.model, config.adapter)
+    folders, notes = [], []
+    for name in config.adapter:
+        place = located(name, at, key="model.adapter", holds=WEIGHTS, allow_download=allow_download)
+        folders.append(place.folder)
+        notes += [place.downloaded] if place.downloaded else []
+        notes += base_notes(read_adapter_settings(place.folder), place.folder, base.location, config)
+    names = _names(folders)
+    model: Any = base.model
+    for name, folder in zip(names, folders, strict=True):
+        model = _with_one(peft, model, folder, name)
+    if len(names) > 1:
+        _activate(model, names, config.adapter)
+    said = [_described(model.peft_config[name]) for name in names]
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    notes += [
+        f"the adapter {place} ({words}) lies on top of {config.pretrained}, not merged into it"
+        for place, words in zip(config.adapter, said, strict=True)
+    ]
+    notes.append(f"{count:,} parameters of the adapters require a gradient, and no others")
+    return Adapted(
+        model,
+        sum(getattr(model.peft_config[name], "num_virtual_tokens", 0) or 0 for name in names),
+        [adapter_weights(folder) for folder in folders],
+        notes,
+        [f"{place} ({words})" for place, words in zip(config.adapter, said, strict=True)],
+    )
+
+
+def read_adapter_settings(folder: Path) -> dict[str, Any]:
+    """The content of a folder's adapter_config.json. Raises ConfigError where there is none, CheckpointError
+    where it can't be read.
+    """
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise ConfigError(
+            f"model.adapter: the folder {folder} has no {SETTINGS}",
+            expected="the folder of an adapter as peft's save_pretrained writes it",
+            cause=(
+                "it holds a whole model: name it in model.pretrained"
+                if (folder / "config.json").exists()
+                else "another folder"
+            ),
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}", cause="an interrupted copy") from error
+    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+        raise CheckpointError(f"{path} names no peft_type", expected="a file that peft wrote")
+    return content
+
+
+def adapter_weights(folder: Path) -> Path:
+    """The file of an adapter's weights. Raises CheckpointError where there is none or it is damaged."""
+    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
+    if found is None:
+        raise CheckpointError(
+            f"the adapter's folder {folder} has no weights",
+            expected=f"one of {', '.join(WEIGHTS)}",
+            cause="an interrupted copy or download",
+        )
+    adapter_headers(found)
+    return found
+
+
+def adapter_headers(path: Path) -> dict[str, TensorHeader] | None:
+    """Type and shape of each tensor of an adapter; None for pickled ones."""
+    if path.suffix != ".bin":
+        return checkpoint_header(path)
+    require_plain_archive(require_file(path, "adapter", CheckpointError))
+    return None
+
+
+def base_notes(settings: Mapping[str, Any], folder: Path, base: Location, config: ModelConfig) -> list[str]:
+    """What is to be said where nobody can tell whether the adapter was made for the base model. Raises
+    ConfigError where it was made for another one.
+
+    Names tell where both are hub ids, and weights where both are folders of this machine. Else the adapter's
+    shapes must fit, which is checked when it is read.
+    """
+    named, ours = settings.get("base_model_name_or_path"), str(config.pretrained)
+    if not isinstance(named, str) or not named or named.rstrip("/") == ours.rstrip("/"):
+        return []
+    theirs = next((each for each in (Path(named), folder / named) if each.is_dir()), None)
+    if theirs is None and Path(named).name == Path(ours).name:
+        return []
+    if theirs is not None and (theirs.samefile(base.folder) or _same_weights(theirs, base.folder)):
+        return []
+    if theirs is None and (base.commit is None or not is_hub_id(named)):
+        return [f"the adapter {folder} names {named} as its base, and shapes alone tell that {ours} is that"]
+    raise ConfigError(
+        f"the adapter {folder} was made for another base model, {named}",
+        expected=f"an adapter of {ours}",
+        next_step=(
+            f"set model.pretrained to {named}; or if {ours} is the same model, say so in"
+            f" base_model_name_or_path of {folder / SETTINGS}"
+        ),
+    )
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same weights: files of the same content."""
+    from psgrad.inputs.models.weight_files import weight_files, weights_file
+    from psgrad.inputs.sources.files import sha256_of
+
+    try:
+        files = [weight_files(weights_file(folder)) for folder in (one, other)]
+    except CheckpointError:
+        return False
+    if [file.stat().st_size for file in files[0]] != [file.stat().st_size for file in files[1]]:
+        return False
+    return all(sha256_of(a) == sha256_of(b) for a, b in zip(*files, strict=True))
+
+
+def _with_one(peft: Any, model: Any, folder: Path, name: str) -> Any:
+    """The model with one more adapter, whose weights all have a place and fill all of its own."""
+    adapter_weights(folder)
+    options = {"torch_device": "cpu"}
+    try:
+        with quiet(), torch.random.fork_rng(devices=[]):
+            settings = peft.PeftConfig.from_pretrained(folder)
+            trained = not settings.is_prompt_learning
+            if isinstance(model, peft.PeftModel):
+                report = model.load_adapter(folder, name, is_trainable=trained, **options)
+            else:
+                model = peft.PeftModel.from_pretrained(model, folder, name, is_trainable=trained, **options)
+                report = model.load_adapter(folder, name, is_trainable=trained, **options)
+    except Exception as error:
+        if "size mismatch" in str(error):
+            raise _other_base(folder, first_line_with(error, "size mismatch")) from error
+        if "arget modules" in str(error):
+            raise _other_base(folder, first_line(error)) from error
+        raise ModelError(
+            f"peft can't put the adapter {folder} in: {type(error).__name__}: {first_line(error)}",
+            cause="an adapter of a newer peft, of another base model, or damaged files",
+            next_step="load it with peft alone to see more",
+        ) from error
+    extra = [
+        name for name in report.unexpected_keys if name != "prompt_embeddings"
+    ]  # peft places them itself
+    odd = [("missing", report.missing_keys), ("without a place", extra)]
+    lost = [f"{len(names)} {what} ({_listed(names)})" for what, names in odd if names]
+    if lost:
+        raise _other_base(folder, "; ".join(lost))
+    if settings.is_prompt_learning:
+        for parameter in model.prompt_encoder[name].parameters():
+            parameter.requires_grad_(True)
+    return model
+
+
+def _other_base(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the adapter {folder} does not fit the model: {what}",
+        cause="it was made for another base model, or for another version of it",
+        next_step=f"compare base_model_name_or_path in {folder / SETTINGS} with model.pretrained",
+    )
+
+
+def first_line_with(error: Exception, words: str) -> str:
+    return next((line.strip() for line in str(error).splitlines() if words in line), first_line(error))
+
+
+def _activate(model: Any, names: list[str], given: list[str]) -> None:
+    """Have all adapters in force at once."""
+    try:
+        model.base_model.set_adapter(names)
+    except Exception as error:
+        raise ConfigError(
+            f"model.adapter: {', '.join(given)} can't be in force together: {first_line(error)}",
+            expected="adapters of one kind that add up, such as several of LoRA",
+            next_step="name one of them",
+        ) from error
+
+
+def _names(folders: Iterable[Path]) -> list[str]:
+    """Each adapter's name in the model: that of its folder, without dots, and each once."""
+    found: list[str] = []
+    for folder in folders:
+        name = folder.name.replace(".", "_") or "adapter"
+        found.append(name if name not in found else f"{name}_{len(found)}")
+    return found if len(found) > 1 else ["default"]
+
+
+def _made(peft: Any, model: nn.Module, wanted: NewAdapterConfig) -> Adapted:
+    alpha = wanted.alpha if wanted.alpha is not None else float(wanted.rank)
+    settings = peft.LoraConfig(
+        r=wanted.rank,
+        lora_alpha=int(alpha) if alpha == math.floor(alpha) else alpha,
+        target_modules=wanted.target,
+    )
+    try:
+        with quiet(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(wanted.seed)
+            adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        leaves = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if _is_linear(each)})
+        raise ConfigError(
+            f"model.adapter: a new LoRA adapter can't be put in: {first_line(error)}",
+            expected=f"target: ends of names of layers such as {', '.join(leaves[:_SHOWN])}",
+        ) from error
+    name = f"new ({_described(adapted.peft_config['default'])}, seed {wanted.seed})"
+    count = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    note = f"a {name} adapter, not merged: its {count:,} parameters require a gradient, and no others"
+    return Adapted(adapted, notes=[note], names=[name])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
+
+
+def _described(settings: Any) -> str:
+    """An adapter's kind and size, for people."""
+    kind = str(getattr(settings.peft_type, "value", settings.peft_type)).replace("_", " ")
+    kind = "DoRA" if getattr(settings, "use_dora", False) else {"LORA": "LoRA"}.get(kind, kind)
+    rank, scale = getattr(settings, "r", None), getattr(settings, "lora_alpha", None)
+    virtual = getattr(settings, "num_virtual_tokens", None)
+    parts = [kind, rank and f"rank {rank}", scale and f"alpha {scale}", virtual and f"{virtual} positions"]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,155 @@
+"""Where a pretrained model, a tokenizer or an adapter lies on this machine: a folder, or the snapshot of a
+hub id in the local cache of huggingface_hub. Libraries of Hugging Face are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from psgrad.errors import ConfigError, ModelError
+
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is downloaded of a hub repository: no pickles, and no code."""
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A folder of this machine. commit: of the snapshot of a hub id; None for a folder that a config names.
+    downloaded: a sentence about what was fetched for it, None where nothing was.
+    """
+
+    folder: Path
+    commit: str | None = None
+    downloaded: str | None = None
+
+
+def library(name: str, extra: str = "hugging-face") -> ModuleType:
+    """A library that psgrad needs for some configs only. Raises ModelError that names the extra."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{error.name or name} is not installed, and this config needs it",
+            next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
+        ) from error
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name may be that of a repository: `name` or `owner/name`."""
+    return bool(_ID.fullmatch(name)) and not name.startswith(".")
+
+
+def located(
+    name: str,
+    base: Path,
+    *,
+    key: str,
+    holds: Sequence[str],
+    revision: str | None = None,
+    allow_download: bool = False,
+) -> Location:
+    """The folder that `name` names: one relative to `base`, or a hub id's snapshot in the local cache.
+
+    `key` is the config's name for it; `holds` are patterns of files of which a snapshot has at least one, or
+    it was cached in part. With `allow_download` an id that is not in the cache is downloaded into
+    it; else the network is not used. Raises ConfigError.
+    """
+    folder = base / name
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"{key} is the folder {folder}, and revision {revision!r} belongs to a hub id",
+                next_step="leave revision out",
+            )
+        return Location(folder)
+    if folder.exists():
+        raise ConfigError(
+            f"{key}: {folder} is a file",
+            expected="a folder as save_pretrained writes it, or a hub id",
+            next_step="name the folder that the file lies in",
+        )
+    if not is_hub_id(name):
+        raise ConfigError(
+            f"{key}: there is no folder {folder}",
+            next_step="check the path; it is relative to the config file's folder",
+        )
+    hub = library("huggingface_hub")
+    cached = _cached(hub, name, revision)
+    if cached is not None and any(next(cached.glob(pattern), None) for pattern in holds):
+        return Location(cached, cached.name)
+    if allow_download:
+        return _downloaded(hub, name, revision, key)
+    at = f" at revision {revision!r}" if revision else ""
+    raise ConfigError(
+        f"{key}: there is no folder {folder}, and the hub id {name!r}{at} is not in the local cache"
+        f" {hub.constants.HF_HUB_CACHE}",
+        cause="a misspelt folder, or a model that was never downloaded on this machine, or only in part",
+        next_step=(
+            f"set allow_download: true to fetch its files {', '.join(FILES)} from {hub.constants.ENDPOINT};"
+            f" `hf download {name} --dry-run` lists them with their sizes"
+        ),
+    )
+
+
+def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> Location:
+    try:
+        planned = hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES), dry_run=True)
+        found = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:  # of the network, the hub and its permissions there are two dozen
+        raise ConfigError(
+            f"{key}: the hub id {name!r} can't be downloaded: {_first_line(error)}",
+            cause="no network, a private or gated repository, or a misspelt id",
+            next_step=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
+        ) from error
+    fetched = [file for file in planned if file.will_download]
+    size = sum(file.file_size for file in fetched)
+    listed = ", ".join(f"{file.filename} ({file.file_size:,} bytes)" for file in fetched[:10])
+    more = f" and {len(fetched) - 10} more" if len(fetched) > 10 else ""
+    return Location(
+        found, found.name, f"downloaded {len(fetched)} files of {name}, {size:,} bytes: {listed}{more}"
+    )
+
+
+def _cached(hub: ModuleType, name: str, revision: str | None) -> Path | None:
+    """The snapshot in the local cache, whole or in part; None where there is none."""
+    patterns = list(FILES)
+    try:
+        return Path(
+            hub.snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=patterns)
+        )
+    except hub.errors.IncompleteSnapshotError as error:
+        return Path(error.snapshot_path)
+    except (OSError, ValueError):  # LocalEntryNotFoundError is an OSError
+        return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers writes neither progress bars nor warnings to stderr in here: what matters of them is told
+    as psgrad's notes and errors.
+    """
+    import warnings
+
+    logging: Any = library("transformers").utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,304 @@
+"""Pretrained models of transformers: a folder as save_pretrained writes it, or a hub id, becomes a model that
+does a task, with all weights read and none made up.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from psgrad.config.model import TASKS, ModelConfig, Task
+from psgrad.config.values import nearest
+from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
+from psgrad.inputs.models.checkpoint_headers import first_line
+from psgrad.inputs.models.hub import Location, library, located, quiet
+from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.weight_files import dtype_of_weights, weights_file
+
+AUTO_CLASSES: Mapping[Task, str] = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "regression": "AutoModelForSequenceClassification",
+}
+_SHOWN = 8
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A pretrained model as it was read, before adapters.
+
+    weights: the file of its weights, or the index of its shards. notes: sentences for the manifest.
+    """
+
+    model: nn.Module
+    pretrained: Pretrained
+    location: Location
+    weights: Path
+    notes: list[str]
+    modules_imported: list[str]
+
+
+def load_pretrained(
+    config: ModelConfig, base: Path, *, narrow: bool = False, allow_download: bool = False
+) -> Origin:
+    """The model that `config.pretrained` names, on the CPU, in the type that its weights have on the disk.
+
+    `narrow`: no parameter of it is going to be differentiated, so that all may be read in `config.dtype`.
+    Raises ConfigError, ModelError or CheckpointError; no weight is ever made up.
+    """
+    assert config.pretrained is not None
+    assert config.task is not None
+    location = located(
+        config.pretrained,
+        base,
+        key="model.pretrained",
+        holds=("*.safetensors", "*.bin"),
+        revision=config.revision,
+        allow_download=allow_download,
+    )
+    settings = read_settings(location.folder, config)
+    weights = weights_file(location.folder)
+    kind = _class_for(config.task, settings)
+    dtype = _DTYPES.get(config.dtype) if narrow else None
+    with quiet(), torch.random.fork_rng(devices=[]):
+        model, report = _read(
+            kind, location.folder, settings, config, dtype_of_weights(weights) if dtype is None else dtype
+        )
+    notes = _checked(report, config, location.folder)
+    notes += [location.downloaded] if location.downloaded else []
+    if config.trust_remote_code:
+        notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")
+    for part in {id(each): each for each in _settings_of(model)}.values():
+        part.use_cache = False  # keys and values that no loss reads
+    pretrained = Pretrained(location.folder, config.task, model.config, allow_download)
+    return Origin(model, pretrained, location, weights, notes, [f"{type(model).__module__}"])
+
+
+def read_settings(folder: Path, config: ModelConfig) -> Any:
+    """The config object of a model's folder, with `config.kwargs` put in. Raises ConfigError for a folder
+    that holds no model and for unknown keys, ModelError for an architecture that transformers does not know.
+    """
+    require_model_folder(folder)
+    transformers = library("transformers")
+    try:
+        with quiet():
+            settings = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:
+        raise _unreadable(folder, error, config.trust_remote_code) from error
+    for name, value in config.kwargs.items():
+        if not hasattr(settings, name):
+            close = nearest(name, list(settings.to_dict()))
+            raise ConfigError(
+                f"model.kwargs: the config of {folder} has no {name!r}"
+                + (f"; did you mean {close}?" if close else ""),
+                expected=f"keys of {type(settings).__name__}",
+            )
+        setattr(settings, name, copy.deepcopy(value))
+    return settings
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raises ConfigError for a folder without config.json, with what it holds instead, and for an adapter's
+    folder.
+    """
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            cause = "this is the folder of an adapter, which lies on top of another model"
+            step = "name the base model in model.pretrained, and this folder in model.adapter"
+        elif inner := [each.parent.name for each in sorted(folder.glob("*/config.json"))]:
+            cause = f"it holds folders of models: {', '.join(inner[:_SHOWN])}"
+            step = "name one of them"
+        else:
+            cause = "another folder, or a model that was not saved by save_pretrained"
+            step = "save it with model.save_pretrained(folder); for other weights, use model.factory"
+        raise ConfigError(
+            f"model.pretrained: the folder {folder} has no config.json",
+            expected="a folder as save_pretrained writes it",
+            cause=cause,
+            next_step=step,
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.pretrained: the folder {folder} holds a model and an adapter (adapter_config.json)",
+            cause="transformers would put the adapter in without a word",
+            next_step="move the adapter to a folder of its own, and name it in model.adapter",
+        )
+
+
+def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
+    said = first_line(error)
+    if "trust_remote_code" in str(error) and not trusted:
+        return ConfigError(
+            f"model.pretrained: {folder} brings Python code of its own, and it was not run",
+            expected="a model that transformers knows by itself",
+            next_step="read the code; then set model.trust_remote_code: true to run it",
+        )
+    return ModelError(
+        f"transformers can't read the config of {folder}: {said}",
+        cause="a model newer than the installed transformers, or a damaged config.json",
+        next_step="upgrade transformers, or compare config.json with the source's",
+    )
+
+
+def _class_for(task: Task, settings: Any) -> Any:
+    """The Auto class of a task. Raises ConfigError where transformers has no such head for the architecture,
+    and where the head's kind of label is another.
+    """
+    transformers = library("transformers")
+    kind = getattr(transformers, AUTO_CLASSES[task])
+    if task not in _tasks_of(settings, [task]):
+        known = _tasks_of(settings, TASKS)
+        raise ConfigError(
+            f"model.task is {task}, and transformers has no such head for a {settings.model_type} model",
+            expected=f"one of {', '.join(known)}" if known else None,
+        )
+    problem, labels = getattr(settings, "problem_type", None), getattr(settings, "num_labels", None)
+    if task == "sequence-classification" and (problem == "regression" or labels == 1):
+        raise ConfigError(
+            f"model.task is {task}, and the head returns {labels} number{'s'[: labels != 1]} without classes",
+            next_step="set model.task: regression",
+        )
+    if task == "regression" and problem not in (None, "regression"):
+        raise ConfigError(
+            f"model.task is regression, and the model's problem_type is {problem}",
+            next_step="set model.task: sequence-classification",
+        )
+    return kind
+
+
+def _tasks_of(settings: Any, tasks: Iterable[Any]) -> list[Task]:
+    """Those of `tasks` for which transformers has a head of this architecture."""
+    transformers = library("transformers")
+    found: list[Task] = []
+    for task in tasks:
+        kind = getattr(transformers, AUTO_CLASSES[task])
+        if type(settings) in kind._model_mapping or kind.__name__ in getattr(settings, "auto_map", {}):
+            found.append(task)
+    return found
+
+
+def _read(
+    kind: Any, folder: Path, settings: Any, config: ModelConfig, dtype: torch.dtype
+) -> tuple[Any, Mapping[str, Any]]:
+    """(the model, what transformers says of its keys). `auto` is sdpa where the model has it."""
+    tried = ["sdpa", "eager"] if config.attention == "auto" else [config.attention]
+    for attention in tried:
+        try:
+            return kind.from_pretrained(  # type: ignore[no-any-return]
+                folder,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
+                if attention != tried[-1]:
+                    continue
+                raise ConfigError(
+                    f"model.attention is {attention}, and {first_line(error)}",
+                    next_step="leave it out, or set model.attention: eager",
+                ) from error
+            if "size mismatch" in str(error) or "mismatched" in str(error):
+                raise _misfit(folder, error, config) from error
+            raise ModelError(
+                f"transformers can't load {folder}: {type(error).__name__}: {first_line(error)}",
+                cause="damaged files, or a library that this model needs and that is not installed",
+                next_step="load it with transformers alone to see more",
+            ) from error
+    raise AssertionError
+
+
+def _misfit(folder: Path, error: Exception, config: ModelConfig) -> CheckpointError:
+    lines = [line.strip() for line in str(error).splitlines() if "mismatch" in line.lower()]
+    return CheckpointError(
+        f"the weights in {folder} have other shapes than the model of its config: {lines[0]}",
+        cause=(
+            f"model.kwargs change the sizes: {', '.join(config.kwargs)}"
+            if config.kwargs
+            else "config.json belongs to another model"
+        ),
+    )
+
+
+def _checked(report: Mapping[str, Any], config: ModelConfig, folder: Path) -> list[str]:
+    """Notes about weights that the model does not have. Raises CheckpointError for those that the folder does
+    not have: transformers would draw them at random.
+    """
+    missing = sorted(report["missing_keys"]) + [str(each[0]) for each in report["mismatched_keys"]]
+    if missing:
+        saved = _saved_as(folder)
+        raise CheckpointError(
+            f"the folder {folder} has no weights for {_listed(missing)}: the model of task {config.task}"
+            " would start with random numbers there",
+            expected="all weights of the model, and of its head",
+            cause=f"it was saved as {saved}, whose head is another" if saved else "it has no such head",
+            next_step="name the fine-tuned folder, or set model.task to what it was trained for",
+        )
+    extra = sorted(report["unexpected_keys"])
+    if not extra:
+        return []
+    return [f"left out {len(extra)} tensors of {folder} for which there is no place: {_listed(extra)}"]
+
+
+def _saved_as(folder: Path) -> str | None:
+    import json
+
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _settings_of(model: nn.Module) -> list[Any]:
+    """The config objects of a model and of its parts, where a part has its own."""
+    found = [getattr(each, "config", None) for each in model.modules()]
+    return [each for each in found if hasattr(each, "use_cache")]
+
+
+_POSITIONS: tuple[Task, ...] = ("causal-lm", "token-classification", "masked-lm", "question-answering")
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Takes what the loss reads out of a model's output, sample axis in front.
+
+    Logits; the start and end logits of question-answering as [n, positions, 2]; the only number of a
+    regression as [n]. The first `virtual` positions are an adapter's, and have no label.
+    """
+
+    task: Task
+    single: bool = False
+    virtual: int = 0
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        if self.task == "question-answering":
+            logits: torch.Tensor = torch.stack([output.start_logits, output.end_logits], -1)
+        else:
+            logits = output.logits[..., 0] if self.single else output.logits
+        return logits[:, self.virtual :] if self.virtual and self.task in _POSITIONS else logits
+
+
+def pick_for(task: Task, settings: Any, virtual: int = 0) -> Pick:
+    """What the loss of a task reads of the output of a model with this config."""
+    return Pick(task, task == "regression" and settings.num_labels == 1, virtual)

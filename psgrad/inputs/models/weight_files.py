@@ -1,0 +1,96 @@
+"""The weights in a folder as save_pretrained writes it: which file they are, and of which type. No torch, but
+for pickled ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from psgrad.errors import CheckpointError
+from psgrad.inputs.models.checkpoint_headers import (
+    TensorHeader,
+    checkpoint_header,
+    require_plain_archive,
+    weight_map,
+)
+from psgrad.inputs.sources.files import require_file
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of a folder's weights, or the index of its shards, in the order in which transformers looks
+    for them. Raises CheckpointError where there is none, and where it is damaged.
+    """
+    found = next((folder / name for name in NAMES if (folder / name).exists()), None)
+    if found is None:
+        others = sorted(path.name for path in folder.iterdir() if path.is_file())
+        raise CheckpointError(
+            f"the folder {folder} has no weights",
+            expected=f"one of {', '.join(NAMES)}",
+            cause=f"an interrupted copy or download; it holds {', '.join(others[:8])}",
+        )
+    weight_headers(found)
+    return found
+
+
+def weight_headers(path: Path) -> dict[str, TensorHeader] | None:
+    """Type and shape of each tensor; None for pickled weights, of which only the outside is checked."""
+    if ".bin" not in path.name:
+        return checkpoint_header(path)
+    for each in weight_files(path):
+        require_plain_archive(require_file(each, "weights", CheckpointError))
+    return None
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of the weights: the file itself, or the index and its shards."""
+    if path.suffix != ".json":
+        return [path]
+    suffix = ".bin" if ".bin." in path.name else ".safetensors"
+    return [path, *(path.parent / shard for shard in sorted(set(weight_map(path, suffix).values())))]
+
+
+def dtype_of_weights(path: Path) -> torch.dtype:
+    """The floating-point type that most numbers of the weights have. What config.json says of it may be of
+    another copy.
+    """
+    import torch
+
+    from psgrad.inputs.models.checkpoints import read_torch, state_dict_in
+
+    headers = weight_headers(path)
+    counts: Counter[str] = Counter()
+    if headers is not None:
+        for tensor in headers.values():
+            if tensor.dtype in _FLOATS:
+                counts[_FLOATS[tensor.dtype]] += _numbers(tensor.shape)
+    else:
+        for file in weight_files(path):
+            if file.suffix == ".json":
+                continue
+            for value in state_dict_in(read_torch(file, "meta"), None, file).values():
+                if value.is_floating_point():
+                    counts[str(value.dtype).removeprefix("torch.")] += value.numel()
+    if not counts:
+        return torch.float32
+    kind: torch.dtype = getattr(torch, counts.most_common(1)[0][0])
+    return kind
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,93 @@
+"""Labels by name or number: what a label means to a pretrained model's head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psgrad.config import DataConfig
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.tasks.task import IGNORED, Array, TextRows
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1 and
+    so on, which nobody gave.
+    """
+
+    names: tuple[str, ...]
+    generic: bool
+
+    @classmethod
+    def of(cls, config: Any, data: DataConfig) -> Labels:
+        """Those of a model's config; data.class_names come first where the config has no names of its own.
+
+        Raises ConfigError where class_names are not as many as the head has.
+        """
+        found = {int(key): str(name) for key, name in config.id2label.items()}
+        names = tuple(found.get(place, f"LABEL_{place}") for place in range(config.num_labels))
+        generic = names == tuple(f"LABEL_{place}" for place in range(len(names)))
+        given = data.class_names
+        if given is not None and len(given) != len(names):
+            raise ConfigError(
+                f"data.class_names has {len(given)} names, and the model's head has {len(names)} classes",
+                expected=f"{len(names)} names"
+                + ("" if generic else f", such as {', '.join(names[:_SHOWN])}"),
+            )
+        return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
+
+    @property
+    def given(self) -> tuple[str, ...] | None:
+        """The names, unless nobody gave any."""
+        return None if self.generic else self.names
+
+    def number(self, value: Any, where: str) -> int:
+        """The class of a label: its number, or its name. -100 stays, a label that does not count.
+
+        Raises DataError, which begins with `where`, for what is no label of the head.
+        """
+        if isinstance(value, str):
+            if value in self.names:
+                return self.names.index(value)
+        elif isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer()):
+            number = int(value)
+            if 0 <= number < len(self.names) or number == IGNORED:
+                return number
+        raise self._unknown(value, where)
+
+    def _unknown(self, value: Any, where: str) -> DataError:
+        if value is None or value != value:
+            return DataError(f"{where} has no label", expected=f"one of {self._listed()}")
+        named = isinstance(value, str)
+        return DataError(
+            f"{where} has the label {value!r}",
+            expected=f"one of {self._listed()}"
+            if named
+            else f"a number from 0 to {len(self.names) - 1}, or {IGNORED} for a label that does not count",
+            cause="the model's config has no names of its classes (id2label)"
+            if named and self.generic
+            else None,
+            next_step="list the names in data.class_names, in the order of the model's outputs"
+            if named and self.generic
+            else None,
+        )
+
+    def _listed(self) -> str:
+        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        return ", ".join(self.names[:_SHOWN]) + more
+
+    def numbers(self, rows: TextRows, column: str) -> Array:
+        """[n]: the class of each row's label."""
+        return np.array(
+            [self.number(value, rows.where(i)) for i, value in enumerate(rows.values(column))], np.int64
+        )
+
+    def of_list(self, values: Sequence[Any], where: str) -> list[int]:
+        """The class of each label in a list."""
+        return [self.number(value, f"{where}, position {place},") for place, value in enumerate(values)]

@@ -1,0 +1,1 @@
+"""Texts as tokens: tokenizers, chats, rows of tokens kept in a cache."""

@@ -1,0 +1,129 @@
+"""A dataset of texts: tokens of rows, made when they are asked for, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from psgrad.config import DataConfig
+from psgrad.inputs.rows import Block, Samples, row_numbers, unique_ids, unit_ids
+from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.inputs.tasks.task import TARGET, TextRows, TextTask
+from psgrad.inputs.text.token_blocks import TokenBlocks, packed, stacked
+from psgrad.ragged import RaggedAxes
+
+BLOCK = 256  # rows that are tokenised together
+_FORMAT = 1  # of the tokens of a row: another one is another dataset
+
+
+class TextSamples(Samples):
+    """Rows of text as the tensors of a task, each as long as its own text.
+
+    Rows become tokens in blocks, which are kept in memory-mapped files: in the folder `kept`, where a later
+    process finds them, or in a temporary one.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        task: TextTask,
+        config: DataConfig,
+        unit: str | None = None,
+        kept: Path | None = None,
+    ) -> None:
+        task.check(rows.schema)
+        self._rows, self._task = rows, task
+        fingerprint = _fingerprint(rows, task)
+        self._blocks = TokenBlocks(kept, fingerprint)
+        self.keywords = tuple(field.name for field in task.fields if field.name != TARGET)
+        self.notes = task.tokenizer.notes
+        self.class_names = task.class_names
+        self.labels_are_positions = task.labels_are_positions
+        self.ragged = RaggedAxes(
+            tuple(field.axes for field in task.fields),
+            tuple(field.padding for field in task.fields),
+            masked=task.masked and "attention_mask" in self.keywords,
+        )
+        targets = None
+        if config.target is not None:
+            column = pa.table({config.target: plain(rows.column(config.target))})
+            targets = task.targets(TextRows(column, range(rows.count), rows.place))
+        ids = (
+            row_numbers(rows.count)
+            if config.id is None
+            else unique_ids(plain(rows.column(config.id)).to_pandas(), config.id)
+        )
+        units = None if unit is None else unit_ids(plain(rows.column(unit)).to_pandas(), unit)
+        super().__init__(ids, targets, fingerprint, units)
+
+    def read(self, start: int, stop: int) -> Block:
+        numbers = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+        parts = [
+            self._block(number).slice(
+                max(start - number * BLOCK, 0), min(stop, (number + 1) * BLOCK) - max(start, number * BLOCK)
+            )
+            for number in numbers
+        ]
+        return self._stacked(parts)
+
+    def take(self, rows: Array) -> Block:
+        distinct, places = np.unique(self._existing(rows), return_inverse=True)
+        parts = []
+        for group in np.split(distinct, np.flatnonzero(np.diff(distinct // BLOCK)) + 1):
+            kept = self._blocks.get(int(group[0]) // BLOCK)
+            parts.append(self._encoded(group) if kept is None else kept.take(pa.array(group % BLOCK)))
+        return self._stacked(parts).at(places)
+
+    def describe(self, row: int) -> str:
+        return self._task.describe(TextRows(self._rows.read(row, row + 1), [row], self._rows.place))
+
+    def input_names(self) -> list[str]:
+        return list(self.keywords)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return self._task.tokenizer.pieces(ids)
+
+    def _block(self, number: int) -> pa.Table:
+        found = self._blocks.get(number)
+        if found is None:
+            rows = np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self)))
+            found = self._blocks.put(number, self._encoded(rows))
+        return found
+
+    def _encoded(self, rows: Array) -> pa.Table:
+        numbers = rows.tolist()
+        consecutive = numbers[-1] - numbers[0] + 1 == len(numbers)
+        table = self._rows.read(numbers[0], numbers[-1] + 1) if consecutive else self._rows.take(rows)
+        encoded = self._task.encode(TextRows(table, numbers, self._rows.place))
+        return packed(encoded, self._task.fields)
+
+    def _stacked(self, parts: Sequence[pa.Table]) -> Block:
+        (*inputs, target), lengths = stacked(pa.concat_tables(parts), self._task.fields)
+        return Block(tuple(inputs), target, lengths, self.ragged)
+
+
+def _fingerprint(rows: Rows, task: TextTask) -> str:
+    """A SHA-256 of all that decides the tensors: the files, the tokenizer, the task and its options."""
+    data, config = task.data, task.pretrained.config
+    given = data.model_dump(
+        include={"text", "prompt", "completion", "messages", "target", "class_names", "masked", "seed"}
+    )
+    said = {
+        "format": _FORMAT,
+        "files": rows.fingerprint,
+        "tokenizer": task.tokenizer.fingerprint,
+        "task": task.pretrained.task,
+        "inputs": [[field.name, field.padding] for field in task.fields],
+        "max_length": task.tokenizer.limit,
+        "truncation": data.truncation,
+        "data": given,
+        "labels": {str(key): name for key, name in (config.id2label or {}).items()},
+        "start": getattr(config, "decoder_start_token_id", None),
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,237 @@
+"""A folder with a tiny pretrained model, its tokenizer, rows of text and a config in YAML, for each task; and
+the norms of single rows by the library's own loss and PyTorch's autograd.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer
+
+Row = dict[str, Any]
+LABELS = {0: "dull", 1: "fine", 2: "odd"}
+LONGER = (
+    *TEXTS,
+    "the cat",
+    "a fine day",
+    "over the hill and far away the dog ran, and the cat sat on the mat",
+    "dull",
+    "how are you?",
+)
+
+
+@dataclass(frozen=True)
+class TextCase:
+    """A task's model, tokenizer, rows, keys of the data section, and how the library takes one row.
+
+    arguments: (tokenizer, row) to what the model is called with, labels included.
+    """
+
+    task: str
+    rows: Sequence[Row]
+    data: str
+    arguments: Callable[[Any, Row], Mapping[str, Any]]
+    tokenizer: str = "bert"
+    config: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
+
+    def write(self, folder: Path, extra: str = "") -> Path:
+        """The YAML file of a config for the folder, in which all that it names is written."""
+        tiny_model(self.task, folder / "model", **(self.config or {}))
+        tiny_tokenizer(folder / "model", kind=self.tokenizer, **(self.options or {}))
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        lines = [
+            "version: 1",
+            f"model: {{pretrained: model, task: {self.task}}}",
+            f"data: {{path: rows.jsonl, {self.data}}}",
+            "engine: {dtype: DTYPE, verify: 0, chunk_size: 1}",
+            *([extra] if extra else []),
+            f"output: {folder / 'run'}",
+        ]
+        assert len(lines) <= 12
+        (folder / "config.yaml").write_text("\n".join(lines) + "\n")
+        return folder / "config.yaml"
+
+    def norms(self, folder: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """[n] float64: each row alone, without padding, by the library's own loss.
+
+        The library takes the loss of causal-lm in float32 whatever the model's type; in float64 it is taken
+        again of its logits.
+        """
+        import transformers
+
+        from tests.hugging_face import AUTO
+
+        model = getattr(transformers, AUTO[self.task]).from_pretrained(folder / "model", dtype=dtype).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+        found = []
+        for row in self.rows:
+            model.zero_grad()
+            arguments = self.arguments(tokenizer, row)
+            output = model(**arguments)
+            loss = output.loss
+            if self.task == "causal-lm" and dtype == torch.float64:
+                loss = F.cross_entropy(output.logits[0, :-1], arguments["labels"][0, 1:])
+                torch.testing.assert_close(loss.float(), output.loss)
+            loss.backward()
+            squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+            found.append(torch.stack(squares).sum().sqrt())
+        return torch.stack(found)
+
+
+def tensors(encoding: Any, **labels: Any) -> dict[str, torch.Tensor]:
+    """What a tokenizer made of one row, as a batch of one, and its labels."""
+    found = {key: torch.tensor([value]) for key, value in encoding.items()}
+    return found | {key: torch.tensor([value]) for key, value in labels.items()}
+
+
+def _classified(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    return tensors(tokenizer(row["text"]), labels=list(LABELS.values()).index(row["label"]))
+
+
+def _scored(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    return tensors(tokenizer(row["text"], row["other"]), labels=float(row["score"]))
+
+
+def _completed(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    """The labels of the prompt, whose tokens end where the completion's space begins, are -100."""
+    prompt, ids = tokenizer(row["prompt"])["input_ids"], tokenizer(row["prompt"] + row["completion"])
+    assert ids["input_ids"][: len(prompt)] == prompt
+    return tensors(ids, labels=[-100] * len(prompt) + ids["input_ids"][len(prompt) :])
+
+
+def _written(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    return tensors(tokenizer(row["text"]), labels=tokenizer(row["summary"])["input_ids"])
+
+
+def _tagged(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    names, labels, last = list(LABELS.values()), [], None
+    encoding = tokenizer(row["words"], is_split_into_words=True)
+    for word in encoding.word_ids():
+        labels.append(-100 if word is None or word == last else names.index(row["tags"][word]))
+        last = word
+    return tensors(encoding, labels=labels)
+
+
+def _chosen(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    pairs = tokenizer([row["question"]] * 2, [row["a"], row["b"]], padding=True)
+    return tensors(pairs, labels=row["right"])
+
+
+def _answered(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    encoding, answer = tokenizer(row["question"], row["context"]), row["answers"]
+    start = end = 0
+    if answer["text"]:
+        begin = answer["answer_start"][0]
+        start = encoding.char_to_token(begin, sequence_index=1)
+        end = encoding.char_to_token(begin + len(answer["text"][0]) - 1, sequence_index=1)
+    return tensors(encoding, start_positions=start, end_positions=end)
+
+
+def _unmasked(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
+    encoding, whole = tokenizer(row["hidden"]), tokenizer(row["whole"])["input_ids"]
+    masks = [each == tokenizer.mask_token_id for each in encoding["input_ids"]]
+    labels = [word if mask else -100 for word, mask in zip(whole, masks, strict=True)]
+    return tensors(encoding, labels=labels)
+
+
+NAMED = {"id2label": LABELS, "label2id": {name: place for place, name in LABELS.items()}, "num_labels": 3}
+_TYPES = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+_CONTEXT = "the cat sat on the mat, and a dog ran over the hill"
+
+CASES: dict[str, TextCase] = {
+    "classification": TextCase(
+        "sequence-classification",
+        [{"text": text, "label": LABELS[place % 3]} for place, text in enumerate(LONGER)],
+        "text: text, target: label",
+        _classified,
+        config=NAMED,
+    ),
+    "regression": TextCase(
+        "regression",
+        [{"text": a, "other": b, "score": len(a) / 8} for a, b in zip(LONGER, LONGER[3:], strict=False)],
+        "text: [text, other], target: score",
+        _scored,
+        options=_TYPES,
+    ),
+    "completion": TextCase(
+        "causal-lm",
+        [{"prompt": a, "completion": f" {b}"} for a, b in zip(LONGER, LONGER[3:], strict=False)],
+        "prompt: prompt, completion: completion",
+        _completed,
+        tokenizer="gpt",
+    ),
+    "text": TextCase(
+        "causal-lm",
+        [{"text": text} for text in LONGER],
+        "text: text",
+        lambda tokenizer, row: tensors(tokenizer(row["text"]), labels=tokenizer(row["text"])["input_ids"]),
+        tokenizer="gpt",
+        config={"architecture": "gpt2"},
+    ),
+    "seq2seq": TextCase(
+        "seq2seq-lm",
+        [{"text": a, "summary": b} for a, b in zip(LONGER, LONGER[3:], strict=False)],
+        "text: text, target: summary",
+        _written,
+        tokenizer="t5",
+    ),
+    "tokens": TextCase(
+        "token-classification",
+        [
+            {"words": text.split(), "tags": [LABELS[len(word) % 3] for word in text.split()]}
+            for text in LONGER
+        ],
+        "text: words, target: tags",
+        _tagged,
+        config=NAMED,
+    ),
+    "masked": TextCase(
+        "masked-lm",
+        [
+            {"hidden": "the [MASK] sat on the mat", "whole": "the cat sat on the mat"},
+            {
+                "hidden": "a dog [MASK] over the [MASK] and far away",
+                "whole": "a dog ran over the hill and far away",
+            },
+            {"hidden": "what a [MASK] day", "whole": "what a fine day"},
+        ],
+        "text: hidden, target: whole",
+        _unmasked,
+    ),
+    "choice": TextCase(
+        "multiple-choice",
+        [
+            {"question": "the cat", "a": "sat on the mat", "b": "ran", "right": 0},
+            {"question": "a dog", "a": "day", "b": "ran over the hill and far away", "right": 1},
+            {"question": "what a fine", "a": "day", "b": "film", "right": 0},
+        ],
+        "text: [question, a, b], target: right",
+        _chosen,
+        options=_TYPES,
+    ),
+    "answer": TextCase(
+        "question-answering",
+        [
+            {"question": "who sat?", "context": _CONTEXT, "answers": {"answer_start": [4], "text": ["cat"]}},
+            {
+                "question": "who ran over what?",
+                "context": _CONTEXT,
+                "answers": {"answer_start": [28], "text": ["a dog ran"]},
+            },
+            {"question": "who are you?", "context": "nobody", "answers": {"answer_start": [], "text": []}},
+        ],
+        "text: [question, context], target: answers",
+        _answered,
+        options=_TYPES,
+    ),
+}
+
+__all__ = ["CASES", "LABELS", "LONGER", "NAMED", "TextCase", "tensors"]

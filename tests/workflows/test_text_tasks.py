@@ -1,0 +1,30 @@
+"""psgrad analyze on texts and pretrained models, from a short YAML file: norms are those of the library's own
+loss on each row alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import psgrad
+from tests.text_tasks import CASES
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_analyze_task_norms_are_those_of_the_librarys_loss_on_each_row_alone(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    path = CASES[name].write(tmp_path)
+    path.write_text(path.read_text().replace("DTYPE", dtype))
+
+    found = psgrad.analyze(path, report=False).samples.sort_values("index")
+
+    expected = CASES[name].norms(tmp_path, getattr(torch, dtype))
+    tolerance = 1e-9 if dtype == "float64" else 1e-4
+    norms = torch.from_numpy(found["grad_norm"].to_numpy(copy=True)).double()
+    torch.testing.assert_close(norms, expected, rtol=tolerance, atol=0)
+    assert (found["status"] == "ok").all()
