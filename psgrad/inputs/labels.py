@@ -47,6 +47,11 @@ class Labels:
     names: tuple[str, ...] | None = None
     known_by: str = "data.class_names"
 
+    @property
+    def padding(self) -> int:
+        """What stands after the targets of a row that is shorter than others."""
+        return self.ignore_index if self.kind == "token" else 0
+
     def encoded(
         self, values: Array, column: str, told: Callable[[int], str] = lambda row: f"row {row}"
     ) -> Encoded:

@@ -146,7 +146,7 @@ def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor
 
 
 def checked_weights(weights: Tensor, name: str, told: Callable[[int], str]) -> Tensor:
-    """Weights [n] of rows, as float32. Raises DataError, which names a row by `told`, for what is no weight."""
+    """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `told`."""
     if weights.dim() != 1:
         raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
     wrong = ~(weights.isfinite() & (weights >= 0))

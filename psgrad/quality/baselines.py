@@ -1,4 +1,4 @@
-"""Baselines: the findings of a run that were accepted. They only shrink, unless they are told to grow.
+"""Baselines: the accepted findings of a run. They only shrink, unless `grow` is set.
 
 The file is JSON: {"tool": "psgrad", "kind": "baseline", "version": 1, "run": {...}, "findings":
 [{fingerprint, rule, id}], "reference": {...}}. The reference is the scores by which later samples can be

@@ -1,4 +1,4 @@
-"""What changed between two tables of samples: matched by fingerprint, whatever the order of their rows."""
+"""The differences between two tables of samples, matched by fingerprint in any order of rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Detectors of unusual rows among projected gradients: a score for each row, larger is more unusual.
 
-A score is no verdict. Who has trusted rows turns scores into p-values; without them they order a review list.
+A score is not a verdict. With trusted rows scores become p-values; without them they order a review list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What detectors say of each sample, and of trusted samples; and robust standard deviations of norms.
+"""Scores of detectors for each sample and for trusted samples; and robust standard deviations of norms.
 
 On raw norms the rule `z > 3.5` flags a quarter of a clean dataset, on their logarithms it misses flipped
 labels: docs/explanation/outliers.md has both.

@@ -1,10 +1,7 @@
-"""From a judged table of samples to findings: which rule names which sample.
+"""Findings from a judged table of samples, their fingerprints, and the ignore list of accepted findings.
 
-Who a finding is about: the same digest in every run, whatever row the sample is in and whatever its values
-are.
-
-The ignore list: findings that somebody has looked at and accepted, each with a reason, and perhaps for a
-time.
+A fingerprint is the digest of the rule and the sample: the same in every run, in any row and with any values.
+An entry of the ignore list has a reason, and may have a last day:
 
 - id: img-0042                     # every rule; with `rule: outlier` that one alone
   reason: a torn page, kept on purpose

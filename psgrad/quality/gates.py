@@ -1,8 +1,5 @@
-"""What the gate says of a run: failed, passed, or not evaluable, which is no pass.
-
-What must be said beside a verdict: what the reference can't tell, what it rests on, and what loss says.
-
-Shares of a number of samples, counted as they are written.
+"""The gate of a run: failed, passed, or not evaluable, which is not a pass; and the caveats of a verdict:
+what the reference can't decide, what it rests on, and how the loss compares.
 """
 
 from __future__ import annotations

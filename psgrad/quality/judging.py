@@ -1,7 +1,5 @@
-"""Outliers: a verdict against trusted samples, or a review list without them. docs/explanation/outliers.md
-has the rules.
-
-Who comes first: samples in the order in which a person should look at them.
+"""Outliers: a verdict against trusted samples, or a review list without them, and the order in which samples
+are reviewed. docs/explanation/outliers.md has the rules.
 """
 
 from __future__ import annotations

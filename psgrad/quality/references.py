@@ -1,7 +1,5 @@
-"""A reference: the scores of samples that are trusted, where they came from, and what they may be compared
-with.
-
-Groups: samples are compared with their like.
+"""A reference: the scores of trusted samples, their origin, what they may be compared with, and the groups
+within which samples are compared.
 """
 
 from __future__ import annotations

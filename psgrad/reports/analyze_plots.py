@@ -106,8 +106,8 @@ def norm_against_length(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     review = drawn["is_outlier_issue"]
     for rows, colour, words in ((drawn[~review], REST, "other samples"), (drawn[review], REVIEW, listed)):
         some = rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
-        look = {"s": 16, "color": colour, "alpha": 0.7, "linewidths": 0, "label": words}
-        axes.scatter(some["length"], some["grad_norm"], **look)
+        points = axes.scatter(some["length"], some["grad_norm"], s=16, color=colour, label=words)
+        points.set(alpha=0.7, linewidths=0)
     bins = pd.qcut(drawn["length"], min(12, drawn["length"].nunique()), duplicates="drop")
     middle = drawn.groupby(bins, observed=True)[["length", "grad_norm"]].median()
     axes.plot(middle["length"], middle["grad_norm"], color=DARK, label="median along the length")

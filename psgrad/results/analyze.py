@@ -1,11 +1,5 @@
-"""What `psgrad analyze` yields, and what its tables say: one meaning per column.
-
-What measures gathered over a whole dataset, beside the columns of the table of samples.
-
-How far a run has come.
-
-A verdict and its findings as plain values: what findings.jsonl and check.json hold, and every CI format is
-made of.
+"""The results of `psgrad analyze`: its tables, the values that measures gather over a dataset, its progress,
+and verdict and findings as plain values for findings.jsonl, check.json and the CI formats.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""What a run found against single samples, and what its gates said: the records behind every CI format.
-
-What was known of a run at some time: the findings that are accepted, and the scores that later samples may be
-judged by.
-
-How two runs differ: which samples came, went, rose and fell.
+"""Findings and gate outcomes of a run, accepted findings and stored scores (a baseline), and the differences
+between two runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What `psgrad influence` yields: which training examples help and hurt each query, and what its tables say.
-
-What `psgrad influence --evaluate` yields: how well scores predict what retraining does, beside those of
-controls.
+"""The results of `psgrad influence`: the proponents and opponents of each query, and with `--evaluate` how
+well scores predict what retraining does, beside the scores of controls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""What `psgrad dp-step` and its `--plan` yield: what may be published apart from what may not.
-
-What `psgrad dp-audit` yields: a lower bound on epsilon beside the accounted one, and what was found about the
-noise and the bound.
-
-What `psgrad plan` predicts.
+"""The results of `psgrad dp-step` and its `--plan`, public and private values apart; of `psgrad dp-audit`, a
+lower bound on epsilon beside the accounted one and the checks of noise and bound; and of `psgrad plan`.
 """
 
 from __future__ import annotations

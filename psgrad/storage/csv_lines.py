@@ -1,4 +1,4 @@
-"""In which line of a csv file a row begins: quoted cells may hold line ends, and blank lines are no rows."""
+"""The lines of a csv file in which rows begin: quoted cells may hold line ends, blank lines are not rows."""
 
 from __future__ import annotations
 

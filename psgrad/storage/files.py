@@ -1,15 +1,12 @@
-"""Durable files: whole or not at all, and still there after the power is cut.
+"""Durable files: written whole or not at all, and still there after a power cut.
 
-A file that was written is not on the disk until fsync, and its name is not until the folder's fsync. All that
-psgrad keeps goes through the few functions here, so that one place decides the order.
+A file that was written is not on the disk until fsync, and its name is not until the folder's fsync. All
+files of psgrad are written by the few functions here, so that one place decides the order.
 
-A hook for tests: the process kills itself at one chosen durable operation, as a power switch or `kill -9`
-would.
-
-Every place of psgrad.storage that touches the disk stands behind a `point`: opening a temporary file, writing
-it, syncing it, renaming it, syncing the folder, and each line of a ledger. With PSGRAD_CRASH_AT=N in the
-environment when psgrad is imported, the process sends itself SIGKILL at point number N, from 1. Without it a
-point does nothing.
+Each operation on the disk stands behind a `point`: opening a temporary file, writing it, syncing it, renaming
+it, syncing the folder, and each line of a ledger. With PSGRAD_CRASH_AT=N in the environment when psgrad is
+imported, the process sends itself SIGKILL at point number N, from 1, as tests need it. Without it a point
+does nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A finished run, read back from its folder, without torch.
-
-What a check reads of a run's folder and leaves there: columns of samples.parquet, findings.jsonl and
-check.json. No torch.
+"""A finished run, read back from its folder, and the files that a check reads and writes there
+(samples.parquet, findings.jsonl, check.json), without torch.
 """
 
 from __future__ import annotations

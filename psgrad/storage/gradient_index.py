@@ -1,5 +1,5 @@
-"""The index of an influence run: rows of training gradients on the disk, in shards that are whole or not
-there.
+"""The index of an influence run: rows of training gradients on the disk, in shards that are complete or
+absent.
 """
 
 from __future__ import annotations

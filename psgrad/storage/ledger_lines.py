@@ -1,4 +1,4 @@
-"""The lines of a ledger: what they must be, and what a file of them says."""
+"""The lines of a ledger: their format, and what a file of them contains."""
 
 from __future__ import annotations
 

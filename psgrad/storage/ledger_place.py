@@ -1,8 +1,7 @@
-"""Where the ledger of a private run is: this tells a copy of its folder, or a restored one, from the folder
-itself.
+"""The place of the ledger of a private run, by which a copy of its folder, or a restored one, is recognised.
 
 A file's number (inode) and time of birth are given to it once; a copy has others, also under the same name
-and with the same dates. What was written over the same file, and a whole disk that was copied bit for bit,
+and with the same dates. A file that was overwritten in place, and a whole disk that was copied bit for bit,
 have the same.
 """
 

@@ -1,9 +1,9 @@
-"""The folder of a private run: what may be published, what may not, and the ledger that tells what was spent.
+"""The folder of a private run: public files, private files, and the ledger of the spent privacy.
 
 manifest.json               public: the command, its state, the config, versions
 checkpoint.safetensors      public: where the run can go on, made of noisy sums alone
 public/                     ledger.jsonl, the weights, the epsilon
-private/NOT_PRIVATE_*       norms, losses, timings, the data's fingerprint: for the owner's eyes
+private/NOT_PRIVATE_*       norms, losses, timings, the data's fingerprint: for the owner only
 """
 
 from __future__ import annotations

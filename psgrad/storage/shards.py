@@ -1,5 +1,5 @@
-"""What a pass over the samples has finished, kept as shards, so that a run which was killed goes on where the
-last one ends.
+"""The finished part of a pass over the samples, kept as shards, so that a killed run continues after the last
+one.
 """
 
 from __future__ import annotations

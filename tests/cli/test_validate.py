@@ -285,7 +285,8 @@ def test_classes_as_fractions(workplace: Workplace) -> None:
 
 def test_many_files_whose_columns_differ(workplace: Workplace) -> None:
     for number, x in enumerate(([0.5, 1], ["a", "b"])):
-        pd.DataFrame({"x": x, "y": [0, 1], "uid": [2 * number, 2 * number + 1]}).to_parquet(workplace.folder / f"part-{number}.parquet")
+        frame = pd.DataFrame({"x": x, "y": [0, 1], "uid": [2 * number, 2 * number + 1]})
+        frame.to_parquet(workplace.folder / f"part-{number}.parquet")
     workplace.config["data"]["path"] = "part-*.parquet"
     refused(workplace, 3, "'x' is of type")
     workplace.config["data"]["path"] = ["part-0.parquet", "part-2.parquet"]

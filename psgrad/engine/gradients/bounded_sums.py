@@ -1,16 +1,16 @@
 """Weighted sums in which no sample's part is longer than its weight times the norm that the weight was chosen
 for.
 
-A weight follows from a norm that was computed in one way, and the sum adds the gradient up in another. Where
-both are rounded, they differ, and where a sample's positions cancel, by any factor. So the norm is measured
-once more, of the numbers that are summed:
+The norm and the sum are computed in different orders of contraction. Both are rounded, so they differ, and by
+any factor if a sample's positions cancel. So the norm is computed once more, from the numbers that are
+summed:
 
 - a value that costs little beside the products that it is made of, or that is stored, is materialised
   in the precision of its factors, a block of samples at a time. Norm and sum are then of one tensor, in
   float64;
 - else the factors are taken to float64, and so are norm and sum.
 
-A sample whose measured norm m exceeds the given norm a has its weight w reduced to w * a / m. What it adds is
+A sample whose computed norm m exceeds the given norm a has its weight w reduced to w * a / m. What it adds is
 then, with u = 2^-53,
 
     |part| <= w * (a + e),    e = (k + c) * u * S,

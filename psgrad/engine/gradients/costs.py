@@ -1,14 +1,13 @@
-"""What work costs: a machine's measured constants, and the seconds that products, passes over memory and
-convolutions take on it.
+"""The cost of work on a machine: its measured constants, and the seconds of products, passes over memory and
+convolutions.
 
-The model is a roofline with small print: a matrix product takes its floating-point operations at the rate
-that its thin axes leave, the time its operands need to move, and something for each matrix of a batch;
-everything else takes the time its bytes need; and each kernel has a cost of being called at all. Williams,
-Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore Architectures" (2009),
-is the source of the idea.
+The model is a roofline with corrections (Williams, Waterman and Patterson, "Roofline: An Insightful Visual
+Performance Model for Multicore Architectures", 2009). The time of a matrix product is the sum of its
+floating-point operations at the rate of its thin axes, the transfer of its operands, and a constant for each
+matrix of a batch. All other operators take the time of their bytes. Each kernel call has a constant cost.
 
-A price is an estimate. Choices that follow from it change how fast a number comes, and its last digits, never
-more.
+A price is an estimate. The choices that follow from it change the speed and the last digits of a result,
+nothing else.
 """
 
 from __future__ import annotations

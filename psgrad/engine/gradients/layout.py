@@ -1,6 +1,4 @@
-"""How a parameter's axes lie over those of a term: transposes, reshapes and slices as bookkeeping, without
-touching a value.
-"""
+"""How a parameter's axes lie over those of a term: transposes, reshapes and slices that touch no value."""
 
 from __future__ import annotations
 

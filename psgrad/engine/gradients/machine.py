@@ -1,8 +1,7 @@
-"""Which machine's constants are in force: an override, else what was measured here once and kept in a file,
-else built-in ones.
+"""The machine constants in force: an override, else what was measured here once and kept in a file, else
+built-in ones.
 
-Measuring is never done on the way: a query must not wait for it, nor an import. `psgrad plan` does it (see
-calibration.py).
+Only `psgrad plan` measures (calibration.py). No query and no import does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Squared norms of deferred gradients: of each term, vetted, and of the pairs of terms that meet in one
-parameter.
+"""Squared norms of deferred gradients: of each term, with a check of its precision, and of the pairs of terms
+that overlap in one parameter.
 """
 
 from __future__ import annotations

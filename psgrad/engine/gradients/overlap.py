@@ -1,7 +1,4 @@
-"""Where two terms of one parameter meet, if they stand in parts of it.
-
-Inner products of pairs of terms of one parameter.
-"""
+"""Where two terms of one parameter overlap, and their inner products."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""One forward and one backward pass over a batch, and each parameter's gradient as factors.
-
-Which form of a per-sample gradient is kept: its factors, or its value where that is smaller.
+"""One forward and one backward pass over a batch, after which each parameter's gradient is kept in the
+smaller form: as factors or as a value.
 """
 
 from __future__ import annotations

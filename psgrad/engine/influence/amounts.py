@@ -1,9 +1,9 @@
 """Whether scores are amounts, that is, equal to the change on removal and not only in the same order.
 
-They are for a model that is affine in its parameters, at the minimum of its training objective, with no
-damping, with the leverage correction, and if one Newton step comes near enough to the minimum without an
-example. `continued` computes what predicted amounts are compared with: the change if training goes on from
-the given weights without an example.
+They are if the model is affine in its parameters, at the minimum of its training objective, without damping,
+with the leverage correction, and if one Newton step comes near enough to the minimum without an example.
+`continued` computes what predicted amounts are compared with: the change if training goes on from the given
+weights without an example.
 """
 
 from __future__ import annotations

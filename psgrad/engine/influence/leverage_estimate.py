@@ -1,10 +1,10 @@
-"""The leverage of training examples where products with the inverse of the curvature are all there is: by
-random vectors.
+"""Estimates of the leverage of training examples by random vectors, where only products with the inverse of
+the curvature are available.
 
 M_i = J_i H^-1 J_i' takes as many solves as example i's output has numbers. Of vectors x = H^-1 (G' z +
 sqrt(mu) e), z and e standard normal and H = G'G + mu I, the mean of x x' is H^-1. So k solves give all M_i at
 once, as the mean of (J_i x) (J_i x)': symmetric, never negative, and with a relative error of about sqrt(2 /
-k). The examples of the largest leverage, where that would count, are solved for.
+k). The examples of the largest leverage, where this error would matter, are solved exactly.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The clipped sum of one chunk of records, in which no record's part is longer than its bound, as the numbers
-are, rounding included.
+"""The clipped sum of one chunk of records, in which no record's part is longer than its bound, rounding
+included.
 
 For a record with the norms a (by parameter) and the factor w of a group with bound C:
 
 1. w * |a| <= (1 - MARGIN) * C, by `Clipping.factors`, in float64 (to 2^-50).
 2. What the record adds to a parameter's sum is no longer than w * (a + e), by `bounded_sum`: the norm is
-   measured of the numbers that are added up. Here e = (k + c) * 2^-53 * S, S being the absolute sum of the
+   computed from the numbers that are added up. Here e = (k + c) * 2^-53 * S, S being the absolute sum of the
    record's gradient and k at most ROWS + the pieces of the batch.
-3. w * S <= MOST_ABSOLUTE * C is looked up for each record. Where it does not hold, as the record's positions
+3. w * S <= MOST_ABSOLUTE * C is checked for each record. Where it does not hold, as the record's positions
    cancel, or the numbers leave float32's range, the record is computed alone: a pass of its own, whose
    gradient is materialised in float64, and norm and part are those of this one tensor. In such a record the
    last digits of the factors decide the whole gradient, and they depend on the other records of a chunk;
@@ -18,19 +18,10 @@ For a record with the norms a (by parameter) and the factor w of a group with bo
 
 Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R) * (k + c) * 2^-53 * C, which
 is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records. The factors (what the
-pass forward and back computes) are taken as they are: that they may be rounded a little differently beside
-other records is not covered; on a grid it is, as each record is computed alone there.
+forward and backward pass computes) are taken as they are: that they may be rounded a little differently
+beside other records is not covered; on a grid it is, as each record is computed alone there.
 
-A record whose gradient is no finite number adds nothing, and nothing that it holds reaches the sum of the
-others.
-
-`full_float32` keeps products of float32 numbers exact, whatever the settings of the machine are.
-
-PyTorch lets a GPU round the factors of convolutions to TF32 (10 bits) by default, and those of matrix
-products where a setting says so; some CPUs then take bfloat16. A norm and the sum that it clips for are
-different products of the same factors: so rounded, a record adds up to a thousandth more than its bound,
-which no margin of `Clipping` allows for. Autocast that is on around a clipped sum does the same, and more so;
-it is meant for the loss, and kept to it.
+A record whose gradient is not finite adds nothing, and none of its numbers reaches the sum of the others.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """Gaussian noise on a number, drawn in float64, and their sum rounded to a public grid.
 
-A floating-point sum plus floating-point noise has its low bits from both: where no record has a part in a
-number, the released one is a value of the noise alone, and values that noise alone can't have tell that a
-record was there (Mironov, "On Significance of the Least Significant Bits for Differential Privacy", 2012). So
-what is released is a whole number of steps of a grid, 2^-12 to 2^-13 of the noise's standard deviation, which
-follows from that public number and from nothing else. With and without a record the same steps can come out.
+The low bits of a floating-point sum with floating-point noise come from both. A number in which no record has
+a part is released as a value of the noise alone, so a value that noise alone can't have reveals that a record
+was there (Mironov, "On Significance of the Least Significant Bits for Differential Privacy", 2012). So what
+is released is a whole number of steps of a grid, 2^-12 to 2^-13 of the noise's standard deviation, which
+follows from that public number only. With and without a record the same steps are possible.
 
-What a released number is, exactly: the value x and the noise t are added in float64, and their sum is rounded
-to the nearest step. Where
-|x| is above 2^18 steps, it is taken apart into whole steps w and a rest f of at most half a step, both
-without rounding (the grid is a power of two), and w + round(f + t) is released. Its float32 form, a weight
-that is updated by it, and all else that is made of it depends on x by this whole number alone.
+A released number is computed as follows. The value x and the noise t are added in float64, and their sum is
+rounded to the nearest step. If |x| is above 2^18 steps, it is split into whole steps w and a rest f of at
+most half a step, both without rounding (the grid is a power of two), and w + round(f + t) is released. Its
+float32 form, a weight that is updated by it, and all that is computed from them depend on x by this whole
+number only.
 
-What is left of floating point is in t, in x + t and in f + t. The errors of t (`box_muller` has them) and of
-the sum, which is at most 2^-35 of a step, move the edges of a step by less than 2^-32 of a step, for normal
-numbers of radius up to 12, and the finitely many values that t has are so dense that a step's probability is
-off by less than 2^-34 of itself. So each step's probability is the Gaussian's within a factor 1 +- 2^-31, and
-`residual_epsilon` is what that adds up to over a run.
+Floating-point errors remain in t, in x + t and in f + t. The errors of t (see `box_muller`) and of the sum,
+which is at most 2^-35 of a step, move the edges of a step by less than 2^-32 of a step, for normal numbers of
+radius up to 12, and the finitely many values of t are so dense that a step's probability is off by less than
+2^-34 of itself. So each step's probability is the Gaussian's within a factor 1 +- 2^-31, and
+`residual_epsilon` adds this up over a run.
 """
 
 from __future__ import annotations

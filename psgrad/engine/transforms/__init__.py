@@ -1,4 +1,4 @@
-"""Function transforms of our own: vmap, grad and their kin, with the semantics of torch.func."""
+"""Function transforms: vmap, grad and others, with the semantics of torch.func."""
 
 from psgrad.engine.transforms import autograd_function as autograd_function
 from psgrad.engine.transforms import autograd_inside as autograd_inside

@@ -1,8 +1,8 @@
-"""Operators of the user's function that a level takes no part in, and the tensors that come out of them.
+"""Operators of the user's function on values that a level does not follow, and their results.
 
-A tensor made inside the function may be written into later, with values that the level follows. So what is
-made anew belongs to the level from the beginning (it is *adopted*), and in-place operators find it there;
-what is somebody else's memory does not.
+A tensor made inside the function may be written into later, with values that the level follows. So a new
+tensor belongs to the level from the beginning (it is *adopted*), and in-place operators find it there. A view
+of memory from outside is not adopted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class AdoptingLevel(Level):
         return map_tracers(self.adopt, result) if fresh else result
 
     def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One level below. To be written into at every level, a fresh tensor must be adopted by all."""
+        """The result one level below. A fresh tensor is adopted by every level, so that it can be written
+        into at all of them.
+        """
         top = top_level(args, kwargs)
         first = top.index if top is not None else 0
         adopter = next(

@@ -1,10 +1,10 @@
-"""How a batched value lies in memory, and how the tensor of one sample would.
+"""The memory layout of a batched value, and that of the tensor of one sample.
 
 A batched kernel may lay its result out so that one sample's part is spread over memory: the channels of
-several samples side by side, or the sample axis innermost. What a program may do with the tensor of one
-sample follows from its strides: which `view` there is, whether `reshape` copies, what `as_strided` finds. So
-a tracer shows the strides that PyTorch gives one sample's result, and the value is copied to memory of these
-strides before a view of it is taken. Nothing is copied where no view is taken.
+several samples side by side, or the sample axis innermost. The strides of one sample's tensor decide which
+`view` exists, whether `reshape` copies, and what `as_strided` returns. So a tracer shows the strides that
+PyTorch gives one sample's result, and the value is copied to memory of these strides before a view of it is
+taken. Without a view nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Strides = tuple[int, ...]
 
 # Operators whose results are not contiguous, though their arguments are.
 _BY_COLUMNS: frozenset[Op] = frozenset({aten.triangular_solve.default, aten.linalg_lstsq.default})
-# Operators of which the meta device tells other strides than the kernel's: there the batched kernel's order
-# of axes is taken.
+# Operators for which the meta device returns other strides than the kernel: the batched kernel's order of
+# axes is used.
 _OTHERWISE_ON_META: frozenset[Op] = frozenset(
     {
         aten.conv1d.default,
@@ -80,7 +80,7 @@ def strides_of_one_sample(
     """The strides of `op(*args, **kwargs)` (its tensor number `place`) in PyTorch, for the shapes and strides
     of one sample.
 
-    value: what a batching rule has made of it, [n, *shape].
+    value: the result of the batching rule, [n, *shape].
     """
     shape = value.shape[1:]
     return _strides(shape, op, args, kwargs, place) or dense_strides(shape, value.stride()[1:])
@@ -89,8 +89,8 @@ def strides_of_one_sample(
 def _strides(
     shape: torch.Size, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
 ) -> Strides | None:
-    """The dense strides that PyTorch gives tensor number `place` of `op(*args, **kwargs)`; None where it does
-    not say.
+    """The dense strides that PyTorch gives tensor number `place` of `op(*args, **kwargs)`; None if the meta
+    device can't say.
     """
     results = _results(op, args, kwargs) if op not in _OTHERWISE_ON_META else ()
     if place >= len(results):
@@ -100,8 +100,8 @@ def _strides(
 
 
 def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[torch.Size, Strides], ...]:
-    """(shape, strides) of each tensor that the operator returns, by PyTorch's meta device; none where it does
-    not say.
+    """(shape, strides) of each tensor that the operator returns, by PyTorch's meta device; none if it can't
+    say.
     """
     signature = (
         id(op),
@@ -169,8 +169,8 @@ def overlaps_itself(shape: torch.Size, strides: Strides) -> bool:
 
 
 def lies_otherwise(value: torch.Tensor, strides: Strides) -> bool:
-    """Whether a batched value [n, *shape] lies otherwise than n tensors of these strides, or has one place
-    for several samples.
+    """Whether the memory layout of a batched value [n, *shape] differs from n tensors of these strides, or
+    several samples share a place.
     """
     own = value.stride()
     return not _alike(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
@@ -191,7 +191,7 @@ def laid_out(value: torch.Tensor, strides: Strides) -> torch.Tensor:
 
 
 def laid_out_by_kernel(result: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a program of other operators returns in the place of a kernel, laid out as the kernel would."""
+    """The result of a program that replaces a kernel, in the memory layout of the kernel's result."""
     places = itertools.count()
 
     def placed(x: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""torch.autograd.Function inside a transformed function: its backward, jvp and vmap are taken as rules.
+"""torch.autograd.Function inside a transformed function: its backward, jvp and vmap are used as rules.
 
-PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute
-that comes from C; while a transform runs, the base class has one of its own, ours, which also reaches
-functions that were bound before (`f = MyFunction.apply`). Since PyTorch 2.14 `Function.apply` comes from C
-itself and is what has to be ours: one that was bound before stays PyTorch's, and is refused as soon as its
+PyTorch has no hook for the call. But `Function.apply` looks its next step up as an attribute of a base class,
+which is written in C. While a transform runs, psgrad replaces this attribute, which also reaches functions
+that were bound before (`f = MyFunction.apply`). Since PyTorch 2.14 `Function.apply` itself is written in C
+and is what psgrad replaces. A function that was bound before stays PyTorch's, and is refused as soon as its
 backward would be needed.
 
-A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for
-the backward belongs to a floor that is not known yet. One without is left to PyTorch, and refused as soon as
-its backward would be needed.
+A Function must be written with `setup_context`, as torch.func demands too: otherwise the level of what its
+forward saves for the backward is not known yet. A Function without it is left to PyTorch, and refused as soon
+as its backward would be needed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if not APPLIES_IN_TWO_STEPS:  # one that was bound before may run at any time
 
 
 class Context:
-    """What a Function's `setup_context`, `backward` and `jvp` know as `ctx`. It takes any attribute, as
-    PyTorch's does.
+    """The `ctx` of a Function's `setup_context`, `backward` and `jvp`. It takes any attribute, as PyTorch's
+    does.
     """
 
     def __init__(self, name: str, needs_input_grad: tuple[bool, ...]) -> None:
@@ -53,7 +53,7 @@ class Context:
         self.to_save: tuple[Any, ...] = ()
         self.saved_for_forward: tuple[Any, ...] | None = None
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
-        self.pushing = False  # whether it is `jvp` that asks
+        self.pushing = False  # whether `jvp` reads it
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.to_save = tensors
@@ -81,14 +81,14 @@ class Context:
 
 
 class VmapInfo(NamedTuple):
-    """What a Function's `vmap` is told of the axis."""
+    """What a Function's `vmap` receives about the axis."""
 
     batch_size: int
     randomness: str
 
 
 def applied(function: Any, args: tuple[Any, ...]) -> Any:
-    """`function.apply(*args)` by its own rules, at whatever levels are active."""
+    """`function.apply(*args)` by its own rules, at all active levels."""
     call = _Application(function)
     outs = hand_down(call, list(args))
     return call.structured(outs)
@@ -99,7 +99,7 @@ class _Application(Ruled):
 
     def __init__(self, function: Any) -> None:
         self.kind = function
-        self.single: bool | None = None  # whether the Function returned something else than a tuple
+        self.single: bool | None = None  # whether the Function returned something other than a tuple
         has_backward = (
             function.backward is not SingleLevelFunction.backward
             or function.vjp is not SingleLevelFunction.vjp
@@ -119,7 +119,7 @@ class _Application(Ruled):
 
     def run(self, args: Flat) -> Flat:
         if state.attached and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-            # PyTorch's autograd differentiates what comes out, and this it knows how to
+            # PyTorch's autograd differentiates the result, which it can
             assert state.outside is not None
             with read_only(args), ForceDispatchKeys(*state.outside):
                 return self._flat(super(SingleLevelFunction, self.kind).apply(*args))  # type: ignore[misc]
@@ -161,8 +161,8 @@ class _Application(Ruled):
         return self._counted(backward(context, *cotangents), shapes)
 
     def _counted(self, found: Any, shapes: list[Any]) -> Cotangents:
-        """One cotangent an argument. As PyTorch does, one that was not summed over axes that were broadcast
-        is summed here.
+        """One cotangent an argument. As PyTorch does, one that was not summed over broadcast axes is summed
+        here.
         """
         cotangents = list(found) if isinstance(found, tuple) else [found]
         surplus = cotangents[len(shapes) :]
@@ -255,7 +255,7 @@ _ONCE_FILE = SingleLevelFunction.forward.__code__.co_filename
 
 
 def _once(name: str, backward: Callable[..., Any], context: Context, cotangents: Cotangents) -> Any:
-    """A backward whose own derivative is not to be had: an error where somebody asks for it."""
+    """A backward whose own derivative raises an error."""
     saved = context.to_save
     single = False
 
@@ -301,9 +301,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_runs() -> Iterator[None]:
-    """Where an operator finds itself recorded, it is now to be found out whether it is the forward of a
-    Function that calls it.
-    """
+    """Whether an operator that is recorded runs in the forward of a Function."""
     state.forwards += 1
     try:
         yield

@@ -1,9 +1,9 @@
-"""PyTorch's own autograd, used inside a transform: it sees nothing there, so what it would leave out in
-silence is refused by name.
+"""Refuses uses of PyTorch's own autograd inside a transform that would be silently without effect.
 
-That is a module's backward hooks, which it skips where no tensor requires a gradient;
-torch.autograd.functional, which takes what does not require one for constant; and torch.func's forward mode,
-which would end the process. torch.autograd.grad and .backward() object by themselves (see Level.body).
+These are a module's backward hooks, which PyTorch skips where no tensor requires a gradient;
+torch.autograd.functional, for which a tensor that does not require one is constant; and torch.func's forward
+mode, which would end the process. torch.autograd.grad and .backward() raise errors by themselves (see
+Level.body).
 """
 
 from __future__ import annotations

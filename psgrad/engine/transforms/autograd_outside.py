@@ -1,10 +1,10 @@
-"""How operators are written where PyTorch's autograd, looking on from outside, differentiates what a
-transform has computed.
+"""The form of operators for PyTorch's autograd, where it differentiates the result of a transform from
+outside.
 
-It has no derivative of some kernels, which it knows as derivatives of others; and results that its own
-derivatives keep for themselves (the factors of a linear system, the mean that a norm took off) it takes for
-constant, though our rules go on computing with them. Fused attention stays as it is, as in PyTorch itself:
-who asks for the derivative of its derivative is told that there is none.
+PyTorch has no derivative of some kernels that are derivatives of others. And some results that its own
+derivatives use (the factors of a linear system, the mean of a norm) are constant for it, though our rules
+compute with them. These operators are replaced here. Fused attention stays as it is, as in PyTorch itself:
+the derivative of its derivative is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _attention_backward = torch.ops.psgrad.attention_backward_for_cpu.default
 written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(
     _attention_backward, args, kwargs
 )
-# What a table of weights that seems to need no gradient is looked up with.
+# The lookup operator for a table of weights that requires no gradient.
 written_for_autograd[aten._embedding_bag_forward_only.default] = aten._embedding_bag.default
 
 

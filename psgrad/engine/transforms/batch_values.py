@@ -1,4 +1,5 @@
-"""Values with a sample axis that the user's function does not see, and what a batching rule may ask of them.
+"""Values with a sample axis that the user's function does not see, and the interface of a batch for batching
+rules.
 
 The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest. A
 value without that axis stays a plain value (or a tracer of a lower level) and is never copied per sample.
@@ -18,7 +19,7 @@ from psgrad.engine.transforms.private_torch import make_wrapper
 
 
 class Deferred(Protocol):
-    """A batched value that has not been computed: what a deferral policy returns in place of a tensor."""
+    """A batched value that has not been computed: a deferral policy returns it in place of a tensor."""
 
     shape: torch.Size  # logical, without the sample axis
     dtype: torch.dtype
@@ -37,9 +38,7 @@ class BatchTracer(Tracer):
 
     level: SampleAxis
     carries_samples = True
-    lies_otherwise = (
-        False  # whether the value lies in memory otherwise than the strides say (see aliasing.py)
-    )
+    lies_otherwise = False  # whether its memory layout differs from the strides (see aliasing.py)
 
     def below(self) -> torch.Tensor:
         if not isinstance(self.value, torch.Tensor):
@@ -47,8 +46,8 @@ class BatchTracer(Tracer):
         return self.value
 
     def lay_out(self) -> None:
-        """Lay the value out as the strides say. For one that no view was taken of."""
-        with torch.enable_grad():  # whoever looks at it, it keeps its derivative
+        """Lay the value out as the strides say. For a value of which no view was taken."""
+        with torch.enable_grad():  # it keeps its derivative at all levels
             self.value, self.lies_otherwise = laid_out(self.below(), (sys.maxsize, *self.stride())), False
 
     def contiguously(self) -> BatchTracer:
@@ -63,7 +62,7 @@ class BatchTracer(Tracer):
 
 
 def traced(value: Any, level: SampleAxis) -> BatchTracer:
-    """The tracer of a physical value, or of a deferred one. A function, as calling the class would take twice
+    """The tracer of a physical value, or of a deferred one. A function, because calling the class takes twice
     the time.
     """
     if isinstance(value, torch.Tensor):
@@ -97,7 +96,7 @@ class SampleAxis(AdoptingLevel):
 
 
 class Batch:
-    """What a batching rule may ask about its arguments."""
+    """The interface of a batch for batching rules."""
 
     def __init__(self, level: SampleAxis) -> None:
         self.level = level
@@ -115,7 +114,7 @@ class Batch:
         return value.below() if type(value) is BatchTracer and value.level is self.level else value
 
     def physical(self, value: Any) -> torch.Tensor:
-        """[n, *shape]: the physical value; one without the axis is expanded, which copies nothing."""
+        """[n, *shape]: the physical value; a value without the axis is expanded, without a copy."""
         if self.is_mapped(value):
             return value.below()  # type: ignore[no-any-return]
         return value.unsqueeze(0).expand(self.level.size, *value.shape)  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""Batching: the level of one vmap, and what it does at an operator: the batching rule, an in-place write, a
-random draw, or a deferral.
+"""The level of one vmap, and its actions at an operator: the batching rule, an in-place write, a random draw,
+or a deferral.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RANDOMNESS = ("error", "same", "different")
 
 
 class Deferral(Protocol):
-    """What a level may put off. See engine/gradients/deferral/__init__.py for the one policy there is."""
+    """The interface of a deferral policy. See engine/gradients/deferral/__init__.py for the only one."""
 
     def starts(self, op: Op) -> bool:
         """Whether `op` may begin a deferred value."""
@@ -54,7 +54,7 @@ class Deferral(Protocol):
 
 
 class BatchLevel(SampleAxis):
-    """vmap: `size` samples; `randomness` says what a random draw means for them."""
+    """vmap: `size` samples; `randomness` decides how random operators draw for them."""
 
     axis_name: str | None = None  # by which named_axis.py finds it
     drawer: Drawer | None = None  # of samples that draw by labels of their own
@@ -65,7 +65,7 @@ class BatchLevel(SampleAxis):
         self.has_deferred = False
 
     def explained(self, error: BaseException) -> TransformError | None:
-        # How nn.functional.batch_norm greets a batch of one, before any operator runs.
+        # nn.functional.batch_norm raises this for a batch of one, before any operator runs.
         if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
             return diagnostics.batch_statistics_error(diagnostics.where(error))
         return super().explained(error)
@@ -133,9 +133,7 @@ class BatchLevel(SampleAxis):
     def _made(
         self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
     ) -> BatchTracer:
-        """The tracer of what an operator has made anew, with the strides that PyTorch gives one sample's
-        result.
-        """
+        """The tracer of a new result, with the strides that PyTorch gives one sample's result."""
         if value.is_contiguous() if state.going_back else is_ordinary(value, op, args, kwargs):
             return traced(value, self)
         own = strides_of(value)[1:]
@@ -275,7 +273,7 @@ class BatchLevel(SampleAxis):
         return self._wrap(rule(self.batch, partial(self._draw_below, op), *args, **kwargs))
 
     def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
-        """A random operator one level below, where levels further out have their say in what is drawn."""
+        """A random operator one level below; levels further out may handle it."""
         return interpret(op, args, kwargs, below=self)
 
 
@@ -303,5 +301,5 @@ def _refuse_where_memory_overlaps(op: Op, args: tuple[Any, ...]) -> None:
 
 
 def _version(physical: Any) -> int | None:
-    """How often PyTorch has counted a write to a plain tensor; None for a tracer, which has no memory."""
+    """PyTorch's count of writes to a plain tensor; None for a tracer, which has no memory."""
     return None if isinstance(physical, Tracer) else write_count(physical)

@@ -1,15 +1,13 @@
-"""Calls: functions that bring rules of their own, as operators do, and how such a call finds the levels that
-have to handle it.
+"""Calls: functions with rules of their own, and how a call is passed to the levels that handle it.
 
-A call takes a flat list of arguments and returns a flat list of results. It is handed down the stack of
-levels like an operator, but it visits every level from the top, tracers among its arguments or not, as the
-function may close over some.
+A call takes a flat list of arguments and returns a flat list of results. It is passed down the stack of
+levels like an operator. But it visits every level from the top, with or without tracers among its arguments,
+because the function may close over some.
 
-- A derivative level asks it to `differentiate` (reverse) or to `push` tangents (forward), on the values one
-  level below.
-- A batching level asks it to `batch`, which mostly means: the same call for all samples at once, one floor
-  down. Its functions then begin by going back up to the level, also after the level was left (in the pass
-  back): the level is entered again, and the tracers that the user's functions hold become valid with it.
+- A derivative level calls `differentiate` (reverse) or `push` (forward), on the values one level below.
+- A batching level calls `batch`, which mostly means: the same call for all samples at once, one level below.
+  Its functions then enter the level again, also after the level was left (in the backward pass), and the
+  tracers that the user's functions hold become valid with it.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ class Recorded:
 class Call:
     """A function of flat arguments with rules of its own. Subclasses say which."""
 
-    batches = False  # whether it has more to say about a sample axis than that ordinary operators are batched
+    batches = False  # whether `batch` does more than batch its operators one by one
     follows_captured = False  # whether it differentiates also in what its function closes over
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def run(self, args: Flat) -> Flat:
-        """The results where no level has a say."""
+        """The results where no level handles the call."""
         raise NotImplementedError
 
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
@@ -70,8 +68,8 @@ class Call:
         raise NotImplementedError
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
-        """The results and the way back, on values below a reverse-mode level; `needed`: the arguments that
-        want a cotangent.
+        """The results and the backward function, on values below a reverse-mode level; `needed`: the
+        arguments that need a cotangent.
         """
         raise NotImplementedError
 
@@ -90,7 +88,7 @@ class Call:
 
 
 def hand_down(call: Call, args: Flat, below: Level | None = None) -> Flat:
-    """The results of a call: of the highest level that has a say in it, else of the function itself."""
+    """The results of a call: of the highest level that handles it, else of the function itself."""
     args = map_tracers(resurrect, args)
     for x in args:
         if isinstance(x, torch.Tensor):
@@ -145,16 +143,14 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
 
 @contextmanager
 def resting(level: Level) -> Iterator[None]:
-    """While a call is carried out below a level, fresh tensors are nothing of it, nor of the levels above."""
+    """While a call runs below a level, this level and those above do not adopt fresh tensors."""
     with _adopting(False, [other for other in state.stack if level.alive and other.index >= level.index]):
         yield
 
 
 @contextmanager
 def program_on(*values: Any) -> Iterator[None]:
-    """A function of the user's that a rule runs: fresh tensors belong to the levels of the values that it is
-    given, and to no other.
-    """
+    """While a rule runs a function of the user, fresh tensors belong to the levels of its values only."""
     present: set[ActiveLevel] = set()
     for value in values:
         while isinstance(value, Tracer):
@@ -166,7 +162,7 @@ def program_on(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def witnessed(level: GradLevel) -> Iterator[None]:
-    """A record that outlives its function watches also what a call uses, whose operators it does not
+    """The tape of a function that has ended also watches what a call uses, whose operators it does not
     record.
     """
     before = state.watchers
@@ -211,16 +207,16 @@ def _adopting(adopts: bool, levels: Sequence[ActiveLevel]) -> Iterator[None]:
 
 
 def own_values(level: DerivativeLevel, results: Sequence[Any], name: str) -> Flat:
-    """What a function computed below a level, as values of the levels below."""
+    """The results of a function below a level, as values of the levels below."""
     return lowered(results, level.index - 1, name)
 
 
 def lowered(results: Sequence[Any], highest: int, name: str) -> Flat:
-    """Results without the tracers of levels higher than `highest`, which a function brings in that closes
-    over such.
+    """Results without the tracers of levels higher than `highest`, which come from values that a function
+    closes over.
 
-    Constants of those levels are what they stand for, and so is what a level's watch takes note of; else the
-    derivative would be lost.
+    Constants of those levels are replaced by their values, and so is what a level's watch notes; for all
+    others an error is raised, because the derivative would be lost.
     """
     return [_lowered(x, highest, name) for x in results]
 
@@ -257,8 +253,8 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
 
 @dataclass
 class Mapped:
-    """For which arguments and results of a call the sample axis is hidden, and the way up to the samples and
-    back.
+    """Which arguments and results of a call have a hidden sample axis, and the conversions between samples
+    and batches.
     """
 
     level: BatchLevel
@@ -272,9 +268,7 @@ class Mapped:
         ]
 
     def down(self, results: Sequence[Any], name: str) -> Flat:
-        """Results below the level. Where any argument has a sample axis, they all have: what they cost, each
-        sample pays.
-        """
+        """Results below the level. If any argument has a sample axis, all results get one."""
         results = lowered(
             [self.level.content(x) for x in lowered(results, self.level.index, name)], self.level.index, name
         )
@@ -292,7 +286,9 @@ class Mapped:
         ]
 
     def cotangents_down(self, cotangents: Sequence[Any]) -> Cotangents:
-        """An argument that all samples share gets the sum of what they say."""
+        """The cotangents below the level. That of an argument that all samples share is summed over the
+        samples.
+        """
         found = []
         for g, mapped in zip(map(self.level.content, cotangents), self.args, strict=True):
             if g is not None and (any(self.outs) or self.level.owns(g)):
@@ -303,7 +299,7 @@ class Mapped:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the user's words."""
+    """The kind of a value, in the user's words."""
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
@@ -327,12 +323,13 @@ class Ruled(Call):
     """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the
     other's transpose.
 
-    function: arguments -> results. prepare: (arguments, results or None, which arguments want cotangents) ->
-    (results, whatever `pull` needs, constant results). pull: (that, cotangents of the results) -> cotangents
-    of the arguments. forward: (arguments, results or None, tangents) -> (results, tangents of the results).
+    function: arguments -> results.
+    prepare: (arguments, results or None, which arguments need cotangents) -> (results, context of `pull`,
+        constant results).
+    pull: (context, cotangents of the results) -> cotangents of the arguments.
+    forward: (arguments, results or None, tangents) -> (results, tangents of the results).
     value_first: whether `prepare` and `forward` are given the results, computed one level below by the call
-    itself; else they compute
-        them, as ordinary programs there.
+        itself; otherwise they compute them, as ordinary programs there.
     """
 
     def __init__(
@@ -360,8 +357,8 @@ class Ruled(Call):
                 return self._without_autograd(self.function(args))
 
     def _without_autograd(self, outs: Flat) -> Flat:
-        """PyTorch's autograd would differentiate the function as it is written: an error in its pass back, in
-        place of a wrong number.
+        """Results whose backward pass in PyTorch's autograd raises an error: it would differentiate the
+        function as it is written, which may be wrong.
         """
         message = (
             f"{self.name} has a derivative of its own, which PyTorch's autograd does not know: differentiate"
@@ -451,8 +448,8 @@ class Ruled(Call):
     def _transposed_backward(
         self, backwards: Callable[[Flat], Flat], outs: Flat, tangents: Flat, level: ForwardLevel
     ) -> Flat:
-        """Forward mode from the backward rule. A user's need not be linear (it may clip), and then it has no
-        transpose: see that it is.
+        """Forward mode from the backward rule. A rule that is not linear (it may clip) has no transpose; this
+        is checked at two points.
         """
         pushed = transpose(backwards, outs, tangents, above=level)
         for elsewhere in (1e3, -1e3):
@@ -496,7 +493,7 @@ class Ruled(Call):
             return self.pull(context, cotangents)
 
     def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
-        """The cotangents that the user's rule gave, in the arguments' dtypes; an error where a shape is
+        """The cotangents that the user's rule gave, in the arguments' dtypes; an error if a shape is
         wrong.
         """
         found: Cotangents = []
@@ -513,8 +510,8 @@ class Ruled(Call):
     def _transposed_forward(
         self, level: GradLevel, values: Flat, needed: list[int]
     ) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
-        """Reverse mode from the forward rule: its tangents are recorded as a linear function, and that is
-        pulled back.
+        """Reverse mode from the forward rule: its tangents are recorded as a linear function, which is
+        transposed.
         """
         if self.forward is None:
             raise self.without_rule()

@@ -1,14 +1,14 @@
-"""Capture and replay: a function's whole program, recorded once and run again without the Python that made
-it.
+"""Capture and replay: the kernels of a function are recorded once as a program, which runs again without
+Python.
 
 `capture(f)` runs `f` for each signature (shapes, dtypes, devices, Python values among the arguments) on
-tensors without values, and keeps what PyTorch's tracer saw: a list of kernels (program.py). A transform costs
-microseconds of Python for each operator, a replay none of that.
+tensors without values, and keeps the list of kernels that PyTorch's tracer saw (program.py). A transform
+costs microseconds of Python for each operator, a replay none.
 
-What a list of kernels can't repeat is not captured, and `f` runs as it is: a course that depends on data,
-random states that are set inside, tensors that are kept from one call to the next. That is found out while
-recording (watch.py), and said once. What can't be found out is the caller's part: whatever else `f` reads of
-Python (an attribute, a global number) is as it was when it was captured.
+What a list of kernels can't repeat is not captured, and `f` runs as it is, with one warning: branches that
+depend on data, random states that are set inside, tensors that are kept from one call to the next
+(capture_guard.py). Everything else that `f` reads of Python (an attribute, a global number) keeps the value
+that it had at the capture; this can't be detected, and is the caller's responsibility.
 """
 
 from __future__ import annotations
@@ -44,20 +44,19 @@ def capture(
     compile: Compiler = "none",
     say: Callable[[str], None] | None = None,
 ) -> Captured:
-    """`function`, replayed: it is recorded at the first call with each signature, and run from its record
-    afterwards.
+    """`function`, captured at the first call with each signature, and replayed afterwards.
 
     Args:
         function: takes and returns pytrees of tensors and Python values, and does nothing else that has to be
             repeated. What it reads from outside (a module's buffers) is read anew at each call, in place
             changes included.
-        example: arguments to record for at once.
-        compile: 'inductor' hands each record to PyTorch's compiler, which takes seconds to a minute.
-        say: told, once, why calls run as they are; by default a warning.
+        example: arguments to capture for at once.
+        compile: 'inductor' passes each program to PyTorch's compiler, which takes seconds to a minute.
+        say: called once with the reason why calls run uncaptured; by default a warning.
 
     Random operators draw anew at each call, as many numbers in the same order as `function` itself. At most
-    eight signatures are recorded; calls with others run as they are, because a function that meets ever new
-    shapes would spend its time on recording.
+    eight signatures are captured; calls with others run uncaptured, because a function with ever new shapes
+    would spend its time on captures.
     """
     name = getattr(function, "__name__", type(function).__name__)
     captured = Captured(
@@ -71,13 +70,13 @@ def capture(
 
 
 class Captured:
-    """A function with its records, by signature. Made by `capture`."""
+    """A function with its programs, by signature. Made by `capture`."""
 
     def __init__(self, function: Callable[..., Any], compile: Compiler, say: Callable[[str], None]) -> None:
         if compile not in ("none", "inductor"):
             raise TransformError(f"capture: compile={compile!r}", expected="'none' or 'inductor'")
         self.function, self.compile, self.say = function, compile, say
-        self.programs: dict[Any, Program | None] = {}  # None: has to run as it is
+        self.programs: dict[Any, Program | None] = {}  # None: runs uncaptured
         self.said = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,19 +87,19 @@ class Captured:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not autocast:
             return program(tensors)
-        with contextlib.ExitStack() as exits:  # the record holds the casts
+        with contextlib.ExitStack() as exits:  # the program holds the casts
             for kind, _ in autocast:
                 exits.enter_context(torch.autocast(kind, enabled=False))
             return program(tensors)
 
     def record(self, *args: Any, **kwargs: Any) -> Program | None:
-        """The record for these arguments, made without running on them; None where calls with them run as
-        they are.
+        """The program for these arguments, captured without values; None if calls with them run
+        uncaptured.
         """
         return self._program_for(*tree_flatten((args, kwargs)))[0]
 
     def _program_for(self, leaves: list[Any], spec: Any) -> tuple[Program | None, Autocast]:
-        """The record for a call with these arguments, and under which autocast it was made."""
+        """The program for a call with these arguments and the current autocast."""
         if _followed_by_others():
             return None, ()
         autocast = _autocast()
@@ -126,7 +125,7 @@ class Captured:
         return self.programs[signature], autocast
 
     def _signature(self, leaves: list[Any], spec: Any, autocast: Autocast) -> Any:
-        """What a record holds for, besides the values of tensors; None where a call must run as it is."""
+        """The key of a program, without the values of tensors; None if a call must run uncaptured."""
         recording = torch.is_grad_enabled()
         seen: dict[int, int] = {}
         parts: list[Any] = []
@@ -143,7 +142,7 @@ class Captured:
                     return None
                 parts.append((seen.setdefault(id(leaf), len(seen)), *looks(leaf)))
             elif isinstance(leaf, float):
-                parts.append((float, repr(leaf)))  # apart: 0.0 and -0.0; alike: NaN
+                parts.append((float, repr(leaf)))  # different: 0.0 and -0.0; equal: NaN
             elif isinstance(leaf, PLAIN):
                 parts.append((type(leaf), leaf))
             else:
@@ -158,8 +157,8 @@ class Captured:
 
 
 def _followed_by_others() -> bool:
-    """Whether something stands between the function and its kernels: another transform, ours or torch.func's,
-    or a mode.
+    """Whether another transform, ours or torch.func's, or a mode is active between the function and its
+    kernels.
     """
     return bool(
         state.stack

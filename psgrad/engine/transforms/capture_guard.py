@@ -1,4 +1,6 @@
-"""The eyes on a function that is being recorded: they object to whatever a record would not repeat."""
+"""A mode that watches a function while it is captured, and raises an error at anything that a program would
+not repeat.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,14 @@ from psgrad.engine.transforms.private_torch import (
 
 
 class NotCapturable(Exception):
-    """Why a program can't be replayed. It doesn't leave `capture`, which runs the function as it is."""
+    """Why a program can't be captured. It doesn't leave `capture`, which then runs the function
+    uncaptured.
+    """
 
 
 class _Objector:
-    """Objects to what a record would not repeat. It remembers, too: the function may handle exceptions of its
-    own.
+    """Raises an error at anything that a program would not repeat, and remembers it, as the function may
+    catch exceptions.
     """
 
     objection: str | None = None
@@ -47,7 +51,7 @@ class _Objector:
 
 
 def looks(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a record relies on in a tensor, beside its values."""
+    """What a program relies on in a tensor, beside its values."""
     return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg()
 
 
@@ -60,22 +64,23 @@ def draws(op: Any) -> bool:
 
 
 class Watch(_Objector, DispatchMode):
-    """Sees the kernels of a function that is being recorded, and objects to what a record would not repeat.
+    """Sees the kernels of a function that is captured, and raises an error at anything that a program would
+    not repeat.
 
-    inside: from a tensor of outside to what stands for it in the record.
+    inside: from a tensor of outside to the tensor that stands for it in the program.
     """
 
     def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.random_states = random_states
-        self.outside: dict[int, torch.Tensor] = {}  # what was met, by id
+        self.outside: dict[int, torch.Tensor] = {}  # tensors met so far, by id
         self.made: list[weakref.ref[torch.Tensor]] = []
         self.course: list[Any] = []  # the kernels and what is known of their arguments
         self._inside = inside
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tracer) for kind in types):
-            return NotImplemented  # a level's; it comes back as kernels
+            return NotImplemented  # a level's operator; it comes back as kernels
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in op.tags or (
             torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args)
@@ -87,7 +92,7 @@ class Watch(_Objector, DispatchMode):
             self.random_states.drawn()
         if (
             op is not aten.lift_fresh.default
-        ):  # what torch.tensor(..) made has a value, yet is not from outside
+        ):  # the result of torch.tensor(..) has a value, yet is not from outside
             args, kwargs = map_tracers(self.inside, args), map_tracers(self.inside, kwargs)
         result = op(*args, **kwargs)
         self.made += [weakref.ref(x) for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
@@ -101,7 +106,7 @@ class Watch(_Objector, DispatchMode):
         return self._inside(x)
 
     def expect_nothing_kept(self) -> None:
-        """A tensor that outlives the recording would be missing, or stale, at a replay."""
+        """An error if a tensor outlives the capture: it would be missing, or stale, at a replay."""
         if any(made() is not None for made in self.made):
             gc.collect()
         if any(made() is not None for made in self.made):
@@ -109,7 +114,7 @@ class Watch(_Objector, DispatchMode):
 
 
 class NoReads(_Objector, TorchFunctionMode):
-    """Objects to methods that read a tensor's memory without an operator."""
+    """Refuses methods that read a tensor's memory without an operator."""
 
     _READ = frozenset(
         {
@@ -133,11 +138,11 @@ class NoReads(_Objector, TorchFunctionMode):
 
 
 class RandomStates(_Objector):
-    """Watches over PyTorch's random_draws, which a program may set (a checkpoint sets them back): a record
+    """Watches PyTorch's random states, which a program may set (a checkpoint sets them back), but a replay
     would not.
 
-    Nothing is drawn for tensors without values. So for each operator that draws, one number is drawn from
-    each generator instead, and whoever sets a generator gives himself away. In the end they are as before.
+    Without values nothing is drawn. So for each operator that draws, one number is drawn from each generator
+    instead, and a function that sets a generator is found by its state. At the end the states are restored.
     """
 
     def __enter__(self) -> RandomStates:
@@ -176,7 +181,7 @@ def _indexes_by_numbers(op: Op, args: Any) -> bool:
 
 @contextlib.contextmanager
 def modules_unchanged() -> Iterator[None]:
-    """Take from modules the tensors without values that they kept while they were recorded (a cache, the last
+    """Remove from modules the tensors without values that they stored during the capture (a cache, the last
     attention map).
     """
     stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -207,9 +212,7 @@ def _recorded(value: Any) -> bool:
 
 @contextlib.contextmanager
 def python_random_states() -> Iterator[None]:
-    """Refuse a program that decides by Python's or NumPy's generators: a record would decide the same each
-    time.
-    """
+    """Refuse a program that uses Python's or NumPy's generators: a replay would repeat the same numbers."""
     numpy = sys.modules.get("numpy")
     before, numpy_before = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

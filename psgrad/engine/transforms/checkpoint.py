@@ -1,4 +1,4 @@
-"""checkpoint: a function that keeps nothing for the way back but its arguments, and runs again there."""
+"""checkpoint: a function that saves only its arguments for the backward pass, and runs again there."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ from psgrad.errors import TransformError
 
 
 def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, of which reverse mode keeps the arguments alone and not what is computed on
-    the way.
+    """`func(*args, **kwargs)`, of which reverse mode keeps only the arguments, not the intermediate values.
 
-    When cotangents come back, `func` runs again, with the same random draws, autocast settings and swapped
+    When cotangents arrive, `func` runs again, with the same random draws, autocast settings and swapped
     parameters (`functional_call`), and is differentiated then. So memory does not grow with what `func`
     computes, at the price of computing it twice. It takes and returns pytrees; parameters and other traced
     values that it closes over are differentiated too.
@@ -67,9 +66,9 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Recomputed(Call):
-    """A call whose derivative is that of its function, which runs again on the way back.
+    """A call whose derivative is that of its function, which runs again in the backward pass.
 
-    value: another way to the results, by which they are computed the first time.
+    value: another function with the same results, which computes them the first time.
     """
 
     follows_captured = True
@@ -118,8 +117,8 @@ class Recomputed(Call):
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
         watch, circumstances = Watch(level, self.name), Circumstances()
-        # the function itself is to do the same each time, to fresh tensors too; another way to its value is a
-        # program of its own
+        # the function must do the same each time, to fresh tensors too; another function for its value is
+        # separate
         below = resting(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), circumstances.noted(), read_only(values), below:
             outs = own_values(level, hand_down(self, values, below=level), self.name)
@@ -149,7 +148,7 @@ class Recomputed(Call):
 
 
 class _Place:
-    """Where a result stands in the record."""
+    """The place of a result on the tape."""
 
     def __init__(self, tracer: GradTracer) -> None:
         tracer.level.refresh(tracer)
@@ -201,8 +200,8 @@ class Watch:
 
     @contextmanager
     def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
-        """What was captured starts the record anew: cotangents stop there, and go on from there in the record
-        of the call.
+        """Captured values are leaves of the second tape: cotangents stop there, and continue in the tape of
+        the call.
         """
         before = [(tracer.node, tracer.output) for tracer in captured]
         nodes = [Node() for _ in captured]
@@ -226,7 +225,7 @@ class Watch:
 
 
 class Circumstances:
-    """What a function's result depends on besides values: the state of random random_draws, autocast,
+    """What a function's result depends on besides values: the states of random generators, autocast,
     parameters swapped into modules.
     """
 
@@ -244,24 +243,22 @@ class Circumstances:
             if torch.is_autocast_enabled(device)
         ]
         self.swaps = current_swaps()
-        self.drew = False  # whether it matters in which state the generators are
+        self.drew = False  # whether the state of the generators matters
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Also generators that the function brings along are found in the state in which it first draws from
-        them.
-        """
+        """Also a generator that the function brings along is restored, to the state before its first draw."""
         before = state.draws
         state.draws = (*before, self._note)
         try:
             yield
         finally:
             state.draws = before
-        # a kernel may draw on the way without being known for it (dropout between the layers of an LSTM)
+        # a kernel may draw without being listed as random (dropout between the layers of an LSTM)
         with (
             without_modes(),
             DisableTorchFunction(),
-        ):  # it is no data of the function's, whoever is watching
+        ):  # it is not an operator of the function
             self.drew = any(
                 not torch.equal(generator.get_state(), then) for generator, then in self.generators
             )

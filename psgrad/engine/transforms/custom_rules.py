@@ -34,7 +34,7 @@ from psgrad.errors import TransformError
 
 
 class _Custom:
-    """A function that looks like the one it was made of, and its name in error messages."""
+    """A function with the attributes of the one that it wraps, and its name in error messages."""
 
     def __init__(self, function: Callable[..., Any], kind: str, setter: str) -> None:
         for name in functools.WRAPPER_ASSIGNMENTS:
@@ -51,7 +51,7 @@ class _Custom:
         return self if instance is None else functools.partial(self, instance)
 
     def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position, as the rule takes them."""
+        """All arguments by position."""
         if not kwargs:
             return args
         bound = inspect.signature(self.function).bind(*args, **kwargs)
@@ -82,8 +82,8 @@ class _Custom:
 
 
 class _Differentiated(_Custom):
-    """What custom_vjp and custom_jvp share: arguments that the rule is given apart, as they have no
-    derivative.
+    """The common part of custom_vjp and custom_jvp: arguments without a derivative, which the rule receives
+    separately.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ def _zeros(x: Any) -> Any:
 
 
 class custom_vmap(_Custom):
-    """A function that says itself how it is computed for many samples at once.
+    """A function with its own rule for many samples at once.
 
         @custom_vmap
         def f(x, y): ...
@@ -287,8 +287,8 @@ class custom_vmap(_Custom):
     bools like the arguments, says so. It returns the pair (result, tree of bools like the result: which of
     its leaves have the sample axis in front).
 
-    Derivatives are those of `f`, whose operators are mapped one by one: the rule is another way to the same
-    values, and need not be differentiable.
+    Derivatives are those of `f`, whose operators are mapped one by one: the rule computes the same values in
+    another way, and need not be differentiable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""What reverse and forward mode have in common: tracers that hold a value with its derivative, in-place
+"""The common part of reverse and forward mode: tracers that hold a value with its derivative, in-place
 operators, and views.
 
 In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view
@@ -54,8 +54,7 @@ class DerivativeTracer(Tracer):
 
     level: DerivativeLevel
     value: torch.Tensor
-    # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its
-    # results this is.
+    # A view: the tracer it was taken from, the operator, its other arguments, and the number of its result.
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None = None
     has_views: bool = False
     writes: int = 0  # how often this tracer was written to
@@ -68,11 +67,11 @@ class DerivativeTracer(Tracer):
 
     @property
     def varies(self) -> bool:
-        """Whether there is a derivative; without, the value is a constant."""
+        """Whether it has a derivative; otherwise the value is a constant."""
         raise NotImplementedError
 
     def become(self, other: Any) -> None:
-        """Hold what `other` holds."""
+        """Take over what `other` holds."""
         raise NotImplementedError
 
     def below(self) -> torch.Tensor:
@@ -93,7 +92,7 @@ Held = TypeVar("Held", bound=DerivativeTracer)
 
 
 def hold(kind: type[Held], value: torch.Tensor, level: DerivativeLevel) -> Held:
-    """A tracer of `value` at `level`, which is neither a view nor written to so far."""
+    """A tracer of `value` at `level`, which is not a view and has not been written to."""
     strides = strides_of(value)
     tracer: Any = make_wrapper(kind, value.shape, strides, 0, dtype=value.dtype, device=value.device)
     tracer.value, tracer.level, tracer.born = value, level, next(births)
@@ -111,7 +110,7 @@ class DerivativeLevel(AdoptingLevel):
         raise NotImplementedError
 
     def is_on(self) -> bool:
-        """Whether derivatives are followed where the user's function is now."""
+        """Whether derivatives are followed at this point of the user's function."""
         raise NotImplementedError
 
     def apply(
@@ -131,15 +130,15 @@ class DerivativeLevel(AdoptingLevel):
         return self.constant(value)
 
     def adopt_from_outside(self, value: Any) -> Any:
-        """`adopt_from_below`, for a tensor that was made before the level, or without its knowledge."""
+        """`adopt_from_below`, for a tensor that was made before the level, or unseen by it."""
         adopted: Any = self.adopt_from_below(value)
         if adopted is not value:
             adopted.from_outside = self.has_outside = True
         return adopted
 
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place on a tensor from outside the function. A counter may be counted; a value may be needed for
-        the way back.
+        """An in-place operator on a tensor from outside the function. A counter may be changed; a value that
+        the backward pass may need may not.
         """
         counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
         if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
@@ -147,7 +146,9 @@ class DerivativeLevel(AdoptingLevel):
         return self.lower(op, args, kwargs)
 
     def _write_from_outside(self, base: DerivativeTracer, op: Op, args: Any, kwargs: Any) -> Any:
-        """In place on what `adopt_from_outside` was given: in its own memory, which every view of it sees."""
+        """An in-place operator on a tensor of `adopt_from_outside`: in its own memory, which every view of it
+        sees.
+        """
         if base.needed or (self.inputs(args) and self.is_on()):
             _refuse_write_outside(op)
         self.lower(op, self.unwrap(args), self.unwrap(kwargs))
@@ -161,7 +162,7 @@ class DerivativeLevel(AdoptingLevel):
             return self._in_place(op, args, kwargs)
         if (
             operator.taken_apart
-        ):  # its pieces are handled one by one: they say what is a view, and what is written in place
+        ):  # its pieces are handled one by one: they show which are views, and which write in place
             return decompose(op, args, kwargs)
         inputs, values = self.opened(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
@@ -191,7 +192,7 @@ class DerivativeLevel(AdoptingLevel):
         if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
             below = (
                 aten.reshape.default
-            )  # a write has put a value in place that lies in memory otherwise than the tracer says
+            )  # a write has stored a value whose memory layout differs from the tracer's strides
         if not follows:
             result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = (
@@ -219,8 +220,8 @@ class DerivativeLevel(AdoptingLevel):
         return self.opened(args)[0]
 
     def opened(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
-        """(the tracers of this level with a derivative, each with its position; the arguments with what such
-        tracers stand for)
+        """(the tracers of this level with a derivative, each with its position; the arguments with the values
+        of such tracers)
         """
         found: list[tuple[Position, Any]] = []
         values: list[Any] = []
@@ -244,7 +245,7 @@ class DerivativeLevel(AdoptingLevel):
         return found, tuple(values)
 
     def unwrap(self, tree: Any) -> Any:
-        """An operator's arguments with what the tracers of this level stand for in their place."""
+        """An operator's arguments with the values of this level's tracers in their place."""
         kind = kinds[type(tree)]
         if kind == TRACER:
             if tree.level is self:
@@ -274,7 +275,7 @@ class DerivativeLevel(AdoptingLevel):
         return result
 
     def refresh(self, tracer: DerivativeTracer) -> None:
-        """Take a view again whose base was written to since."""
+        """Take a view again if its base was written to since."""
         if tracer.view_of is None:
             return
         base, op, rest, kwargs, output = tracer.view_of
@@ -283,7 +284,7 @@ class DerivativeLevel(AdoptingLevel):
             return
         with torch.set_grad_enabled(
             tracer.varies or torch.is_grad_enabled()
-        ):  # whoever looks, the view keeps its derivative
+        ):  # the view keeps its derivative at all levels
             again = op(base, *rest, **kwargs)
         tracer.become(again if output is None else again[output])
         tracer.writes_seen = base.writes
@@ -318,7 +319,7 @@ class DerivativeLevel(AdoptingLevel):
         return target
 
     def _reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The target becomes a view of what it was, so that writes to it still arrive where it looks."""
+        """The target becomes a view of its former value, so that writes to it still reach the same memory."""
         target = args[0]
         self._refuse_where_read(target)
         if target.has_views:
@@ -379,9 +380,9 @@ def _refuse_write_outside(op: Op) -> None:
 
 
 class Reads(Protocol):
-    """Who watches what a function reads of a level's values (see checkpoint.py)."""
+    """Notes what a function reads of a level's values (see checkpoint.py)."""
 
     follows: bool  # whether derivatives are followed meanwhile
 
     def note(self, tensors: Iterable[Any]) -> None:
-        """Told of the tensors that an operator is given."""
+        """Called with the tensors among an operator's arguments."""

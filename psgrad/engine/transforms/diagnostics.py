@@ -22,7 +22,7 @@ _NOT_THE_USERS = (_TORCH, _ENGINE, contextlib.__file__, "<")
 
 
 def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
-    """From the innermost outwards: the frames that run now, or those that an error came through."""
+    """The frames that run now, or those that an error came through, from the innermost outwards."""
     if error is not None:
         yield from reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
         return
@@ -33,8 +33,8 @@ def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
 
 
 def user_line(error: BaseException | None = None) -> str | None:
-    """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine, nor to context
-    managers of theirs.
+    """`file:line` of the innermost frame of the user's code: outside of PyTorch, the engine and their context
+    managers.
     """
     for frame in _frames(error):
         name = frame.f_code.co_filename
@@ -60,8 +60,8 @@ def module_path(error: BaseException | None = None) -> str | None:
 
 
 def where(error: BaseException | None = None) -> str:
-    """` (in layer fc1 (Linear), model.py:12)`, as far as it is known: of what runs now, or of where an error
-    came from.
+    """` (in layer fc1 (Linear), model.py:12)`, as far as known: of the code that runs now, or of the origin
+    of an error.
     """
     parts = []
     if module := module_path(error):
@@ -71,23 +71,23 @@ def where(error: BaseException | None = None) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-# Functions that open a level, by the id of their code: a search for what stands between an operator and its
+# Functions that open a level, by the id of their code: the search for frames between an operator and its
 # transform ends there.
 _boundaries: set[int] = set()
 
 
 def boundary(function: Callable[..., Any]) -> None:
-    """Declare a function (of a module, so that it lives on) to be one that opens a level."""
+    """Mark a function (of a module, so that it stays alive) as one that opens a level."""
     _boundaries.add(id(function.__code__))
 
 
 def running_autograd_function(*, inside: bool) -> str | None:
-    """The name of the autograd.Function whose forward is running, if one is.
+    """The name of the autograd.Function whose forward is running, if any.
 
     Its backward is invisible to a transform, which would differentiate the forward instead, or see constants
     where PyTorch has switched recording off. PyTorch has no hook for the call, but the forward's frame is on
-    the stack. This is asked at every recorded operator, so frames are told apart by the id of their code:
-    hashing code takes ten times as long.
+    the stack. This runs at every recorded operator, so frames are compared by the id of their code: hashing
+    code takes ten times as long.
 
     inside: only one that was called inside the innermost transform.
     """
@@ -105,9 +105,7 @@ def running_autograd_function(*, inside: bool) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _forwards(made_so_far: Any) -> dict[int, tuple[CodeType, str]]:
-    """The forward of each class of autograd.Function that exists by now, by the id of its code, which is kept
-    alive.
-    """
+    """The forward of each existing class of autograd.Function, by the id of its code, which is kept alive."""
     classes = [function for function in _subclasses(FunctionBase) if hasattr(function.forward, "__code__")]
     return {
         id(function.forward.__code__): (function.forward.__code__, function.__name__) for function in classes
@@ -122,7 +120,7 @@ def _subclasses(base: Any) -> Iterator[Any]:
 
 
 def batch_statistics_error(where: str) -> TransformError:
-    """What to say to a BatchNorm that would mix the samples."""
+    """The error for a BatchNorm that would mix the samples."""
     return TransformError(
         f"BatchNorm in training mode{where}",
         expected="a layer that treats each sample by itself",

@@ -38,7 +38,7 @@ class ForwardTracer(DerivativeTracer):
         self.value, self.tangent = other.value, other.tangent
 
     def rewritten(self, new: Any) -> Any:
-        """Forward mode does not heed no_grad: the tangent is a new one, which for levels below is written as
+        """Forward mode ignores no_grad: the tangent is a new one, which is written at the levels below as
         well.
         """
         if not self.level.owns(new):
@@ -67,7 +67,7 @@ class ForwardLevel(DerivativeLevel):
         return traced(value, self)
 
     def is_on(self) -> bool:
-        return True  # no_grad speaks of reverse mode
+        return True  # no_grad concerns reverse mode only
 
     def apply(
         self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]
@@ -84,7 +84,7 @@ class ForwardLevel(DerivativeLevel):
         return tracers if isinstance(result, list) else tuple(tracers)
 
     def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
-        """A whole number has no derivative: a linear operator (a cast) would take it from the tangent as from
+        """An integer has no derivative: a linear operator (a cast) would compute the tangent as if it were
         the value.
         """
         differentiable = result.dtype.is_floating_point or result.dtype.is_complex
@@ -93,7 +93,7 @@ class ForwardLevel(DerivativeLevel):
     def _tangents(
         self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any
     ) -> list[Any]:
-        """The tangents of an operator's results: the sum of what each input adds."""
+        """The tangents of an operator's results: the sum of each input's contribution."""
         total: list[Any] = [None] * len(results)
         rest: dict[Position, torch.Tensor] = {}
         moved: dict[
@@ -128,8 +128,8 @@ def _accumulate(total: list[Any], contribution: Any) -> None:
 def _with_tangents(
     args: tuple[Any, ...], argument: int, tangents: dict[int | None, torch.Tensor]
 ) -> tuple[Any, ...]:
-    """An operator's arguments, one of them with its tangent in its place (zeros for the items of a list that
-    have none).
+    """An operator's arguments, one of them replaced by its tangent (zeros for the items of a list that have
+    none).
     """
     given = args[argument]
     if isinstance(given, torch.Tensor):
@@ -167,9 +167,9 @@ def transpose(
     """The transpose of a linear function of tensors shaped like `inputs`, applied to `cotangents`. None
     stands for zero.
 
-    `linear` is told None for inputs that have no derivative (integers, what is no tensor). It may use levels
-    that are active and stand on `above`. Where it is taken, at which number in all places, makes no
-    difference if it is linear.
+    `linear` receives None for inputs without a derivative (integers, non-tensors). It may use active levels;
+    it runs on top of `above`. `at` is the number in all places at which it is transposed; for a linear
+    function any number gives the same.
     """
     level = GradLevel()
     with level.active(above), torch.set_grad_enabled(True):

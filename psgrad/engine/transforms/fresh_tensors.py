@@ -1,5 +1,5 @@
-"""Tensors that a batched function makes for itself: without a sample axis, until a value that has one is
-written into them.
+"""Tensors that a batched function makes: without a sample axis, until a value that has one is written into
+them.
 
 `out = torch.zeros(3); out[0] = x` is one tensor for each sample as soon as `x` differs between samples. Until
 then it is the same for all, and is neither copied nor computed with per sample.
@@ -35,11 +35,11 @@ from psgrad.engine.transforms.rules.registry import batching_rule, decompose, ta
 
 
 class FreshTracer(Tracer):
-    """Stands for a tensor made inside the function: `plain`, the same for all samples, or `batched` from the
-    first such write on.
+    """A tensor made inside the function: `plain`, the same for all samples, or `batched` after the first
+    write of a value with a sample axis.
 
-    A view remembers what it was taken from (`view_of`: that, the operator, its other arguments, and which of
-    its results): its memory is the base's, so when the base gets a sample axis the view is taken again.
+    A view remembers its origin (`view_of`: the base, the operator, its other arguments, and the number of its
+    result). Its memory is the base's, so when the base gets a sample axis the view is taken again.
     """
 
     level: SampleAxis
@@ -71,7 +71,7 @@ class FreshTracer(Tracer):
         return self.content()
 
     def content(self) -> torch.Tensor:
-        """What operators are to be given in its place."""
+        """The value that operators receive in its place."""
         if self.batched is None and self.view_of is not None:
             base, op, rest, kwargs, output = self.view_of
             source = base.content()
@@ -81,7 +81,7 @@ class FreshTracer(Tracer):
         return self.plain if self.batched is None else self.batched
 
     def spread(self) -> BatchTracer:
-        """Give it, and what it is a view of, a sample axis: from here on each sample has its own."""
+        """Give it and its base a sample axis: from here on each sample has its own values."""
         if self.content() is self.plain:
             if self.view_of is None:
                 self.batched = self.level.lift(_repeated(self.plain, self.level.size))
@@ -100,9 +100,7 @@ class FreshTracer(Tracer):
 
 
 def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
-    """[size, *shape], laid out in memory as `plain` for each sample, so that what was a view of it still is
-    one.
-    """
+    """[size, *shape], in the memory layout of `plain` for each sample, so that its views stay views."""
     extent = (
         1 + sum((length - 1) * stride for length, stride in zip(plain.shape, plain.stride(), strict=True))
         if plain.numel()
@@ -116,13 +114,13 @@ def is_fresh(value: Any, level: SampleAxis) -> bool:
 
 
 def content(value: Any, level: SampleAxis) -> Any:
-    """What a fresh tensor of `level` stands for; anything else as it is."""
+    """The value of a fresh tensor of `level`; anything else as it is."""
     return value.content() if is_fresh(value, level) else value
 
 
 def is_shared(value: Any) -> bool:
-    """Whether a value is the same for all samples: one from outside, or made of nothing else and of what the
-    function made itself.
+    """Whether a value is the same for all samples: from outside, or made of nothing but outside values and
+    fresh tensors.
     """
     return not isinstance(value, Tracer) or (
         type(value) is FreshTracer and not isinstance(value.content(), Tracer)
@@ -130,7 +128,7 @@ def is_shared(value: Any) -> bool:
 
 
 def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator with fresh tensors among its arguments: as one on what they stand for."""
+    """An operator with fresh tensors among its arguments, on their values."""
     operator = facts(op)
     stands_for = partial(content, level=level)
     contents, keywords = map_tracers(stands_for, args), map_tracers(stands_for, kwargs)
@@ -178,7 +176,7 @@ def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict
 def _reshape(
     level: SampleAxis, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The target becomes a view of what it was."""
+    """The target becomes a view of its former value."""
     if target.has_views:
         refuse_mutation(
             op, "a tensor that views were taken of", "the views would be taken again of another shape"

@@ -25,16 +25,16 @@ def functional_call(
     tie_weights: bool = True,
     strict: bool = False,
 ) -> Any:
-    """`module(*args, **kwargs)` with tensors in the place of its parameters and buffers, as torch.func's.
+    """`module(*args, **kwargs)` with tensors in place of its parameters and buffers, as torch.func's.
 
     Args:
-        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. What the
-            module puts in the place of one of its tensors is found in the dict afterwards, if it is one.
-        args: a tuple of positional arguments; anything else is taken as the only one.
+        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. If the module
+            replaces one of its tensors, the new one is in the dict afterwards, if it is one.
+        args: a tuple of positional arguments; anything else is the only one.
         tie_weights: a tensor given for one name of a tied parameter stands for all its names.
         strict: whether all names must be given, and no others.
 
-    The module is as before when the call returns, also after an exception. In between it is not: two threads
+    The module is restored when the call returns, also after an exception. In between it is not: two threads
     need a module each.
     """
     values = _merged(parameter_and_buffer_dicts)
@@ -56,7 +56,7 @@ def functional_call(
         finally:
             if isinstance(
                 parameter_and_buffer_dicts, dict
-            ):  # a module may count: self.steps = self.steps + 1
+            ):  # a module may have a counter: self.steps = self.steps + 1
                 left = {slot.name: slot.store[slot.key] for slot in slots if slot.key in slot.store}
                 parameter_and_buffer_dicts.update(
                     {name: left[name] for name in parameter_and_buffer_dicts if name in left}
@@ -120,7 +120,7 @@ def _merged(dicts: Any) -> dict[str, torch.Tensor]:
 
 
 def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All names of its parameters and buffers. Modules that name them in a way of their own are asked."""
+    """All names of its parameters and buffers, also for modules that override how they are named."""
     if (
         type(module).named_parameters is nn.Module.named_parameters
         and type(module).named_buffers is nn.Module.named_buffers
@@ -135,7 +135,9 @@ def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _add_names(module: nn.Module, prefix: str, names: dict[str, torch.Tensor]) -> None:
-    """As nn.Module names them, in one walk and without its generators: this is done at each call."""
+    """The same names as nn.Module's, in one walk and without its generators, because this runs at each
+    call.
+    """
     for store in (parameter_store(module), buffer_store(module)):
         for key, tensor in store.items():
             if tensor is not None:
@@ -163,7 +165,7 @@ def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> di
 
 
 class Slot(NamedTuple):
-    """One place where a module keeps a parameter or buffer, and the name under which its tensor is given."""
+    """One place where a module keeps a parameter or buffer, and the name of the tensor that is put there."""
 
     owner: nn.Module
     store: dict[str, Any]
@@ -211,7 +213,7 @@ def tied_slots(module: nn.Module, names: Iterable[str]) -> list[Slot]:
 
 @contextmanager
 def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Puts tensors where a module keeps its own, and afterwards its own back."""
+    """Puts tensors in place of a module's own, and restores them afterwards."""
     recurrent = [
         s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__
     ]  # they keep a second list of their weights
@@ -246,7 +248,7 @@ _running = _Running()
 
 
 def current_swaps() -> Swaps:
-    """What is swapped in now, for a function that will run again when it no longer is."""
+    """The tensors that are swapped in now, for a function that runs again later."""
     return _running.swaps
 
 

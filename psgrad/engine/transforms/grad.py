@@ -1,6 +1,4 @@
-"""grad, grad_and_value and vjp, with the arguments, results and semantics of their namesakes in
-torch.func.
-"""
+"""grad, grad_and_value and vjp, with the arguments, results and semantics of torch.func."""
 
 from __future__ import annotations
 
@@ -104,13 +102,13 @@ def cotangents_and_value(
         value = lower(level, out)
         end = _Place.of(out) if level.owns(out) else None
         aux = map_leaves(lambda x: lower(level, x), aux) if has_aux else None
-        # the record may need what stood there before: not written until it has been gone back
+        # the tape may need the old value: written only after the backward pass
         written = [
             (x, lower(level, tracer)) for x, tracer in constants if tracer.writes and tracer.shape == x.shape
         ]
-        # what only the function's last lines needed must not live on through the pass back
+        # what only the function's last lines needed must not stay alive during the backward pass
         del traced, by_name, constants, leaves, out
-    with rules_only():  # a number of ours, into which nobody writes
+    with rules_only():  # a number of ours, which no one writes to
         seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
     cotangents = pull_back(
         seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume
@@ -119,12 +117,13 @@ def cotangents_and_value(
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """The value of `func(*primals)` and the function that pulls cotangents of that value back to the primals.
+    """The value of `func(*primals)` and the function from cotangents of that value to cotangents of the
+    primals.
 
     Returns (value, vjp_fn), with `has_aux` (value, vjp_fn, aux). `vjp_fn(cotangents)` takes a pytree shaped
     like the value and returns a tuple, one entry a primal; it may be called any number of times, under any
-    other transform. `create_graph` says whether what is outside may differentiate the result, where that is
-    not as the grad mode says.
+    other transform. `create_graph` overrides the grad mode: whether outer transforms and autograd may
+    differentiate the result.
     """
     saved = SavedValues()
     level = GradLevel(saved)
@@ -178,7 +177,7 @@ diagnostics.boundary(vjp)
 
 
 class _Place(NamedTuple):
-    """Where a value stands in the record: the node that made it and the number of the result."""
+    """The place of a value on the tape: the node that made it and the number of the result."""
 
     node: Node | None
     output: int
@@ -314,7 +313,7 @@ def _check_cotangent(cotangent: Any, value: torch.Tensor) -> None:
 
 
 def _gradient(cotangent: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """The gradient in `x`. As PyTorch's, it is contiguous where `x` is: programs take views of it."""
+    """The gradient in `x`. As PyTorch's, it is contiguous if `x` is: programs take views of it."""
     if cotangent is None:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     return cotangent.contiguously() if isinstance(cotangent, Tracer) and x.is_contiguous() else cotangent

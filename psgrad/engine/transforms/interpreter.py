@@ -1,14 +1,15 @@
-"""The interpreter: the one place where every operator of a transformed function arrives, and finds the
-transform that handles it.
+"""The interpreter: every operator of a transformed function arrives here, and is passed to the transform that
+handles it.
 
 Each active transform is a *level* on a stack (levels.py). A value at a level is a `Tracer`: a tensor without
-storage that stands for something else (a recorded value, a whole batch). PyTorch hands every operator that
-meets a tracer to `interpret`, which passes it to the highest level among the arguments; that level's rule
-calls operators on the values below, which are plain tensors or tracers of lower levels, and so on down to the
-kernels.
+storage that stands for something else (a recorded value, a whole batch). PyTorch passes every operator with a
+tracer among its arguments to `interpret`, which passes it to the highest level among the arguments. That
+level's rule calls operators on the values below, which are plain tensors or tracers of lower levels, and so
+on down to the kernels.
 
-While a level runs the user's function, a mode sees the operators without any tracer among their arguments
-too: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced values.
+While a level runs the user's function, a mode also sees the operators without any tracer among their
+arguments: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced
+values.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from psgrad.errors import TransformError
 class Tracer(torch.Tensor):
     """A value at one level. Its shape, strides, dtype and device are those that the user's function sees."""
 
-    __slots__ = ("level", "value")  # what every tracer has is stored and found faster so
+    __slots__ = ("level", "value")  # attributes of every tracer, for speed and memory
 
     level: ActiveLevel
     value: Any
@@ -66,12 +67,12 @@ class Tracer(torch.Tensor):
         return self.clone()
 
     def below(self) -> torch.Tensor:
-        """The value that this tracer stands for, one level down."""
+        """The value of this tracer, one level below."""
         raise NotImplementedError
 
     def rewritten(self, new: Any) -> Any:
-        """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go
-        as if it had not been.
+        """What a write of `new` under no_grad leaves in this place: the new value, with the derivative of the
+        old one.
         """
         return new
 
@@ -147,8 +148,8 @@ def refuse_new_data() -> NoReturn:
 
 
 def rewritten(old: Any, new: Any) -> Any:
-    """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is
-    just replaced.
+    """`new` written under no_grad in place of `old`: see Tracer.rewritten. A value that no level follows is
+    replaced.
     """
     if isinstance(old, Tracer):
         return old.rewritten(new)
@@ -168,8 +169,8 @@ def innermost(value: Any) -> Any:
 
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a value that is to be traced. Here is taken note of it, too: whether autograd follows
-    it, or a mark is on it.
+    """The strides of a value that is to be traced. Also notes whether autograd follows it, or a mark is on
+    it.
     """
     if value.requires_grad and state.outside is not None:
         state.attached = True
@@ -189,18 +190,18 @@ _MARKS = (CONJUGATE, NEGATIVE)
 
 
 def heed_marks() -> None:
-    """Let kernels that we call see conjugates and negatives carried out.
+    """Let kernels see computed conjugates and negatives.
 
-    PyTorch switches that off while it hands us an operator (and back on by itself when we are done): what is
-    marked so would be taken for what it is marked from, without a word.
+    PyTorch switches that off while it passes us an operator (and on again afterwards): a marked value would
+    silently be taken without its mark.
     """
     for mark in _MARKS:
         exclude_layer(mark, False)
 
 
 def meet(value: Any) -> None:
-    """Take note of a plain tensor that autograd follows; called for each that a tracer is made of or an
-    operator is given.
+    """Note whether autograd follows a plain tensor; called for each that a tracer is made of or an operator
+    receives.
     """
     if value.requires_grad and state.outside is not None:
         state.attached = True
@@ -247,8 +248,8 @@ class Interpreter(DispatchMode):
 
 
 class Attached(DispatchMode):
-    """While rules run: operators on plain tensors alone are recorded by PyTorch's autograd, as it was set
-    outside of all transforms.
+    """While rules run: PyTorch's autograd records operators on plain tensors only, as it was set outside of
+    all transforms.
     """
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,36 +266,34 @@ class Attached(DispatchMode):
                     return written(*args, **kwargs)
         with _without_modes_of_ours(), ForceDispatchKeys(*state.outside):
             for target in written_by(op, args, kwargs):
-                # PyTorch takes a view for a leaf, and refuses the write, until it is asked for what was
-                # written through other views.
+                # PyTorch takes a view for a leaf, and refuses the write, until its history after writes
+                # through other views was read.
                 _ = target.grad_fn
             return op(*args, **kwargs)
 
 
 @contextmanager
 def _without_modes_of_ours() -> Iterator[None]:
-    """While PyTorch's autograd records an operator: the pieces that it takes it apart into must not be
-    recorded a second time.
-    """
+    """While PyTorch's autograd records an operator: the operators inside it must not be recorded again."""
     with ExitStack() as exits:
         while isinstance(current_mode(), (Interpreter, Attached)):
             exits.enter_context(without_innermost_mode())
         yield
 
 
-# Operators that PyTorch's autograd must not see as they are, and how they are written for it (see
-# recorded.py).
+# Operators that PyTorch's autograd must not see as they are, and what replaces them (see
+# autograd_outside.py).
 written_for_autograd: dict[Op, Callable[..., Any]] = {}
 divides_by_sizes: set[Op] = set()  # those of them that are as they are where a tensor is empty
 
 
 @contextmanager
 def attachable(recording: bool) -> Iterator[None]:
-    """For the outermost transform: note how the dispatcher was set around it."""
+    """For the outermost transform: store the dispatcher's settings outside."""
     before = state.outside, state.attached
     if not recording:
         state.outside = None
-    elif state.outside is None:  # else the pass back runs a transform of its own, and is recorded already
+    elif state.outside is None:  # else a transform inside the backward pass: recorded already
         state.outside = included_layers(), excluded_layers()
     state.attached = False
     try:
@@ -312,7 +311,7 @@ def below_autograd() -> Any:
 
 @contextmanager
 def recorded_outside() -> Iterator[None]:
-    """While the pass back runs: PyTorch's autograd records it, where it records at all."""
+    """While the backward pass runs: PyTorch's autograd records it, if it records at all."""
     with ExitStack() as exits:
         if not state.stack:
             exits.enter_context(attachable(torch.is_grad_enabled()))
@@ -322,17 +321,15 @@ def recorded_outside() -> Iterator[None]:
 
 
 def in_pieces(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a composite operator returns, by its definition: the interpreter that handed it on handles the
-    operators of which it is made.
-    """
+    """The result of a composite operator by its definition, whose operators the interpreter handles."""
     with Interpreter():
         return definition(*args, **kwargs)
 
 
 @contextmanager
 def rules_only() -> Iterator[None]:
-    """While the pass back runs: what rules call is ours, so tracers find their level by themselves, and plain
-    tensors need none.
+    """While the backward pass runs: the operators of rules need no interpreter, as tracers find their level
+    by themselves.
     """
     if isinstance(current_mode(), Interpreter):
         with without_innermost_mode():
@@ -342,19 +339,17 @@ def rules_only() -> Iterator[None]:
 
 
 def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: ActiveLevel | None = None) -> Any:
-    """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a
-    say in it).
+    """Pass `op` to the highest level among its arguments (a random operator: to the highest level that
+    handles it).
 
-    `below`: only levels under this one are asked; a level passes itself here to go one level below.
+    `below`: only levels under this one; a level passes itself here to go one level below.
     """
     return handed_on(top_level(args, kwargs), op, args, kwargs, below)
 
 
 def run(op: Op, *args: Any, **kwargs: Any) -> Any:
-    """`op(*args, **kwargs)`, for rules: tracers are handed to their level at once, where nobody listens on
-    the way through PyTorch.
-    """
-    if positions := facts(op).contiguous:  # the plain tensors among the arguments go to the kernel from here
+    """`op(*args, **kwargs)`, for rules: passed to the level of its tracers at once, if no mode is active."""
+    if positions := facts(op).contiguous:  # the plain tensors among the arguments reach the kernel from here
         args = contiguous(positions, args)
     if dispatch_modes() or autocast_is_on():
         return op(*args, **kwargs)
@@ -370,8 +365,8 @@ def handed_on(
     below: ActiveLevel | None = None,
 ) -> Any:
     """`interpret` for arguments whose highest level is known."""
-    # PyTorch's autograd must know of a view from the start: a value that it follows may be written through
-    # the view later.
+    # PyTorch's autograd must see a view from the start: a value that it follows may be written through the
+    # view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
         with nullcontext() if isinstance(current_mode(), Attached) else Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
@@ -412,7 +407,7 @@ def _handed_on_with_care(
         state.heard = before
 
 
-_DEAD: Any = object()  # in the place of a level: of a tracer that has outlived its transform
+_DEAD: Any = object()  # in place of a level: of a tracer whose transform has ended
 
 OTHER, TENSOR, TRACER, SEVERAL = range(
     4
@@ -420,7 +415,7 @@ OTHER, TENSOR, TRACER, SEVERAL = range(
 
 
 class _Kinds(dict[type, int]):
-    """What the instances of a class are. Asked for each argument of each operator: isinstance takes long for
+    """The kinds of classes. Looked up for each argument of each operator, because isinstance is slow for
     classes of tensors.
     """
 
@@ -437,8 +432,8 @@ kinds = _Kinds()
 
 
 def top_level(args: Any, kwargs: dict[str, Any]) -> ActiveLevel | None:
-    """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its
-    transform.
+    """The highest level among the arguments, None without any tracer, `_DEAD` if the transform of one has
+    ended.
     """
     top: ActiveLevel | None = None
     for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -483,7 +478,7 @@ def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def resurrect(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tracer stands for on the levels that are left, if its transform has ended."""
+    """The value of a tracer on the remaining levels, if its transform has ended."""
     while isinstance(tensor, Tracer) and not tensor.level.alive:
         tensor = tensor.below()
     return tensor

@@ -1,4 +1,4 @@
-"""jacrev, jacfwd and hessian, with the arguments, results and semantics of their namesakes in torch.func."""
+"""jacrev, jacfwd and hessian, with the arguments, results and semantics of torch.func."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
 def _of_positions(
     func: Callable[..., Any], argnums: Argnums, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`func` as a function of the differentiated arguments alone, and these."""
+    """`func` as a function of the differentiated arguments only, and these."""
     positions = positions_of(argnums, len(args))
 
     def function(*chosen: Any) -> Any:

@@ -1,4 +1,4 @@
-"""jvp and linearize, with the arguments, results and semantics of their namesakes in torch.func."""
+"""jvp and linearize, with the arguments, results and semantics of torch.func."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Levels: the transforms that are active, one on top of another, and what is different while they run the
-user's function.
+"""Levels: the stack of active transforms, and the settings of PyTorch while they run the user's function.
 
 PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones
 (`linear`, `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's
-parameters. Where PyTorch's own autograd looks on from outside, it is let in again for operators on plain
-tensors alone (`Attached` in interpreter.py).
+parameters. If PyTorch's own autograd records from outside, it is switched on again for operators on plain
+tensors only (`Attached` in interpreter.py).
 
-Branches on data inside a batched function: taken where all samples agree, and the batch split by the outcome
-where they do not.
+A branch on data inside a batched function is taken if all samples agree; otherwise the batch is split by the
+outcome (`Divergence`).
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from psgrad.errors import TransformError
 
 
 class Divergence(BaseException):
-    """Samples of a level disagree on a number that the function's Python code asks for.
+    """Samples of a level disagree on a number that the function's Python code reads.
 
-    Whoever runs the function runs it again, for the samples of each outcome. Not an Exception: the function's
-    own error handling must not catch it. One that catches everything is found out, as the level remembers.
+    The caller of the function runs it again, for the samples of each outcome. It is not an Exception, so that
+    the function's own error handling does not catch it. If a bare `except` does, the level still knows.
     """
 
     def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
@@ -57,7 +56,7 @@ class Divergence(BaseException):
 
 
 class WriteWatch:
-    """Whether arguments were written to since: what a function changed, it can't be run on again."""
+    """Whether arguments were written to since: a function that changed them can't run on them again."""
 
     def __init__(self, tensors: list[Any]) -> None:
         self.versions = [
@@ -72,9 +71,9 @@ _level_ids = itertools.count(1)
 
 
 class Level:
-    """One active transform. Subclasses say what it does at one operator."""
+    """One active transform. Subclasses define what it does at an operator."""
 
-    # Whether it has a say in operators that it takes no part in: they make tensors that traced values may be
+    # Whether it handles operators without tracers of its own: they make tensors that traced values may be
     # written into.
     adopts: bool = False
     # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
@@ -84,27 +83,27 @@ class Level:
         self.index = 0
         self.id = next(_level_ids)
         self.alive = False
-        self.attached = False  # whether PyTorch's autograd followed what the function was given
+        self.attached = False  # whether PyTorch's autograd followed an argument of the function
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of the user's function in which no tracer of this level or one above takes part. Only
-        levels that adopt are asked.
+        """An operator of the user's function without tracers of this level or one above. Only for levels with
+        `adopts`.
         """
         raise NotImplementedError
 
     def adopt(self, value: torch.Tensor) -> torch.Tensor:
-        """A tracer of this level that stands for a value from below. Only levels that adopt are asked."""
+        """A tracer of this level for a value from below. Only for levels with `adopts`."""
         raise NotImplementedError
 
     def adopt_from_below(self, value: torch.Tensor) -> torch.Tensor:
-        """`adopt`, unless this level or one above has it already."""
+        """`adopt`, unless this level or one above has adopted the value already."""
         return value if isinstance(value, Tracer) and value.level.index >= self.index else self.adopt(value)
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this level has a say in a random operator that none of its tracers takes part in."""
+        """Whether this level handles a random operator without tracers of its own."""
         return False
 
     def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Body:
@@ -117,9 +116,7 @@ class Level:
         return Body(self, torch.is_grad_enabled() if grad_mode is None else grad_mode, attach)
 
     def explained(self, error: BaseException) -> TransformError | None:
-        """What to say in the place of an error that comes out of the user's function; None lets it pass as it
-        is.
-        """
+        """The error that replaces one from the user's function; None lets it pass as it is."""
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
             return TransformError(
                 f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
@@ -144,7 +141,7 @@ class Level:
 
     @contextmanager
     def again(self) -> Iterator[Level]:
-        """Inside the level once more, after it was left: the pass back runs a function of the user's."""
+        """Inside the level once more, after it was left: the backward pass runs a function of the user."""
         with ExitStack() as exits:
             if not state.stack:
                 exits.enter_context(attachable(torch.is_grad_enabled()))
@@ -155,9 +152,10 @@ class Level:
 
     @contextmanager
     def active(self, above: Level | None = None) -> Iterator[Level]:
-        """The level alone, on top of the stack: for what rules compute, which needs none of the above.
+        """Only the level, on top of the stack, without the settings for a user's function: for what rules
+        compute.
 
-        above: the level on whose top it is to stand instead, under those that are there already.
+        above: the level on top of which it is put, under those that are there already.
         """
         self.enter(above)
         try:
@@ -180,8 +178,8 @@ class Level:
 
 
 class Body:
-    """While the user's function runs inside a level. It is entered at each call of a transform: generators
-    would take their time.
+    """While the user's function runs inside a level. A class, because generators would be slow at each call
+    of a transform.
     """
 
     def __init__(self, level: Level, grad_mode: bool, attach: bool) -> None:
@@ -216,7 +214,7 @@ class Body:
                     raise explained from error
                 return
             for level in state.stack:
-                if level.diverged is not None:  # the function has caught what should have gone past it
+                if level.diverged is not None:  # the function has caught what it must not catch
                     raise Divergence(level, *level.diverged)
         finally:
             self.level.leave()
@@ -310,7 +308,7 @@ def switched() -> Iterator[None]:
 
 @contextmanager
 def users_program() -> Iterator[None]:
-    """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also
+    """While the backward pass runs a function of the user: its operators are seen as in a level's body, also
     those without tracers.
     """
     with ExitStack() as exits:

@@ -1,13 +1,13 @@
-"""A named sample axis: collectives by which a mapped function says, by the axis's name, where it looks at
-other samples.
+"""A named sample axis: collectives by which a mapped function reads other samples.
 
     vmap(loss, axis_name="samples")        # inside: pmean(x, "samples") is the mean of x over all samples
 
-A collective is linear, and its transpose is a collective: `psum` is its own, that of `all_gather` hands each
-sample the sum of what all samples say about its row. So under `grad` *inside* `vmap` cotangents cross samples
-as values did, and sample i's gradient is that of the *sum of all samples' losses* in what sample i alone
-holds, its own copy of the parameters included. Summed over the samples these are the gradient of the summed
-loss in the shared parameters; one of them is not the gradient of that sample's loss, which is not its own.
+A collective is linear, and its transpose is a collective: that of `psum` is `psum`, that of `all_gather`
+gives each sample the sum of all samples' cotangents of its row. So under `grad` *inside* `vmap` cotangents
+cross samples as values did, and sample i's gradient is that of the *sum of all samples' losses* in sample i's
+own copy of the values, the parameters included. Summed over the samples these are the gradient of the summed
+loss in the shared parameters; one of them is not the gradient of that sample's loss, which depends on other
+samples.
 """
 
 from __future__ import annotations
@@ -40,20 +40,18 @@ def pmean(x: Any, axis_name: str) -> Any:
 
 
 def pmax(x: Any, axis_name: str) -> Any:
-    """The greatest over the samples, element by element; samples that are equally great share its
-    cotangent.
-    """
+    """The greatest over the samples, element by element; equally great samples share its cotangent."""
     return tree_map(lambda rows: rows.amax(0), all_gather(x, axis_name))
 
 
 def pmin(x: Any, axis_name: str) -> Any:
-    """The least over the samples, element by element; samples that are equally small share its cotangent."""
+    """The least over the samples, element by element; equally small samples share its cotangent."""
     return tree_map(lambda rows: rows.amin(0), all_gather(x, axis_name))
 
 
 def all_gather(x: Any, axis_name: str) -> Any:
-    """All samples' values, [n, *shape], for each tensor of a pytree: the same for all samples, and copied for
-    none.
+    """All samples' values, [n, *shape], for each tensor of a pytree: the same for all samples, without
+    copies.
     """
     return _collective(_Gather, x, axis_name)
 
@@ -106,13 +104,13 @@ def _collective(kind: Callable[[BatchLevel], _Collective], tree: Any, axis_name:
 
 
 class _Collective(Call):
-    """A linear function of one tensor of all samples of `level`. Subclasses say which, and its transpose."""
+    """A linear function of one tensor of all samples of `level`. Subclasses define it and its transpose."""
 
     batches = True
 
     def __init__(self, level: BatchLevel, axis: int = 0) -> None:
-        """axis: of the tensor that has one entry a sample (see `_Gather`); other vmaps, farther in, put
-        theirs in front of it.
+        """axis: of the tensor that has one entry a sample (see `_Gather`); other vmaps inside put theirs in
+        front of it.
         """
         super().__init__(f"a collective over axis {level.axis_name!r}")
         self.level, self.axis = level, axis

@@ -1,18 +1,13 @@
-"""What an operator's schema says of it: what it writes to, whether it draws, and what it is called without
-the underscore.
+"""Facts about operators: what an operator's schema says of it, which ones autocast has to cast here, and
+which kernels read memory as if it were contiguous.
 
-Autocast for operators that arrive in one piece.
+Autocast acts above the place where operators arrive here, so most are cast already. Some operators it knows
+only by the products inside them (on a CPU the recurrent layers, their cells and einsum; on a GPU the
+recurrent layers), which our rules run below autocast. So their arguments are cast here.
 
-PyTorch's autocast stands above the place where we see an operator, so most come to us cast already. It knows
-some operators only by the products inside them (on a CPU the recurrent layers, their cells and einsum; on a
-GPU the recurrent layers), which our rules run below it. There their arguments are cast here, as autocast
-would have cast those products'.
-
-Kernels of PyTorch that read an argument's memory as if it were contiguous, and what makes it so.
-
-Batching hands expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a sum.
-Most kernels read by strides. Those listed here take the address of the first element and read on from there:
-with expanded or sliced memory they return wrong numbers, or read outside the tensor.
+Batching passes expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a
+sum. Most kernels read by strides. The kernels in `READ_AS_CONTIGUOUS` take the address of the first element
+and read on from there: with expanded or sliced memory they return wrong numbers, or read outside the tensor.
 `tests/engine/transforms/kernel_layouts.py` searches for them among all kernels.
 """
 
@@ -58,8 +53,8 @@ READ_AS_CONTIGUOUS: dict[Any, tuple[int, ...]] = {
 
 
 def contiguous(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An operator's arguments with contiguous memory at `positions`. A tracer has none of its own and stays:
-    its level comes here again.
+    """An operator's arguments with contiguous memory at `positions`. Tracers stay: their level calls this
+    again.
     """
     return tuple(
         [a.contiguous() if i in positions and type(a) is torch.Tensor else a for i, a in enumerate(args)]
@@ -88,8 +83,8 @@ class OpFacts(NamedTuple):
     contiguous: tuple[int, ...]  # positions of the arguments that its kernel reads as contiguous memory
 
 
-# By the operator's id, as hashing one takes longer than all the rest; the facts hold the operator, so that
-# its id remains its own.
+# By the operator's id, as hashing an operator is slow; the facts hold the operator, so that its id stays its
+# own.
 _facts: dict[int, OpFacts] = {}
 
 
@@ -136,7 +131,7 @@ def is_composite(op: Op) -> bool:
     """Whether PyTorch itself defines `op` as a program of other operators, for autograd too."""
     try:
         return can_decompose(op)
-    except RuntimeError:  # some legacy overloads can't even be asked
+    except RuntimeError:  # for some legacy overloads this raises an error
         return False
 
 
@@ -164,7 +159,7 @@ def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-# Composite operators that draw: it is their pieces that are handled.
+# Composite operators that draw: the operators inside them are handled.
 RANDOM_COMPOSITES: frozenset[Op] = frozenset(
     {
         aten.dropout.default,
@@ -207,8 +202,8 @@ def functional_variant(op: Op) -> Op | None:
 
 
 def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`,
-    the 0 of `zero_()`).
+    """Values for arguments that `op` requires and its in-place namesake omits (the 0.5 of `bernoulli_()`, the
+    0 of `zero_()`).
     """
     if op is aten.bernoulli.p and given < 2 and "p" not in kwargs:
         return [0.5]
@@ -218,7 +213,7 @@ def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the in-place operator `op` would write, as a new tensor of the target's shape."""
+    """The value that the in-place operator `op` would write, as a new tensor of the target's shape."""
     functional, target = functional_variant(op), args[0]
     if functional is None:
         refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
@@ -236,9 +231,7 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def reshapes_in_place(op: Op) -> bool:
-    """Whether `op` (`t_`, `squeeze_`) leaves its target's memory alone and changes how the target looks at
-    it.
-    """
+    """Whether `op` (`t_`, `squeeze_`) changes the shape or strides of its target and not its memory."""
     if torch.Tag.inplace_view not in op.tags or op is aten.detach_.default:
         return False
     functional = functional_variant(op)
@@ -246,9 +239,7 @@ def reshapes_in_place(op: Op) -> bool:
 
 
 def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory that could be
-    touched.
-    """
+    """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory."""
     guard = DisableTorchDispatch()
     try:
         op(*args, **kwargs)
@@ -267,7 +258,9 @@ def refuse_mutation(
         " torch.zeros(...)"
     ),
 ) -> NoReturn:
-    """In-place operators that can't be honoured fail by name; the alternative is a silently wrong number."""
+    """Raise an error for an in-place operator that can't be carried out; otherwise a number would silently be
+    wrong.
+    """
     raise TransformError(
         f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
         expected=expected,
@@ -301,10 +294,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def cast(args: Any, kwargs: Any) -> Any:
-    """(args, kwargs) of such an operator under autocast: float32 in the halves that it met.
+    """(args, kwargs) of such an operator under autocast: in the half-precision type of its arguments.
 
-    Where all is float32 it stays so, which is slower than autocast and more exact: whether autocast is on is
-    hidden from those who see operators, as PyTorch turns it off for them. That it is around somewhere is not.
+    If all are float32 it stays so, which is slower than autocast and more exact: PyTorch turns autocast off
+    where operators are seen, so whether it is on for this call is unknown. Only whether it is used at all is
+    known.
     """
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     halves = {x.dtype for x in tensors if x.dtype in _HALVES}

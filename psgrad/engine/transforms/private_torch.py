@@ -1,6 +1,6 @@
 # ruff: noqa: F401, I001
 # mypy: implicit-reexport
-"""All that psgrad takes from PyTorch without a promise: private names, and functions that it replaces.
+"""The private names of PyTorch that psgrad uses, and the functions of PyTorch that it replaces.
 
 Other modules import from here, under a name without underscore. Each line says what the name is for, and
 `tests/engine/transforms/test_private_torch.py` has a test for each. A PyTorch without one of them is refused
@@ -177,7 +177,7 @@ _function_count: Any = getattr(sys.modules["torch.autograd.function"], "AUTOGRAD
 
 def functions_made() -> Any:
     """A value that changes whenever a class of autograd.Function is made."""
-    if _function_count is not None:  # ten times as fast as a look at the classes
+    if _function_count is not None:  # ten times as fast as listing the classes
         return repr(_function_count)
     return sum(len(kind.__subclasses__()) for kind in FunctionBase.__subclasses__())
 
@@ -186,9 +186,10 @@ def functions_made() -> Any:
 
 
 class Replacement(AbstractContextManager[None]):
-    """While a transform runs in any thread, `owner.name` is `make(what it was)`.
+    """While a transform runs in any thread, `owner.name` is `make(previous value)`.
 
-    What the class or module has inherited, and not defined, is passed as None, and is deleted again.
+    If the class or module has inherited the name, and not defined it, None is passed, and the name is deleted
+    again.
     """
 
     def __init__(self, place: tuple[Any, str], make: Callable[[Any], Any]) -> None:

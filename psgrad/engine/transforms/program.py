@@ -1,5 +1,5 @@
-"""A program: what a function does to tensors of one signature, as a list of kernels, and the ways to
-run it.
+"""A program: the list of kernels that a function runs on tensors of one signature, and the backends that run
+it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from psgrad.engine.transforms.private_torch import (
 Compiler = Literal["none", "inductor"]
 Run = Callable[..., list[torch.Tensor]]
 
-# What a function may take and return besides tensors: values that say all that there is to them.
+# What a function may take and return besides tensors: values that are compared as a whole.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass
 class Program:
-    """A record: what to run, and how its results stand in the function's."""
+    """What to run, and how its results form the function's."""
 
     run: Run
     results: list[Any]  # the function's results, flat; `_TENSOR` where the next tensor goes
@@ -56,13 +56,13 @@ class Program:
 
     @property
     def how(self) -> str:
-        """It is run in which way, in words."""
+        """How it is run, in words."""
         return getattr(
             self.run, "how", f"kernel by kernel ({self.obstacle})" if self.obstacle else "kernel by kernel"
         )
 
     def fits(self) -> bool:
-        """Whether the tensors from outside are what they were, apart from their values."""
+        """Whether the tensors from outside are unchanged, apart from their values."""
         return all(
             _address_and_looks(x) == before for x, before in zip(self.outside, self.relied_on, strict=True)
         )
@@ -76,8 +76,8 @@ def _address_and_looks(x: torch.Tensor) -> Any:
 
 
 def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
-    """Run the function twice on tensors without values: to find what it takes from outside, and to record it
-    with that as arguments.
+    """Run the function twice on tensors without values: once to find the tensors from outside that it uses,
+    once to capture it with these as arguments.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -158,7 +158,7 @@ def _run_by(
 
 
 def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:
-    """Why a record can't be a CUDA graph, in words; None where it can."""
+    """Why a program can't be a CUDA graph, in words; None if it can."""
     devices = {
         node.meta["val"].device for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
     }
@@ -186,12 +186,12 @@ def _memory(node: torch.fx.Node) -> Any:
 
 
 class CudaGraph:
-    """A record as a CUDA graph: one launch for all its kernels.
+    """A program as a CUDA graph: one launch for all its kernels.
 
     A graph reads fixed addresses. An argument that comes at the same address each time (a weight) is read
-    where it is; one that was met at another is copied into a buffer from then on. The results are copies: the
-    next replay writes over the graph's own. PyTorch sees to it that its generators go on with each replay.
-    What can't be made a graph of after all (a library that waits for the GPU) is run kernel by kernel.
+    there; one that comes at another is copied into a buffer from then on. The results are copies, because the
+    next replay overwrites the graph's own. PyTorch advances its generators with each replay. If the graph
+    can't be made after all (a library that waits for the GPU), the kernels run one by one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -236,14 +236,14 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
         random_draws.restore(before)
         self.graph = torch.cuda.CUDAGraph()
-        # Only this thread must keep from what a graph can't hold: another one may be copying the next chunk
-        # to the GPU.
+        # Only this thread must not do what a graph can't hold: another one may be copying the next chunk to
+        # the GPU.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.run(*self.given)
 
 
 class Compiled:
-    """A record as PyTorch's compiler writes it."""
+    """A program as compiled by PyTorch's compiler."""
 
     how = "inductor"
 

@@ -1,13 +1,14 @@
-"""Draws by label: samples of a mapped function that draw from random bits of their own, whatever samples they
-are computed beside.
+"""Draws by label, for samples of a mapped function whose draws must not depend on other samples; and the
+states of all global random generators.
 
 A sample's label is a whole number that comes with the batch as one of its arguments. `draw_by_label` attaches
-it to the level that maps it: from then on a random operator there is a function of (source, label, how many
-operators of this run drew before it), and no generator has a say in it. So draws depend neither on a sample's
-place in the batch, nor on the other samples, nor on how often the function runs. The
-operators are in rules/labelled_draws.py.
+it to the level that maps it: from then on a random operator there is a function of (source, label, number of
+earlier random operators in this run), and no generator is used. So draws depend neither on a sample's place
+in the batch, nor on the other samples, nor on how often the function runs. The operators are in
+rules/labelled_draws.py.
 
-The global random number generators of PyTorch, NumPy and Python, and their states: to draw the same again.
+`everywhere` and `kept` read and restore the states of the generators of PyTorch, NumPy and Python, so that
+the same numbers are drawn again.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Bits(Protocol):
-    """Random bytes by label and number: always the same for the same ones, independent for others."""
+    """Random bytes by label and number: the same for equal ones, independent for others."""
 
     def __call__(self, labels: npt.NDArray[np.uint64], number: int, size: int) -> Bytes:
         """[n, size] bytes for the labels [n]."""
 
 
 class SampleAxis(Protocol):
-    """What is asked of a level whose samples draw by label (see batch_values.py)."""
+    """The interface of a level whose samples draw by label (see batch_values.py)."""
 
     def lift(self, physical: Any) -> torch.Tensor:
         """The tracer of a physical value [n, *shape]."""
 
 
-# Bits that a number in [0, 1) of a type has, as torch.rand draws it.
+# The random bits of a number in [0, 1) by type, as torch.rand draws it.
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
@@ -72,14 +73,14 @@ def drawing_by_label() -> bool:
 
 
 class Drawer:
-    """Standard draws of one level, by its samples' labels, in the order in which one run asks for them.
+    """Standard draws of one level, by its samples' labels, in the order of one run.
 
     Args:
         labels: int64 [*samples], one axis for each of `levels`, the outermost first.
         levels: those that map the labels, the innermost first.
 
     Attributes:
-        number: how many draws this run has made. Whoever runs a part of the function again sets it back.
+        number: the number of draws in this run. A caller that runs a part of the function again sets it back.
 
     Standard draws are computed on the CPU, whatever the device, and are the same on each: tensors of the
     level, of a shape that its samples see.
@@ -91,7 +92,7 @@ class Drawer:
         self._known: npt.NDArray[np.uint64] | None = None
 
     def run(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a random operator gives on these arguments, of which none has a level above this one."""
+        """The result of a random operator on these arguments, none of which has a level above this one."""
         given = _by_name(op, args, kwargs)
         if given.get("generator") is not None:
             raise TransformError(
@@ -152,9 +153,7 @@ class Drawer:
         return self._lifted(_joined(uniform, dtype).to(device))
 
     def inside(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """float64, uniform on (0, 1), neither end included: of 52 bits for numbers that are wanted in
-        float64, else of 32.
-        """
+        """float64, uniform on (0, 1), neither end included: of 52 bits for float64 results, else of 32."""
         return self._lifted(self._inside(shape, dtype).to(device))
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -199,12 +198,12 @@ class Drawer:
     def _physical(
         self, shape: Sequence[int], dtype: torch.dtype, size: int, make: Callable[[Bytes], Any]
     ) -> torch.Tensor:
-        """[*samples, *shape] on the CPU: what `make` makes, elementwise, of `size` random bytes for each
-        number; of this dtype.
+        """[*samples, *shape] on the CPU: `make`, elementwise, of `size` random bytes for each number; of this
+        dtype.
         """
         number, self.number = self.number, self.number + 1
         whole = (*self._labels.shape, *shape)
-        if isinstance(self._labels, FakeTensor):  # a pass that is followed without values
+        if isinstance(self._labels, FakeTensor):  # a pass that is planned without values
             return self._labels.new_empty(whole, dtype=dtype, device="cpu")
         if self._known is None:
             self._known = self._labels.reshape(-1).cpu().numpy().view(np.uint64)
@@ -234,8 +233,8 @@ def _joined(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_name(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by their names, those that were left out by their defaults; None for a dtype,
-    whose default is a code.
+    """All arguments of a call by their names, with defaults for omitted ones; None for a dtype, whose default
+    is a code.
     """
     schema = schema_of(op).arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
@@ -256,9 +255,7 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def generators() -> list[torch.Generator]:
-    """Those that operators draw from, unless told otherwise: the CPU's, and each GPU's once GPUs are
-    in use.
-    """
+    """The default generators of operators: the CPU's, and each GPU's once GPUs are in use."""
     return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
@@ -273,7 +270,7 @@ def restore(saved: States) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """PyTorch's, NumPy's and Python's generators are in the end as they were."""
+    """PyTorch's, NumPy's and Python's generators are restored at the end."""
     numpy = sys.modules.get("numpy")
     of_torch, of_python = states(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -297,7 +294,7 @@ def seed_all(numbers: Any) -> None:
 
 
 def torch_has_drawn() -> bool:
-    """Whether one of PyTorch's generators has drawn since it was last seeded, whoever did that."""
+    """Whether one of PyTorch's generators has drawn since it was last seeded."""
     for generator, now in states():
         seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         if not torch.equal(now, seeded.get_state()):
@@ -307,7 +304,7 @@ def torch_has_drawn() -> bool:
 
 def on_the_cpu() -> tuple[Any, ...]:
     """The states of the generators that a dataset may share with a model, on the CPU: Python's, NumPy's and
-    PyTorch's; to be compared.
+    PyTorch's; for comparison.
     """
     numpy = sys.modules.get("numpy")
     of_numpy = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
@@ -315,5 +312,5 @@ def on_the_cpu() -> tuple[Any, ...]:
 
 
 def everywhere() -> tuple[Any, ...]:
-    """The same, and those on GPUs."""
+    """The same, with those on GPUs."""
     return (*on_the_cpu(), *(state.numpy().tobytes() for _, state in states()))

@@ -1,4 +1,4 @@
-"""Memory that must stay as it is while a function of the user's runs: it is computed with again."""
+"""Refuses writes to memory that is still needed while a function of the user runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from psgrad.engine.transforms.state import state
 
 @contextmanager
 def read_only(values: Iterable[Any]) -> Iterator[None]:
-    """Values that a function of the user's must leave as they are, as they, or their memory, are used
-    elsewhere.
-    """
+    """An error if a function of the user writes to these values or their memory, which are used elsewhere."""
     memories = {memory_of(x) for x in values if isinstance(x, torch.Tensor)}
 
     def refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
@@ -44,5 +42,5 @@ def memory_of(tensor: torch.Tensor) -> int:
     value = innermost(tensor)
     if not isinstance(value, torch.Tensor):
         return id(value)
-    with DisableTorchFunction():  # nothing that the function depends on, whoever is watching
+    with DisableTorchFunction():  # not an operator of the function
         return storage_key(value.untyped_storage())

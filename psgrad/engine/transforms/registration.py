@@ -91,7 +91,7 @@ def _give_way(name: str, what: str, replace: bool) -> None:
 
 
 def _overload(op: Any) -> Op:
-    """The one overload that an operator is called by."""
+    """The one overload of an operator."""
     op = getattr(op, "_opoverload", op)
     if isinstance(op, str):
         namespace, _, rest = op.partition("::")
@@ -121,7 +121,7 @@ def _overload(op: Any) -> Op:
 
 
 def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
-    """Rules by position. complete: tensor arguments that are not mentioned get a refusal, as zero would be a
+    """Rules by position. complete: tensor arguments without a rule get a refusal, because zero would be a
     guess.
     """
     arguments = schema_of(op).arguments
@@ -156,7 +156,7 @@ def _refusal(op: Op, argument: str) -> Maker:
     return refuse
 
 
-# -- what torch.library was told -----------------------------------------------------------------------------
+# -- rules from torch.library ---------------------------------------------------------------------------
 
 
 def _told_to_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:

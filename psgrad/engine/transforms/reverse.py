@@ -1,4 +1,4 @@
-"""Reverse mode: a level that records each operator with the VJP rules of its inputs (see record.py)."""
+"""Reverse mode: a level that records each operator with the VJP rules of its inputs (see tape.py)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GradLevel(DerivativeLevel):
         """saved: for a tape that is used after the function has ended, when its values may have changed."""
         super().__init__()
         self.saved = saved
-        # What the caller does not want to be recorded is not recorded below either.
+        # If the caller has switched recording off, nothing is recorded below either.
         self.callers_grad_mode = torch.is_grad_enabled()
 
     def leaf(self, value: torch.Tensor) -> GradTracer:
@@ -149,9 +149,7 @@ class GradLevel(DerivativeLevel):
         values: Any,
         kwargs: Any,
     ) -> None:
-        """The VJP of a linear operator has no use for its result, nor for the argument in which it is
-        linear.
-        """
+        """The VJP of a linear operator needs neither its result nor the argument in which it is linear."""
         if not varying <= set(linear):
             saved.need(
                 tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs)

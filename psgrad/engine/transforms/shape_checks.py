@@ -1,10 +1,10 @@
-"""Shapes that an operator refuses, asked of the operator itself: on tensors without values, once for each
-signature.
+"""Refuses shapes that an operator refuses for one sample, by running it on tensors without values, once for
+each signature.
 
 A batched kernel may accept what the operator refuses for one sample: with a sample axis in front, a vector is
 a matrix. So each operator of the user's function is first run on the shapes that the function sees, on
-PyTorch's meta device. That costs microseconds where the signature is known. Where the meta device refuses,
-the operator has the last word, on zeros: there are meta kernels that refuse too much.
+PyTorch's meta device. That costs microseconds where the signature is known. If the meta device refuses, the
+operator is run on zeros, because some meta kernels refuse too much.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What is active in this thread: the levels, who is shown each operator, and how PyTorch was set outside.
+"""The state of the transforms in this thread: the levels, the watchers of operators, and the settings of
+PyTorch outside.
 
-`ActiveLevel` and `OperatorWatch` say what the interpreter asks of a level (levels.py), and of the values that
-a tape needs (tape.py).
+`ActiveLevel` and `OperatorWatch` are the interfaces that the interpreter uses of a level (levels.py) and of
+the values that a tape needs (tape.py).
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The record of a reverse-mode level, and the pass back over it.
+"""The tape of a reverse-mode level, and the backward pass over it.
 
-The record of an operator is a `Node`. It holds, for each input that needs a cotangent, one closure from the
-output's cotangent to the input's; a closure keeps alive just the values that its rule needs. Values are those
-one level down, so the pass back is itself an ordinary program that outer transforms see and handle: that is
-all there is to nesting.
+The entry of an operator is a `Node`. It holds, for each input that needs a cotangent, one closure from the
+output's cotangent to the input's; a closure keeps alive only the values that its rule needs. Values are those
+one level below, so the backward pass is itself an ordinary program that outer transforms handle. Nesting
+needs nothing else.
 
-What a record needs that is kept for later (`vjp`): none of it may be written to until then.
-
-PyTorch counts the writes to a tensor and shares the count with its views, but not with those that are taken
-below its autograd, as all are inside a transform; and a write to a traced value may be none to memory at all.
-So a record knows each value that it needs by the places where it stands, and is told of writes while
-transforms run. Of writes outside of them PyTorch's counts tell, of all tensors that the record has seen.
+The values that a stored tape (`vjp`) needs must not be written to before its backward pass. PyTorch counts
+the writes to a tensor and shares the count with its views, but not with views that are taken below its
+autograd, as all are inside a transform; and a write to a traced value need not write memory. So a tape keeps
+the places of each value that it needs, and is called at each write while transforms run. Writes outside of
+transforms are found by PyTorch's counts of all tensors that the tape has seen.
 """
 
 from __future__ import annotations

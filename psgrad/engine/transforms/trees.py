@@ -1,5 +1,5 @@
-"""Arguments and results as trees: PyTorch's pytrees, of which those of plain tuples, lists and dicts are
-walked in a tenth of the time.
+"""Arguments and results as trees: PyTorch's pytrees, with a ten times faster walk over plain tuples, lists
+and dicts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vmap, with the arguments, results and semantics of torch.func's."""
+"""vmap, with the arguments, results and semantics of torch.func."""
 
 from __future__ import annotations
 

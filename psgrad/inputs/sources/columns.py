@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -53,7 +54,7 @@ def axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
         table = rows.read(start, 1 if known else min(start + _ROWS_PER_PART, rows.count))
         for name in names:
             array = plain(table.column(name))
-            found[name].append(_shapes(array, name, lambda place, first=start: rows.told(first + place)))
+            found[name].append(_shapes(array, name, partial(_told_from, rows, start)))
     lengths = {name: np.concatenate(parts) for name, parts in found.items()}
     for name, each in lengths.items():
         if (empty := (each == 0).any(axis=1)).any() and not (each == 0).any(axis=1).all():
@@ -68,9 +69,11 @@ def _shapes(array: pa.Array, name: str, told: Told) -> Array:
     """[n, depth]: the lengths of each row's lists, and of the lists in them."""
     _require_cells(array, name, told)
     lengths = _lengths(array)
+    values, told_of_value = array.flatten(), _told_by_value(lengths, told)
     if not is_list(array.type.value_type):
+        _require_cells(values, name, told_of_value)
         return lengths[:, None]
-    inner = _shapes(array.flatten(), name, _told_by_value(lengths, told))
+    inner = _shapes(values, name, told_of_value)
     filled = lengths > 0
     starts = (np.cumsum(lengths) - lengths)[filled]
     found = np.zeros((len(array), 1 + inner.shape[1]), np.int64)
@@ -103,6 +106,10 @@ def _lengths(array: pa.Array) -> Array:
 def _told_by_value(lengths: Array, told: Told) -> Told:
     """Names the row that a value belongs to, of lists of these lengths."""
     return lambda place: told(int(np.searchsorted(np.cumsum(lengths), place, side="right")))
+
+
+def _told_from(rows: Rows, first: int, place: int) -> str:
+    return rows.told(first + place)
 
 
 def _is_fixed(kind: pa.DataType) -> bool:

@@ -11,8 +11,9 @@ from psgrad.inputs.loss import Criterion
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
-from psgrad.inputs.sources.datasets import load_dataset
+from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
 from psgrad.inputs.sources.files import Wanted, require_rows
+from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
@@ -20,21 +21,39 @@ from psgrad.inputs.sources.tables import Rows, joined
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
 
 
-def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
+def open_rows(
+    config: DataConfig, base: Path, unit: str | None = None, *, allow_download: bool = False
+) -> Rows:
     """The columns that a config names, of any type, as Arrow tables; paths are relative to `base`.
 
     Raises ConfigError where a file or column is not there, DataError where the data can't be used.
     """
-    source, paths = source_of(config, base)
-    if not isinstance(source, TableSource):
-        raise ConfigError(
-            f"{paths[0]} holds arrays of numbers",
-            expected="a table, such as jsonl, csv or parquet, for texts and for several files",
-        )
     wanted = Wanted.of(config, unit)
-    rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
+    if config.dataset is not None or config.factory is not None:
+        rows = _library_rows(config, base, wanted, allow_download)
+    else:
+        source, paths = source_of(config, base)
+        if not isinstance(source, TableSource):
+            raise ConfigError(
+                f"{paths[0]} holds arrays of numbers",
+                expected="a table, such as jsonl, csv or parquet, for texts and for several files",
+            )
+        rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
     require_rows(rows.count, rows.source)
     return rows
+
+
+def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> Rows:
+    if config.dataset is not None:
+        found = library_dataset(config, base, allow_download)
+    elif not is_library_dataset(found := made_by_factory(config, base)):
+        raise ConfigError(
+            f"the factory {config.factory} returned an object of type {type(found).__name__}, and data names"
+            " columns of text",
+            expected="a datasets.Dataset, whose columns may be text",
+        )
+    named = f"the dataset {config.dataset}" if config.dataset else f"the dataset of {config.factory}"
+    return LibraryRows(found, wanted.columns, named)
 
 
 def load_data(
@@ -63,7 +82,17 @@ def load_data(
         return _load_texts(config, base, unit, pretrained, kept)
     labels = labels_for(config, criterion)
     if config.factory is not None:
-        return load_dataset(config, base, unit, labels)
+        dataset = made_by_factory(config, base)
+        if not is_library_dataset(dataset):
+            return DatasetSamples(dataset, config, unit, labels)
+        columns = Wanted.of(config, unit).columns
+        return TableSamples(
+            LibraryRows(dataset, columns, f"the dataset of {config.factory}"), config, unit, labels
+        )
+    if config.dataset is not None:
+        return TableSamples(
+            open_rows(config, base, unit, allow_download=allow_download), config, unit, labels
+        )
     source, paths = source_of(config, base)
     if isinstance(source, ArraySource) and len(paths) == 1:
         return ArraySamples(source.arrays(paths[0], Wanted.of(config, unit)), config, paths[0], unit, labels)
@@ -91,4 +120,5 @@ def _load_texts(
     from psgrad.inputs.text.samples import TextSamples
 
     task = text_task(config, base, pretrained)
-    return TextSamples(open_rows(config, base, unit), task, config, unit, kept)
+    rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)
+    return TextSamples(rows, task, config, unit, kept)

@@ -100,7 +100,7 @@ class TableSamples(Samples):
             else numbers(column, name, self._rows.told)
         )
         encoded = self._labels.encoded(values, name, self._rows.told)
-        self.class_names = encoded.class_names
+        self.class_names = encoded.class_names or self._rows.class_names.get(name)
         self.notes = (encoded.note,) if encoded.note else ()
         return to_tensor(encoded.values, name).numpy()
 
@@ -128,11 +128,8 @@ class TableSamples(Samples):
         axes = (*inputs, axes_of(self._layout.target))
         if not columns:
             return None, None
-        padding = (*[0] * len(inputs), self._target_padding())
+        padding = (*[0] * len(inputs), self._labels.padding)
         return RaggedAxes(axes, padding, masked=False), torch.from_numpy(np.stack(columns, axis=1))
-
-    def _target_padding(self) -> int:
-        return self._labels.ignore_index if self._labels.kind == "token" else 0
 
     def _block(self, table: pa.Table, rows: Array) -> Block:
         def told(place: int) -> str:
@@ -152,7 +149,7 @@ class TableSamples(Samples):
         if self.targets is not None:
             target = torch.from_numpy(self.targets[rows])
         elif self._layout.target:
-            found = _tensors(table, self._layout.target, told, self._target_padding())
+            found = _tensors(table, self._layout.target, told, self._labels.padding)
             target = stacked(found, self._layout.target, "data.target") if len(found) > 1 else found[0]
         lengths = None if self._row_lengths is None else self._row_lengths[torch.from_numpy(rows)]
         return Block(tuple(inputs), target, lengths, self.ragged)

@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -30,13 +30,15 @@ class Rows(ABC):
         count: how many rows there are.
         files: what they were read from, in order.
         source: the same for messages.
+        class_names: column -> names of its labels 0, 1, 2, ..., where the data tell them.
     """
 
     def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
         self.schema = schema
         self.count = count
         self.files = tuple(files)
-        self.source = named_files(self.files)
+        self.source = named_files(self.files) if files else ""
+        self.class_names: Mapping[str, tuple[str, ...]] = {}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -51,8 +51,8 @@ class TextSamples(Samples):
             masked=task.masked and "attention_mask" in self.keywords,
         )
         targets = None
-        if config.target is not None:
-            column = pa.table({config.target: plain(rows.column(config.target))})
+        if config.target_column is not None:
+            column = pa.table({config.target_column: plain(rows.column(config.target_column))})
             targets = task.targets(TextRows(column, range(rows.count), rows.place))
         ids = (
             row_numbers(rows.count)

@@ -22,7 +22,7 @@ def test_arnoldi_leading_eigenpairs_of_a_known_spectrum(rank: int) -> None:
     assert found.facts["eigenvalues_kept"] == pytest.approx([float(SPECTRUM[-rank]), 100])
 
 
-def test_arnoldi_the_truncated_inverse_and_zero_elsewhere() -> None:
+def test_arnoldi_truncated_inverse() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(4, 100, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(matrix)
     kept = vectors[:, -20:]
@@ -34,13 +34,13 @@ def test_arnoldi_the_truncated_inverse_and_zero_elsewhere() -> None:
     assert float(arnoldi(lambda v: v @ matrix, 100, rank=20, iterations=100).solve(across).abs().max()) < 1e-9
 
 
-def test_arnoldi_of_full_rank_it_is_the_inverse() -> None:
+def test_arnoldi_full_rank_is_the_inverse() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(4, 100, dtype=torch.float64)
     found = arnoldi(lambda v: v @ matrix, 100, rank=100, iterations=100).solve(rhs)
     torch.testing.assert_close(found, solved(matrix, rhs), rtol=1e-6, atol=1e-6)
 
 
-def test_arnoldi_few_products_find_the_top_and_tell_how_well() -> None:
+def test_arnoldi_few_products_and_residuals() -> None:
     matrix = symmetric(SPECTRUM)
     found = arnoldi(lambda v: v @ matrix, 100, rank=5, iterations=25)
     assert found.facts["iterations"] == 25

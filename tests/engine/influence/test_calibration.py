@@ -65,7 +65,7 @@ class OnFeatures(nn.Module):
         (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), False),
     ],
 )
-def test_calibration_affine_models_are_reported_from_others(
+def test_calibration_affine_models_recognised(
     model: type[nn.Module], expected: bool, dtype: torch.dtype
 ) -> None:
     for seed in range(3):
@@ -80,14 +80,14 @@ def test_calibration_affine_models_are_reported_from_others(
             assert is_affine(examples(built, cross_entropy, inputs.to(dtype), labels))
 
 
-def test_calibration_affine_in_the_chosen_parameters_alone() -> None:
+def test_calibration_affine_in_selected_parameters() -> None:
     model = Bilinear().double()
     inputs, labels = classified(20)
     model.first.requires_grad_(False)
     assert is_affine(examples(model, cross_entropy, inputs, labels))
 
 
-def test_calibration_least_squares_without_weight_decay_is_exact_by_default() -> None:
+def test_calibration_least_squares_default_is_exact() -> None:
     """Strictly convex, as the inputs have full rank: no damping, and the change that retraining brings to the
     last digit.
     """
@@ -111,7 +111,7 @@ def test_calibration_least_squares_without_weight_decay_is_exact_by_default() ->
         np.testing.assert_allclose(found[row], truth, rtol=1e-8, atol=1e-10)
 
 
-def test_calibration_default_by_the_dual_solver_is_that_of_the_exact_one() -> None:
+def test_calibration_default_of_dual_solver_equals_exact() -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     model = linear(ridge(inputs, targets, 30 * 0.1))
@@ -131,7 +131,7 @@ def test_calibration_fewer_rows_than_parameters_keep_their_damping() -> None:
     assert not fitted.calibrated
 
 
-def test_calibration_distance_from_the_minimum_is_the_newton_decrement_of_the_whole_objective() -> None:
+def test_calibration_newton_decrement() -> None:
     """Of least squares with a weight decay, at weights that are no minimum: both numbers by numpy, to the
     last digits.
     """
@@ -157,16 +157,14 @@ def test_calibration_distance_from_the_minimum_is_the_newton_decrement_of_the_wh
         (Influence(relative_damping=0.1), "a damping is added to the curvature"),
     ],
 )
-def test_calibration_calibrated_because_names_the_option_and_not_the_model_where_that_is_affine(
-    method: Influence, expected: str
-) -> None:
+def test_calibration_reason_names_the_option_of_affine_models(method: Influence, expected: str) -> None:
     inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     fitted = fit(method, examples(linear(ridge(inputs, targets, 1.0)), squared_error, inputs, targets))
     assert not fitted.calibrated
     assert fitted.facts["calibrated_because"].startswith(expected)
 
 
-def test_calibration_networks_keep_the_damping_that_ranks_best() -> None:
+def test_calibration_networks_keep_ranking_damping() -> None:
     inputs, labels = classified(30)
     fitted = fit(Influence(weight_decay=1e-3), examples(mlp(), cross_entropy, inputs, labels))
     assert fitted.facts["damping"] == pytest.approx(fitted.facts["mean_eigenvalue"])
@@ -175,7 +173,7 @@ def test_calibration_networks_keep_the_damping_that_ranks_best() -> None:
 
 
 @pytest.mark.parametrize("kind", [EKFAC, DataInf, Influence])
-def test_calibration_convex_objective_with_weight_decay_has_no_damping_beside_it(kind: Any) -> None:
+def test_calibration_convex_with_weight_decay_no_damping(kind: Any) -> None:
     inputs, labels = classified(30)
     training = examples(OnFeatures().double(), cross_entropy, inputs, labels)
 
@@ -189,7 +187,7 @@ def test_calibration_convex_objective_with_weight_decay_has_no_damping_beside_it
 
 
 @pytest.mark.parametrize("kind", [EKFAC, DataInf])
-def test_calibration_networks_keep_a_tenth_of_the_mean_eigenvalue(kind: Any) -> None:
+def test_calibration_networks_damping_value(kind: Any) -> None:
     inputs, labels = classified(30)
     training = examples(mlp(), cross_entropy, inputs, labels)
     for options in ({}, {"weight_decay": 1e-3}):
@@ -220,7 +218,7 @@ def test_calibration_affine_model_of_many_outputs_has_scores_by_default() -> Non
         fit(Influence(weight_decay=0.1, leverage=True, solver="conjugate_gradient"), training)
 
 
-def test_calibration_units_of_methods_say_what_is_no_amount() -> None:
+def test_calibration_units_of_methods() -> None:
     """Only scores that a fit vouches for go without a word that says otherwise."""
     relative = {"ekfac", "trak", "projected_influence", "datainf"}
     for name, kind in own_classes(METHODS).items():

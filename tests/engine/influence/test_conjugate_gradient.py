@@ -32,9 +32,7 @@ def relative(matrix: torch.Tensor, x: torch.Tensor, rhs: torch.Tensor) -> torch.
 
 
 @given(size=st.integers(2, 40), count=st.integers(1, 60), spread=st.floats(0, 4), seed=st.integers(0, 1000))
-def test_conjugate_gradient_solution_is_the_dense_one(
-    size: int, count: int, spread: float, seed: int
-) -> None:
+def test_conjugate_gradient_equals_dense_solve(size: int, count: int, spread: float, seed: int) -> None:
     matrix = symmetric(torch.logspace(-spread / 2, spread / 2, size), seed)
     rhs = torch.tensor(np.random.default_rng(seed).standard_normal((count, size)))
     x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-10)
@@ -47,7 +45,7 @@ def test_conjugate_gradient_solution_is_the_dense_one(
     torch.testing.assert_close(x, solved(matrix, rhs), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
 
 
-def test_conjugate_gradient_right_hand_sides_that_depend_on_one_another_are_solved() -> None:
+def test_conjugate_gradient_dependent_right_hand_sides() -> None:
     matrix = symmetric(torch.logspace(-3, 1, 120))
     rhs = torch.randn(12, 120, dtype=torch.float64)
     rhs[1] = 0
@@ -64,9 +62,7 @@ def test_conjugate_gradient_right_hand_sides_that_depend_on_one_another_are_solv
     torch.testing.assert_close(x[4], -1e6 * x[2], rtol=1e-5, atol=1e-2)
 
 
-def test_conjugate_gradient_block_is_solved_as_its_right_hand_sides_one_by_one_in_far_fewer_products() -> (
-    None
-):
+def test_conjugate_gradient_block_needs_fewer_products() -> None:
     matrix = symmetric(torch.logspace(-3, 1, 150))
     rhs = torch.randn(30, 150, dtype=torch.float64)
     together, shared = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-9, spectrum=False)
@@ -79,7 +75,7 @@ def test_conjugate_gradient_block_is_solved_as_its_right_hand_sides_one_by_one_i
     assert 10 * shared["products"] < single["products"]
 
 
-def test_conjugate_gradient_all_right_hand_sides_are_counted_where_they_do_not_converge() -> None:
+def test_conjugate_gradient_counts_unconverged_right_hand_sides() -> None:
     matrix = symmetric(torch.logspace(-4, 2, 200))
     rhs = torch.randn(3, 200, dtype=torch.float64)
     heard: list[str] = []
@@ -96,7 +92,7 @@ def test_conjugate_gradient_all_right_hand_sides_are_counted_where_they_do_not_c
     ]
 
 
-def test_conjugate_gradient_residual_that_is_reported_is_of_the_solution_and_not_of_the_recurrence() -> None:
+def test_conjugate_gradient_reports_true_residual() -> None:
     """Products that are wrong by a part in a thousand, another one each time: no recurrence notices, x says
     so.
     """
@@ -114,7 +110,7 @@ def test_conjugate_gradient_residual_that_is_reported_is_of_the_solution_and_not
 
 
 @pytest.mark.parametrize("spectrum", [True, False])
-def test_conjugate_gradient_negative_curvature_is_named_with_the_damping_that_suffices(
+def test_conjugate_gradient_negative_curvature_refused(
     spectrum: bool,
 ) -> None:
     matrix = symmetric(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 1, 49)]))
@@ -132,7 +128,7 @@ def test_conjugate_gradient_negative_curvature_is_named_with_the_damping_that_su
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
-def test_conjugate_gradient_singular_curvature_is_named_with_the_damping_that_suffices(
+def test_conjugate_gradient_singular_curvature_refused(
     preconditioned: bool,
 ) -> None:
     matrix = symmetric(torch.cat([torch.zeros(40), torch.logspace(-2, 1, 10)]))
@@ -151,7 +147,7 @@ def test_conjugate_gradient_singular_curvature_is_named_with_the_damping_that_su
     assert solve(1e-7)
 
 
-def test_conjugate_gradient_what_is_not_finite_is_refused() -> None:
+def test_conjugate_gradient_nonfinite_refused() -> None:
     matrix = symmetric(torch.ones(5))
     rhs = torch.randn(3, 5, dtype=torch.float64)
     rhs[1, 2] = float("nan")
@@ -171,7 +167,7 @@ def test_conjugate_gradient_extreme_eigenvalues_are_reported() -> None:
     assert facts["ritz_max"] == pytest.approx(30)
 
 
-def test_conjugate_gradient_digits_with_little_damping_converge_in_tens_of_iterations() -> None:
+def test_conjugate_gradient_iterations_on_digits() -> None:
     """The Gauss-Newton system of a softmax regression, at a damping of 1e-4 of the mean eigenvalue: against a
     dense solve.
     """

@@ -55,7 +55,7 @@ def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.nda
     return found
 
 
-def test_datainf_scores_are_those_of_the_mean_of_inverses() -> None:
+def test_datainf_scores_equal_mean_of_inverses() -> None:
     training, queries = problem()
     for options in ({}, {"relative_damping": 0.7, "weight_decay": 0.01}):
         method = fitted(training, **options)
@@ -78,7 +78,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.temperature
 
 
-def test_datainf_parameter_may_be_a_single_number() -> None:
+def test_datainf_parameter_of_one_number() -> None:
     x, y = classified(N, (6,))
     model = Scaled().double()
     training = examples(model, cross_entropy, x, y)
@@ -105,7 +105,7 @@ def test_datainf_one_example_is_solved_exactly() -> None:
     assert np.abs(found - expected).max() < 1e-12 * np.abs(expected).max()
 
 
-def test_datainf_self_influence_is_the_score_of_an_example_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     training, _ = problem(chunk_size=5)
     monkeypatch.setattr(datainf, "_BLOCK_NUMBERS", 3 * training.flat.size)
     method = fitted(training)
@@ -142,7 +142,7 @@ def test_datainf_float32_scores_are_near_those_of_float64() -> None:
     )
 
 
-def test_datainf_another_damping_is_that_of_a_fit_with_it() -> None:
+def test_datainf_damping_again_equals_fit() -> None:
     training, queries = problem()
     method = fitted(training)
     before = matrix(method, queries)[""]
@@ -158,13 +158,13 @@ def test_datainf_another_damping_is_that_of_a_fit_with_it() -> None:
     assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
-def test_datainf_damping_of_zero_is_refused_with_one_that_suffices() -> None:
+def test_datainf_zero_damping_refused() -> None:
     training, _ = problem()
     with pytest.raises(InfluenceError, match=r"no inverse for 0\.weight(?s:.*)method\.damping: "):
         fitted(training, damping=0.0)
 
 
-def test_datainf_gradients_that_are_not_finite_are_reported() -> None:
+def test_datainf_nonfinite_gradients_refused() -> None:
     x, y = classified(N, (1, 6, 6))
     x[3, 0, 0, 0] = torch.nan
     with pytest.raises(InfluenceError, match=r"training gradients of 0\.weight are not finite"):

@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk_size", ["auto", 1, 4])
-def test_curvature_matrix_each_curvature_is_that_of_the_sum_of_the_losses(name: str, chunk_size: Any) -> None:
+def test_curvature_matrix_equals_that_of_summed_loss(name: str, chunk_size: Any) -> None:
     factory, shape = MODELS[name]
     model = factory()
     inputs, labels = classified(9, shape)
@@ -65,7 +65,7 @@ def test_curvature_matrix_each_curvature_is_that_of_the_sum_of_the_losses(name: 
         np.testing.assert_allclose(found.numpy(), want, rtol=0, atol=1e-12)
 
 
-def test_curvature_matrix_rows_that_share_a_factor_are_added_up_first_in_blocks_of_samples(
+def test_curvature_matrix_rows_with_shared_factor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = mlp(1, (6, 7, 5, 3))
@@ -80,14 +80,14 @@ def test_curvature_matrix_rows_that_share_a_factor_are_added_up_first_in_blocks_
 
 
 @pytest.mark.parametrize("size", [1, 512, 1100])
-def test_curvature_matrix_half_of_a_product_with_itself_is_all_of_it(size: int) -> None:
+def test_curvature_matrix_symmetric_product(size: int) -> None:
     matrix = torch.randn(9, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     np.testing.assert_allclose(
         own_products(matrix).numpy(), matrix.numpy().T @ matrix.numpy(), rtol=0, atol=1e-13
     )
 
 
-def test_curvature_matrix_hessian_in_blocks_of_columns_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curvature_matrix_hessian_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, labels = classified(9)
     training = examples(mlp(), cross_entropy, inputs, labels, chunk_size=4)
     whole = loss_hessian(training)
@@ -95,7 +95,7 @@ def test_curvature_matrix_hessian_in_blocks_of_columns_is_the_whole(monkeypatch:
     np.testing.assert_allclose(loss_hessian(training).numpy(), whole.numpy(), rtol=0, atol=1e-13)
 
 
-def test_curvature_matrix_of_a_model_in_float32_products_are_summed_in_float64() -> None:
+def test_curvature_matrix_float32_model() -> None:
     inputs, labels = classified(50)
     single = examples(mlp().float(), cross_entropy, inputs.float(), labels, chunk_size=7)
     double = gauss_newton(mlp(), cross_entropy, inputs, labels)

@@ -61,7 +61,7 @@ def setup(name: str) -> tuple[Any, Any, np.ndarray, np.ndarray, dict[str, np.nda
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
-def test_dual_the_dense_solve(name: str, curvature: Any) -> None:
+def test_dual_equals_dense_solve(name: str, curvature: Any) -> None:
     training, queries, rows, query_rows, curvatures = setup(name)
     fitted = fit(Influence(curvature, "dual", damping=1e-3, weight_decay=1e-3), training)
     matrix = np.linalg.inv(curvatures[curvature] + len(rows) * 2e-3 * np.eye(rows.shape[1]))
@@ -83,7 +83,7 @@ def test_dual_the_dense_solve(name: str, curvature: Any) -> None:
 
 
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
-def test_dual_small_damping_costs_no_digits(curvature: Any) -> None:
+def test_dual_small_damping_precision(curvature: Any) -> None:
     training, queries, rows, query_rows, curvatures = setup("softmax")
     relative = 1e-9
     fitted = fit(Influence(curvature, "dual", relative_damping=relative), training)
@@ -95,7 +95,7 @@ def test_dual_small_damping_costs_no_digits(curvature: Any) -> None:
     np.testing.assert_allclose(scores(fitted, queries), want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
-def test_dual_on_trained_digits_it_is_the_exact_solve() -> None:
+def test_dual_equals_exact_on_digits() -> None:
     inputs, labels, test_inputs, test_labels = digits()
     model = trained_digits_mlp()
     training = examples(model, cross_entropy, inputs[:150], labels[:150])
@@ -107,7 +107,7 @@ def test_dual_on_trained_digits_it_is_the_exact_solve() -> None:
             np.testing.assert_allclose(dual, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
 
 
-def test_dual_rows_are_held_against_one_another_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dual_kernel_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     training, queries, *_ = setup("softmax")
     want = scores(fit(Influence(solver="dual"), training), queries)
     monkeypatch.setattr("psgrad.engine.execution.output_rows._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
@@ -132,7 +132,7 @@ def test_dual_another_damping_shares_the_kernel() -> None:
     )
 
 
-def test_dual_without_damping_it_says() -> None:
+def test_dual_zero_damping_refused() -> None:
     training, queries, *_ = setup("softmax")
     with pytest.raises(
         InfluenceError, match="the Gauss-Newton matrix is singular: it is made of 36 rows"

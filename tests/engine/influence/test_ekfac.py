@@ -106,7 +106,7 @@ def oracle(case: str, relative: float = 0.1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ekfac_scores_are_those_of_the_matrices_materialised(case: str) -> None:
+def test_ekfac_scores_equal_materialised_matrices(case: str) -> None:
     _, training, queries = problem(case)
     found = matrix(fitted(training, fisher="empirical"), queries)[""].numpy()
     expected = oracle(case)
@@ -114,7 +114,7 @@ def test_ekfac_scores_are_those_of_the_matrices_materialised(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ekfac_self_influence_is_the_score_of_an_example_on_itself(case: str) -> None:
+def test_ekfac_self_influence(case: str) -> None:
     _, training, _ = problem(case)
     method = fitted(training, fisher="empirical")
     blocks = list(method.self_influence())
@@ -172,7 +172,7 @@ def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
     return batch.inputs[0].float() if batch.inputs[0].is_floating_point() else batch.inputs[0], batch.target
 
 
-def test_ekfac_squared_error_of_one_layer_is_solved_exactly() -> None:
+def test_ekfac_exact_for_one_layer_squared_error() -> None:
     """The layer's Gauss-Newton matrix, which is its Hessian, is a Kronecker product."""
     inputs, targets = torch.randn(N + M, 6, dtype=torch.float64), torch.randn(N + M, 3, dtype=torch.float64)
     model = nn.Linear(6, 3).double()
@@ -186,7 +186,7 @@ def test_ekfac_squared_error_of_one_layer_is_solved_exactly() -> None:
     assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
 
 
-def test_ekfac_blocks_of_a_weight_used_in_slices_are_inverted_together() -> None:
+def test_ekfac_weight_used_in_slices() -> None:
     torch.manual_seed(1)
     tokens, labels = torch.randint(7, (N, 5)), torch.randint(7, (N,))
     training = examples(Tied().double(), cross_entropy, tokens, labels)
@@ -201,7 +201,7 @@ def test_ekfac_blocks_of_a_weight_used_in_slices_are_inverted_together() -> None
     )
 
 
-def test_ekfac_another_damping_shares_the_blocks_and_changes_nothing() -> None:
+def test_ekfac_damping_again_shares_blocks() -> None:
     _, training, queries = problem("convolution")
     method = fitted(training, fisher="empirical")
     before = matrix(method, queries)[""]
@@ -223,7 +223,7 @@ def test_ekfac_another_damping_shares_the_blocks_and_changes_nothing() -> None:
     assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
-def test_ekfac_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() -> None:
+def test_ekfac_facts() -> None:
     _, training, _ = problem("linear")
     facts = fitted(training, fisher="empirical", weight_decay=0.25, relative_damping=0.2).facts
     squares = training.materialise().square().mean(0)
@@ -235,7 +235,7 @@ def test_ekfac_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() ->
         assert facts["damping"][label] == pytest.approx(0.2 * mean, rel=1e-12)
 
 
-def test_ekfac_block_without_an_inverse_is_named_with_a_damping_that_suffices() -> None:
+def test_ekfac_singular_block_refused() -> None:
     _, training, queries = problem("linear")
     with pytest.raises(InfluenceError, match=r"curvature of 2\.weight \+ 2\.bias has no inverse") as error:
         fitted(training, fisher="empirical", damping=0.0)
@@ -243,7 +243,7 @@ def test_ekfac_block_without_an_inverse_is_named_with_a_damping_that_suffices() 
     assert torch.isfinite(matrix(fitted(training, fisher="empirical", damping=advised), queries)[""]).all()
 
 
-def test_ekfac_layer_that_no_example_uses_is_named() -> None:
+def test_ekfac_unused_layer_refused() -> None:
     class Unused(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -54,7 +54,7 @@ def inverse(curvature: str, damping: float, weight_decay: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_exact_scores_are_those_of_the_inverse_of_the_damped_sum(curvature: Any) -> None:
+def test_exact_scores_equal_damped_inverse(curvature: Any) -> None:
     fitted = fit(Influence(curvature, "exact", damping=0.4, weight_decay=0.02), training())
     matrix = inverse(curvature, 0.4, 0.02)
     want = ROWS @ matrix @ QUERY_ROWS.T
@@ -64,7 +64,7 @@ def test_exact_scores_are_those_of_the_inverse_of_the_damped_sum(curvature: Any)
     np.testing.assert_allclose(norms, np.linalg.norm(ROWS @ matrix, axis=1), rtol=1e-10)
 
 
-def test_exact_relative_damping_is_a_share_of_the_mean_eigenvalue_without_weight_decay() -> None:
+def test_exact_relative_damping() -> None:
     fitted = fit(Influence(relative_damping=0.25, weight_decay=0.5), training())
     values = np.linalg.eigvalsh(CURVATURES["gauss_newton"]) / 40
     assert fitted.facts["solver"] == "exact"
@@ -77,7 +77,7 @@ def test_exact_relative_damping_is_a_share_of_the_mean_eigenvalue_without_weight
 
 
 @pytest.mark.parametrize("per", ["parameter", "module"])
-def test_exact_scores_of_layers_are_products_of_their_parts_and_add_up(per: Any) -> None:
+def test_exact_scores_by_layer(per: Any) -> None:
     fitted = fit(Influence(damping=0.1), training())
     prepared = QUERY_ROWS @ inverse("gauss_newton", 0.1, 0)
     columns = training().flat.columns
@@ -94,7 +94,7 @@ def test_exact_scores_of_layers_are_products_of_their_parts_and_add_up(per: Any)
 @given(
     chunk_size=st.integers(1, 41), query_chunk=st.integers(1, 8), solver=st.sampled_from(["exact", "dual"])
 )
-def test_exact_numbers_do_not_depend_on_the_chunks(chunk_size: int, query_chunk: int, solver: Any) -> None:
+def test_exact_independent_of_chunks(chunk_size: int, query_chunk: int, solver: Any) -> None:
     method = Influence(solver=solver, damping=1e-3)
     want = scores(fit(method, training()), queries())
     found = scores(fit(method, training(chunk_size=chunk_size)), queries(chunk_size=query_chunk))
@@ -102,7 +102,7 @@ def test_exact_numbers_do_not_depend_on_the_chunks(chunk_size: int, query_chunk:
 
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
-def test_exact_in_float32_numbers_hardly_depend_on_the_chunks(solver: Any) -> None:
+def test_exact_float32_nearly_independent_of_chunks(solver: Any) -> None:
     model = mlp().float()
     found = [
         scores(
@@ -123,7 +123,7 @@ def test_exact_in_float32_numbers_hardly_depend_on_the_chunks(solver: Any) -> No
         np.testing.assert_allclose(each, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
-def test_exact_another_damping_shares_the_curvature_and_leaves_the_first_as_it_was() -> None:
+def test_exact_damping_again_shares_curvature() -> None:
     first = fit(Influence(damping=0.1), training())
     before = scores(first, queries())
     second, third = first.with_damping(damping=0.7), first.with_damping(relative=2.0)
@@ -138,7 +138,7 @@ def test_exact_another_damping_shares_the_curvature_and_leaves_the_first_as_it_w
     assert (first.facts["damping"], second.facts["damping"]) == (0.1, 0.7)
 
 
-def test_exact_ends_of_a_large_spectrum_are_found_without_the_rest() -> None:
+def test_exact_extreme_eigenvalues_of_large_matrix() -> None:
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(600, 600, generator=generator, dtype=torch.float64)).Q
     values = torch.logspace(-3, 2, 600, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_exact_ends_of_a_large_spectrum_are_found_without_the_rest() -> None:
     assert found.smallest == pytest.approx(-0.5, rel=1e-6)
 
 
-def test_exact_singular_curvature_is_reported_with_a_damping_that_suffices() -> None:
+def test_exact_singular_curvature_refused() -> None:
     with pytest.raises(InfluenceError) as error:
         fit(Influence(damping=0.0), training())
     assert "the Gauss-Newton matrix is singular: its smallest eigenvalue is" in str(error.value)
@@ -158,7 +158,7 @@ def test_exact_singular_curvature_is_reported_with_a_damping_that_suffices() -> 
 
 
 @pytest.mark.parametrize("size", [3, 600])
-def test_exact_matrix_with_a_factor_but_no_digits_in_its_inverse_is_singular(size: int) -> None:
+def test_exact_ill_conditioned_matrix_refused(size: int) -> None:
     values = torch.ones(size, dtype=torch.float64)
     values[1] = 1e-16
     with pytest.raises(InfluenceError, match="the empirical Fisher is singular"):
@@ -166,7 +166,7 @@ def test_exact_matrix_with_a_factor_but_no_digits_in_its_inverse_is_singular(siz
     assert Inverse.of(values.diag(), 1e-6, "empirical Fisher", 1).smallest == pytest.approx(0, abs=1e-9)
 
 
-def test_exact_indefinite_hessian_is_reported_with_a_damping_that_suffices_and_is_loud_even_then() -> None:
+def test_exact_indefinite_hessian_refused_or_warned() -> None:
     smallest = np.linalg.eigvalsh(CURVATURES["hessian"])[0] / 40
     assert smallest < -1e-3
     with pytest.raises(
@@ -180,12 +180,12 @@ def test_exact_indefinite_hessian_is_reported_with_a_damping_that_suffices_and_i
     assert [line for line in said if "the Hessian is indefinite" in line] == said != []
 
 
-def test_exact_curvature_that_is_not_finite_is_refused() -> None:
+def test_exact_nonfinite_curvature_refused() -> None:
     with pytest.raises(InfluenceError, match="the Hessian has entries that are not finite"):
         Inverse.of(torch.full((2, 2), torch.nan, dtype=torch.float64), 1.0, "Hessian", 1)
 
 
-def test_exact_damping_is_never_negative_nor_taken_from_negative_curvature() -> None:
+def test_exact_negative_damping_refused() -> None:
     with pytest.raises(ConfigError, match=r"damping is -0\.1"):
         Damping(-0.1)
     with pytest.raises(ConfigError, match="relative_damping is nan"):
@@ -201,7 +201,7 @@ def test_exact_damping_is_never_negative_nor_taken_from_negative_curvature() -> 
     )
 
 
-def test_exact_options_that_do_not_go_together_are_refused_in_words() -> None:
+def test_exact_conflicting_options_refused() -> None:
     for options, words in (
         ({"curvature": "hessian", "solver": "dual"}, "the dual solver has no Hessian"),
         ({"curvature": "fisher", "leverage": True}, "curvature is fisher"),
@@ -223,7 +223,7 @@ def test_exact_options_that_do_not_go_together_are_refused_in_words() -> None:
         fit(Influence(solver="lissa", leverage=True), training())
 
 
-def test_exact_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_choice_of_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "psgrad.engine.influence.methods.influence"
 
     def choice(method: Influence, queries: int = 5, convex: bool = False) -> tuple[str, str]:
@@ -258,7 +258,7 @@ def test_exact_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("options", [{}, {"preconditioner": "nystroem", "rank": 20}])
-def test_exact_conjugate_gradients_agree(curvature: Any, options: dict[str, Any]) -> None:
+def test_exact_equals_conjugate_gradients(curvature: Any, options: dict[str, Any]) -> None:
     damping = 0.6 if curvature == "hessian" else 0.01
     exact = scores(fit(Influence(curvature, "exact", damping=damping), training()), queries())
     fitted = fit(
@@ -274,7 +274,7 @@ def test_exact_conjugate_gradients_agree(curvature: Any, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("solver", ["lissa", "arnoldi"])
-def test_exact_other_solvers_agree_where_they_have_the_same_answer(solver: Any) -> None:
+def test_exact_equals_other_solvers(solver: Any) -> None:
     exact = scores(fit(Influence(damping=0.05), training()), queries())
     method = Influence(
         solver=solver, damping=0.05, tolerance=1e-9, rank=53

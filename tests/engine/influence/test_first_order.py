@@ -56,7 +56,7 @@ def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, t
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, N, 64])
-def test_first_order_dot_products_are_those_of_a_loop(data: Any, chunk_size: int) -> None:
+def test_first_order_dot_products_equal_the_loop(data: Any, chunk_size: int) -> None:
     model = network()
     training, queries = both(model, data, chunk_size=chunk_size)
     expected = loop(model, *data[:2]) @ loop(model, *data[2:]).T
@@ -66,7 +66,7 @@ def test_first_order_dot_products_are_those_of_a_loop(data: Any, chunk_size: int
     torch.testing.assert_close(own, loop(model, *data[:2]).square().sum(1), rtol=1e-10, atol=1e-12)
 
 
-def test_first_order_layers_add_up_to_the_whole(data: Any) -> None:
+def test_first_order_layers_add_up(data: Any) -> None:
     model = network()
     training, queries = both(model, data, chunk_size=4)
     fitted = GradientDot().fit(training, Checkpoint())
@@ -80,7 +80,7 @@ def test_first_order_layers_add_up_to_the_whole(data: Any) -> None:
     torch.testing.assert_close(sum(layers.values()), matrix(fitted, queries)[""], rtol=1e-10, atol=1e-12)
 
 
-def test_first_order_cosines_are_those_of_a_loop_and_undefined_at_a_gradient_of_zero(data: Any) -> None:
+def test_first_order_cosines_equal_the_loop(data: Any) -> None:
     model = network()
     x, y, xq, yq = data
 
@@ -103,7 +103,7 @@ def test_first_order_cosines_are_those_of_a_loop_and_undefined_at_a_gradient_of_
         list(fitted.self_influence())
 
 
-def test_first_order_tracin_weighs_each_checkpoint_by_its_learning_rate(data: Any) -> None:
+def test_first_order_tracin_learning_rates(data: Any) -> None:
     rates, models = (0.5, 0.125), (network(0), network(1))
     expected = sum(
         rate * loop(model, *data[:2]) @ loop(model, *data[2:]).T
@@ -132,7 +132,7 @@ def test_first_order_tracin_without_a_learning_rate_is_refused(data: Any) -> Non
     assert "influence.checkpoints" in str(refusal.value)
 
 
-def test_first_order_something_else_of_the_same_rows_may_be_differentiated(data: Any) -> None:
+def test_first_order_other_measurement_of_same_rows(data: Any) -> None:
     model = network()
     training, _ = both(model, data, chunk_size=4)
     found = training.with_scalar(lambda output, target: output[target] ** 2).materialise()
@@ -143,7 +143,7 @@ def test_first_order_something_else_of_the_same_rows_may_be_differentiated(data:
         )
 
 
-def test_first_order_rows_with_infinite_numbers_are_found(data: Any) -> None:
+def test_first_order_nonfinite_rows_refused(data: Any) -> None:
     from psgrad.engine.influence.method import screened
 
     x, y, *_ = data

@@ -71,9 +71,7 @@ def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.T
     [GradientDot(), GradientCosine(), TracIn(), ProjectedInfluence(projection="none")],
     ids=lambda m: m.name,
 )
-def test_index_every_gradient_materialised_answers_as_the_method_does(
-    tmp_path: Path, method: Method, features: Any
-) -> None:
+def test_index_of_materialised_gradients_equals_method(tmp_path: Path, method: Method, features: Any) -> None:
     training, queries = both(network())
     store = built(
         tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training
@@ -84,7 +82,7 @@ def test_index_every_gradient_materialised_answers_as_the_method_does(
 
 @pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian", "two-sided"])
 @pytest.mark.parametrize("method", [TRAK, ProjectedInfluence])
-def test_index_projected_index_answers_as_the_method_does(tmp_path: Path, method: Any, kind: Any) -> None:
+def test_index_of_projections_equals_method(tmp_path: Path, method: Any, kind: Any) -> None:
     # over two checkpoints, each with its projection
     spec = IndexSpec(
         projection=kind,
@@ -106,7 +104,7 @@ def test_index_projected_index_answers_as_the_method_does(tmp_path: Path, method
     )
 
 
-def test_index_self_influences_are_of_whole_gradients(tmp_path: Path) -> None:
+def test_index_self_influence(tmp_path: Path) -> None:
     training, _ = both(network(), chunk_size=N)
     store = built(tmp_path, IndexSpec(dimension=4, features="margin"), training)
     (block,) = from_index(GradientDot(), store).fit(training, Checkpoint()).self_influence()
@@ -127,7 +125,7 @@ def test_index_self_influences_are_of_whole_gradients(tmp_path: Path) -> None:
         list(from_index(GradientCosine(), store).fit(training, Checkpoint()).self_influence())
 
 
-def test_index_scores_of_layers_come_from_their_columns(tmp_path: Path) -> None:
+def test_index_scores_by_layer(tmp_path: Path) -> None:
     training, queries = both(network())
     store = built(tmp_path, EXACT, training)
     found = matrix_of(from_index(GradientDot(), store).fit(training, Checkpoint()), queries, "module")
@@ -139,7 +137,7 @@ def test_index_scores_of_layers_come_from_their_columns(tmp_path: Path) -> None:
 
 @settings(max_examples=6)
 @given(st.integers(1, N + 2), st.integers(1, N + 2), st.integers(1, 60))
-def test_index_chunks_shards_and_blocks_change_nothing(
+def test_index_independent_of_chunks_shards_and_blocks(
     tmp_path_factory: pytest.TempPathFactory, chunk_size: int, shard: int, block: int
 ) -> None:
     spec = IndexSpec(dimension=9, dtype="float64", rows_per_shard=shard)
@@ -159,7 +157,7 @@ DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 @settings(max_examples=20)
 @given(st.sampled_from(list(DIGITS)), st.integers(-300, 300), st.integers(1, 9))
-def test_index_number_loses_no_more_than_its_type_does(dtype: Any, exponent: int, columns: int) -> None:
+def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> None:
     # rows of any size: what is lost is relative to the row's largest number
     values = torch.randn(5, columns, dtype=torch.float64) * 2.0**exponent
     values[1] = 0
@@ -179,7 +177,7 @@ def test_index_number_loses_no_more_than_its_type_does(dtype: Any, exponent: int
 
 
 @pytest.mark.parametrize("dtype", list(DIGITS))
-def test_index_scores_lose_no_more_than_their_type_does(tmp_path: Path, dtype: Any) -> None:
+def test_index_rounding_of_scores(tmp_path: Path, dtype: Any) -> None:
     training, queries = both(network())
     store = built(tmp_path, IndexSpec(projection="none", dtype=dtype), training)
     g, q = training.materialise(), queries.materialise()
@@ -203,7 +201,7 @@ def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
     return Examples(training.objective, read, len(training), {"chunk_size": 2})
 
 
-def test_index_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_index_resume_of_killed_build(tmp_path: Path) -> None:
     training, _ = both(network())
     spec = IndexSpec(dimension=9, rows_per_shard=4, features="margin")
     description = describe(spec, training, {"data": "d"}, 2)
@@ -236,7 +234,7 @@ def test_index_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     assert nothing == []
 
 
-def test_index_shards_that_were_lost_are_made_again_and_no_others(tmp_path: Path) -> None:
+def test_index_resume_rebuilds_lost_shards(tmp_path: Path) -> None:
     training, queries = both(network(), chunk_size=2)
     store = built(tmp_path, replace(EXACT, rows_per_shard=2), training)
     before = by_index(GradientDot(), store, queries)
@@ -252,14 +250,14 @@ def test_index_shards_that_were_lost_are_made_again_and_no_others(tmp_path: Path
     assert max(reads) <= (6, 8)  # at most one chunk is read ahead
 
 
-def test_index_progress_counts_the_rows_of_all_checkpoints(tmp_path: Path) -> None:
+def test_index_progress(tmp_path: Path) -> None:
     training, _ = both(network())
     told: list[tuple[int, int]] = []
     built(tmp_path, EXACT, training, training, progress=lambda done, of: told.append((done, of)))
     assert told == [(done, 2 * N) for done in (0, 5, 10, 13, 18, 23, 26)]
 
 
-def test_index_rows_that_are_not_finite_are_reported_and_have_no_score(tmp_path: Path) -> None:
+def test_index_nonfinite_rows(tmp_path: Path) -> None:
     x, y, xq, yq = data()
     x[[2, 11]] = torch.inf
     training, queries = examples(network(), cross_entropy, x, y), examples(network(), cross_entropy, xq, yq)
@@ -274,7 +272,7 @@ def test_index_rows_that_are_not_finite_are_reported_and_have_no_score(tmp_path:
 # -- Refusals ------------------------------------------------------------------------------------------------
 
 
-def test_index_of_the_loss_has_no_trak(tmp_path: Path) -> None:
+def test_index_of_loss_refuses_trak(tmp_path: Path) -> None:
     training, _ = both(network())
     store = built(tmp_path, IndexSpec(dimension=9), training)
     with pytest.raises(
@@ -283,7 +281,7 @@ def test_index_of_the_loss_has_no_trak(tmp_path: Path) -> None:
         from_index(TRAK(), store).fit(training, Checkpoint())
 
 
-def test_index_method_that_needs_a_curvature_is_refused(tmp_path: Path) -> None:
+def test_index_method_with_curvature_refused(tmp_path: Path) -> None:
     class Other(GradientDot.__base__):  # type: ignore[name-defined, misc]
         name = "ekfac"
 
@@ -295,13 +293,13 @@ def test_index_method_that_needs_a_curvature_is_refused(tmp_path: Path) -> None:
     assert "gradient_dot, gradient_cosine, tracin, projected_influence, trak" in str(told.value)
 
 
-def test_index_checkpoint_that_is_not_in_the_index_is_refused(tmp_path: Path) -> None:
+def test_index_unknown_checkpoint_refused(tmp_path: Path) -> None:
     training, _ = both(network())
     with pytest.raises(InfluenceError, match=r"checkpoint 1 \(from 0\) was asked of an index of 1"):
         from_index(GradientDot(), built(tmp_path, EXACT, training)).fit(training, Checkpoint(1))
 
 
-def test_index_another_model_s_queries_and_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_index_of_another_model_refused(tmp_path: Path) -> None:
     training, _ = both(network())
     other = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4)).double()
     wrong, queries = both(other)
@@ -311,7 +309,7 @@ def test_index_another_model_s_queries_and_checkpoints_are_refused(tmp_path: Pat
         built(tmp_path / "two", EXACT, training, wrong)
 
 
-def test_index_no_second_moment_is_kept_of_too_many_columns(tmp_path: Path) -> None:
+def test_index_second_moment_limit(tmp_path: Path) -> None:
     training, queries = both(network())
     with patch.object(stored, "WIDEST", 72):
         store = built(tmp_path, EXACT, training)
@@ -335,7 +333,7 @@ def test_index_wrong_spec_is_refused(options: Any) -> None:
         IndexSpec(**options)
 
 
-def test_index_description_tells_runs_apart(tmp_path: Path) -> None:
+def test_index_description_differs_by_run(tmp_path: Path) -> None:
     training, _ = both(network())
     store = built(tmp_path, EXACT, training)
     for other in (
@@ -353,7 +351,7 @@ def test_index_description_tells_runs_apart(tmp_path: Path) -> None:
     store.require(describe(EXACT, training, {"data": "d"}))
 
 
-def test_index_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+def test_index_memory_independent_of_rows(tmp_path: Path) -> None:
     # what is read at once, counted at the store
     training, queries = both(network(), chunk_size=3)
     store = built(tmp_path, IndexSpec(dimension=8, rows_per_shard=4), training)

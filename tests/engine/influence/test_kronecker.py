@@ -44,7 +44,7 @@ def described(blocks: list[KroneckerBlock]) -> dict[str, str]:
     return {block.label: block.basis.describe() for block in blocks}
 
 
-def test_kronecker_bare_weights_have_factors_and_biases_go_with_their_weight() -> None:
+def test_kronecker_bare_weights_and_biases() -> None:
     inputs, labels = classified(9)
     found = described(fit_blocks(examples(Bare().double(), cross_entropy, inputs, labels), 9))
     assert found == {
@@ -56,7 +56,7 @@ def test_kronecker_bare_weights_have_factors_and_biases_go_with_their_weight() -
     }
 
 
-def test_kronecker_bias_of_another_layer_of_the_same_size_stays_by_itself() -> None:
+def test_kronecker_bias_of_another_layer() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -70,7 +70,7 @@ def test_kronecker_bias_of_another_layer_of_the_same_size_stays_by_itself() -> N
     assert found == {"w": "Kronecker factors 6 x 3", "b": "exact, 3 x 3"}
 
 
-def test_kronecker_tied_table_is_one_matrix_and_slices_of_a_packed_weight_have_blocks_of_their_own() -> None:
+def test_kronecker_tied_table_and_packed_weight() -> None:
     torch.manual_seed(1)
     tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
     found = described(fit_blocks(examples(Tied().double(), cross_entropy, tokens, labels), 12))
@@ -81,7 +81,7 @@ def test_kronecker_tied_table_is_one_matrix_and_slices_of_a_packed_weight_have_b
     }
 
 
-def test_kronecker_slices_that_overlap_have_no_bases() -> None:
+def test_kronecker_overlapping_slices() -> None:
     """Though they have as many elements as the weight."""
 
     class Overlapping(nn.Module):
@@ -98,7 +98,7 @@ def test_kronecker_slices_that_overlap_have_no_bases() -> None:
     }
 
 
-def test_kronecker_tied_table_has_the_basis_of_all_its_uses() -> None:
+def test_kronecker_tied_table_basis() -> None:
     """Against the factors of both uses, by hooks: counts and the head's cotangents on the left, cotangents of
     rows and the head's input on the right.
     """
@@ -123,7 +123,7 @@ def test_kronecker_tied_table_has_the_basis_of_all_its_uses() -> None:
         assert torch.allclose(turned, turned.diagonal().diag(), atol=1e-12 * float(moment.detach().trace()))
 
 
-def test_kronecker_squared_error_of_one_layer_has_its_gauss_newton_matrix() -> None:
+def test_kronecker_exact_for_one_layer_squared_error() -> None:
     """All outputs have the same curvature, so that the matrix is a Kronecker product."""
     inputs = torch.randn(20, 6, dtype=torch.float64)
     targets = torch.randn(20, 3, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_kronecker_squared_error_of_one_layer_has_its_gauss_newton_matrix() -> N
     assert np.abs(dense(blocks, training.flat) - expected).max() < 1e-11 * np.abs(expected).max()
 
 
-def test_kronecker_one_sample_of_layers_with_one_position_has_its_blocks_of_the_gauss_newton_matrix() -> None:
+def test_kronecker_exact_for_one_sample() -> None:
     inputs, labels = classified(1)
     model = mlp()
     training = examples(model, cross_entropy, inputs, labels)
@@ -145,7 +145,7 @@ def test_kronecker_one_sample_of_layers_with_one_position_has_its_blocks_of_the_
         assert np.abs((found - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
 
 
-def test_kronecker_block_without_factors_is_the_second_moment_of_its_gradients() -> None:
+def test_kronecker_block_without_factors() -> None:
     inputs, labels = classified(9)
     model = Bare().double()
     training = examples(model, cross_entropy, inputs, labels)
@@ -155,7 +155,7 @@ def test_kronecker_block_without_factors_is_the_second_moment_of_its_gradients()
     assert np.abs(dense(fit_blocks(training, 9), training.flat)[own, own] - expected).max() < 1e-13
 
 
-def test_kronecker_sampled_rows_have_the_gauss_newton_matrix_as_their_mean() -> None:
+def test_kronecker_sampled_rows_unbiased() -> None:
     """Signs e with e_k e_l = 0 on average: over many draws what is left falls as one over their root."""
     inputs, labels = classified(4)
     model = mlp()
@@ -170,7 +170,7 @@ def test_kronecker_sampled_rows_have_the_gauss_newton_matrix_as_their_mean() -> 
     assert error(6400) < error(64) / 3
 
 
-def test_kronecker_sampled_rows_follow_from_the_seed_and_the_sample_alone() -> None:
+def test_kronecker_sampled_rows_seed() -> None:
     inputs, labels = classified(7)
     model = mlp()
     of = {
@@ -188,13 +188,13 @@ def test_kronecker_sampled_rows_follow_from_the_seed_and_the_sample_alone() -> N
     assert (of[7, 0][::2] - of[7, 0][1::2]).abs().max() > 0.01
 
 
-def test_kronecker_output_with_too_many_numbers_is_refused_with_a_limit() -> None:
+def test_kronecker_large_output_refused() -> None:
     inputs, labels = classified(3)
     with pytest.raises(InfluenceError, match=r"output has 129 numbers(?s:.*)fisher: empirical"):
         fisher_rows(examples(mlp(0, (6, 129)), cross_entropy, inputs, labels), 1, 0)
 
 
-def test_kronecker_gradients_that_are_not_finite_are_reported() -> None:
+def test_kronecker_nonfinite_gradients_refused() -> None:
     inputs, labels = classified(9)
     inputs[4, 0] = torch.inf
     with pytest.raises(InfluenceError, match="not finite"):

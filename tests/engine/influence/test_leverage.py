@@ -56,7 +56,7 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("solver", ["exact", "dual"])
-def test_leverage_scores_are_one_newton_step_without_the_example(name: str, solver: Any) -> None:
+def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     criterion, target = LOSSES[name]
     model, inputs = mlp(), classified(15)[0]
     training, queries = (
@@ -88,7 +88,7 @@ def test_leverage_scores_are_one_newton_step_without_the_example(name: str, solv
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_leverage_ridge_regression_is_left_one_out_exactly(solver: Any, outputs: int) -> None:
+def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, targets = (
         torch.randn(30, 4, generator=generator).double(),
@@ -125,7 +125,7 @@ def test_leverage_ridge_regression_is_left_one_out_exactly(solver: Any, outputs:
 
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
-def test_leverage_example_that_alone_holds_a_parameter_in_place_is_named(solver: Any) -> None:
+def test_leverage_of_one_refused(solver: Any) -> None:
     inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     inputs[:, 2] = 0.0
     inputs[5, 2] = 1.0  # nobody else has anything to say on the third weight
@@ -149,7 +149,7 @@ def test_leverage_example_that_alone_holds_a_parameter_in_place_is_named(solver:
     assert all(np.isnan(part[5]).all() for part in parts.values())
 
 
-def test_leverage_of_one_is_named_where_the_default_takes_the_damping_off() -> None:
+def test_leverage_of_one_without_damping_refused() -> None:
     inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     inputs[:, 2] = 0.0
     inputs[5, 2] = 1.0  # nobody else has anything to say on the third weight
@@ -164,9 +164,7 @@ def test_leverage_of_one_is_named_where_the_default_takes_the_damping_off() -> N
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("leverage", [False, True])
-def test_leverage_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(
-    solver: Any, leverage: bool
-) -> None:
+def test_leverage_by_output_scores(solver: Any, leverage: bool) -> None:
     model, (inputs, labels), criterion = mlp(), classified(15), cross_entropy
     rows, jacobians = gradient_rows(model, criterion, inputs, labels), output_jacobians(model, -inputs[:4])
     steps = np.linalg.solve(gauss_newton(model, criterion, inputs, labels) + 15 * 0.03 * np.eye(53), rows.T).T
@@ -193,7 +191,7 @@ def test_leverage_by_the_output_scores_are_losses_at_the_output_that_a_step_lead
         layer_scores(fitted, queries, "module")
 
 
-def test_leverage_by_the_output_an_output_may_be_one_bare_number() -> None:
+def test_leverage_by_output_of_one_number() -> None:
     """As of a binary classifier that returns [n]."""
     wide, (inputs, _) = nn.Linear(6, 1).double(), classified(15)
     labels = (inputs[:, 0] > 0).double()
@@ -211,7 +209,7 @@ def test_leverage_by_the_output_an_output_may_be_one_bare_number() -> None:
     assert np.abs(found[0]).min() > 0
 
 
-def test_leverage_estimated_leverage_is_near_the_exact_one() -> None:
+def test_leverage_estimate_error() -> None:
     """By conjugate gradients: solved for where it is largest, and of the others by random vectors, within
     their error.
     """
@@ -240,7 +238,7 @@ def test_leverage_estimated_leverage_is_near_the_exact_one() -> None:
     np.testing.assert_array_equal(again.fitted.leverage.largest.numpy(), found)
 
 
-def test_leverage_is_left_out_where_its_vectors_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leverage_omitted_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.engine.influence.leverage_estimate.free_memory", lambda device: 1 << 12)
     inputs, labels = classified(30)
     training = examples(nn.Linear(6, 3).double(), cross_entropy, inputs, labels)
@@ -249,7 +247,7 @@ def test_leverage_is_left_out_where_its_vectors_do_not_fit(monkeypatch: pytest.M
     assert not fitted.calibrated
 
 
-def test_leverage_self_influence_by_solves_is_reported() -> None:
+def test_leverage_self_influence_by_solves() -> None:
     """The corrected fit takes a solve an example as the plain one does."""
     inputs, labels = classified(30)
     training = examples(

@@ -15,7 +15,7 @@ SPECTRUM = torch.logspace(-1, 1, 40, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("damping", [0.05, 1.0, 30.0])
-def test_lissa_solution_is_the_dense_one_of_the_true_damping(damping: float) -> None:
+def test_lissa_equals_dense_solve(damping: float) -> None:
     matrix = symmetric(SPECTRUM) + damping * torch.eye(40, dtype=torch.float64)
     rhs = torch.randn(5, 40, dtype=torch.float64)
     rhs[2] = 0
@@ -29,7 +29,7 @@ def test_lissa_solution_is_the_dense_one_of_the_true_damping(damping: float) -> 
     )
 
 
-def test_lissa_the_recursion_of_koh_and_liang() -> None:
+def test_lissa_recursion_of_koh_and_liang() -> None:
     """x <- b + (1 - d) x - H x / s, which after as many steps gives s times our x, for lam = s d."""
     matrix, rhs = symmetric(SPECTRUM), torch.randn(2, 40, dtype=torch.float64)
     scale, share = 25.0, 0.04
@@ -41,7 +41,7 @@ def test_lissa_the_recursion_of_koh_and_liang() -> None:
     torch.testing.assert_close(ours, theirs / scale, rtol=1e-12, atol=1e-13)
 
 
-def test_lissa_scale_that_is_too_small_diverges_loudly() -> None:
+def test_lissa_small_scale_diverges() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(1, 40, dtype=torch.float64)
     with pytest.raises(
         InfluenceError, match=r"LiSSA diverges: after \d+ iterations the relative residual is"
@@ -52,7 +52,7 @@ def test_lissa_scale_that_is_too_small_diverges_loudly() -> None:
     assert facts["converged"]
 
 
-def test_lissa_too_few_terms_are_reported() -> None:
+def test_lissa_too_few_terms() -> None:
     matrix, rhs = symmetric(SPECTRUM), torch.randn(3, 40, dtype=torch.float64)
     heard: list[str] = []
     x, facts = lissa(lambda v: v @ matrix, rhs, iterations=12, say=heard.append)
@@ -72,7 +72,7 @@ def test_lissa_negative_curvature_is_refused() -> None:
         lissa(lambda v: v @ matrix, torch.randn(1, 40, dtype=torch.float64))
 
 
-def test_lissa_predicted_to_take_too_long_is_refused() -> None:
+def test_lissa_predicted_time_refused() -> None:
     """Each product takes a fiftieth of a second, and the condition number asks for 1e5 of them."""
     matrix, calls = symmetric(torch.logspace(-4, 0, 40, dtype=torch.float64)), 0
 
@@ -95,7 +95,7 @@ def test_lissa_predicted_to_take_too_long_is_refused() -> None:
     assert facts["iterations"] == 30
 
 
-def test_lissa_stalled_residual_ends_with_an_answer() -> None:
+def test_lissa_stalled_residual() -> None:
     """Products that are rounded to three digits allow no smaller residual, and no more terms bring one."""
     matrix, heard = symmetric(SPECTRUM), list[str]()
     rhs = torch.randn(2, 40, dtype=torch.float64)

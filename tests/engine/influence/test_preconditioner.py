@@ -26,7 +26,7 @@ def test_preconditioner_roots_of_a_diagonal_are_elementwise() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 10, SIZE, SIZE + 7])
-def test_preconditioner_roots_undo_each_other_and_are_symmetric(rank: int) -> None:
+def test_preconditioner_roots_are_inverse_and_symmetric(rank: int) -> None:
     matrix = symmetric(SPECTRUM)
     found = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=rank)
     eye = torch.eye(SIZE, dtype=torch.float64)
@@ -35,7 +35,7 @@ def test_preconditioner_roots_undo_each_other_and_are_symmetric(rank: int) -> No
     torch.testing.assert_close(root, root.t())
 
 
-def test_preconditioner_of_full_rank_it_is_the_damped_matrix_but_for_a_factor() -> None:
+def test_preconditioner_full_rank() -> None:
     matrix = symmetric(SPECTRUM)
     found = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=SIZE)
     eye = torch.eye(SIZE, dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_preconditioner_of_full_rank_it_is_the_damped_matrix_but_for_a_factor() 
     )
 
 
-def test_preconditioner_with_as_many_vectors_as_leading_eigenvalues_the_rest_is_well_conditioned() -> None:
+def test_preconditioner_reduces_condition() -> None:
     """100 large eigenvalues over a floor: hundreds of iterations without, some with."""
     matrix = symmetric(torch.cat([torch.logspace(0, 4, 100), torch.full((300,), 1e-2)]))
     rhs = torch.randn(1, 400, dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_preconditioner_with_as_many_vectors_as_leading_eigenvalues_the_rest_is_
     assert helped <= 20
 
 
-def test_preconditioner_rows_of_unlike_lengths_are_evened_out_by_the_diagonal() -> None:
+def test_preconditioner_diagonal_scaling() -> None:
     scale = torch.logspace(-3, 3, SIZE, dtype=torch.float64)
     matrix = scale[:, None] * (torch.eye(SIZE, dtype=torch.float64) + 0.01) * scale
     rhs = torch.randn(2, SIZE, dtype=torch.float64) * scale
@@ -80,7 +80,7 @@ def test_preconditioner_rows_of_unlike_lengths_are_evened_out_by_the_diagonal() 
     assert iterations(Diagonal(matrix.diagonal())) <= 4 < iterations(None)
 
 
-def test_preconditioner_matrix_with_negative_eigenvalues_has_one_nevertheless() -> None:
+def test_preconditioner_negative_eigenvalues() -> None:
     """The solver is to tell of them, not a factorisation."""
     matrix = symmetric(torch.cat([torch.tensor([-1.0, -0.5]), SPECTRUM[2:]]))
     found = nystroem(lambda v: v @ matrix, SIZE, 2.0, rank=SIZE)
@@ -93,14 +93,14 @@ def test_preconditioner_matrix_with_negative_eigenvalues_has_one_nevertheless() 
     )
 
 
-def test_preconditioner_of_a_matrix_of_zeros_it_is_the_damping_but_for_a_factor() -> None:
+def test_preconditioner_zero_matrix() -> None:
     found = nystroem(torch.zeros_like, 7, 0.3, rank=4)
     block = torch.randn(2, 7, dtype=torch.float64)
     rooted = found.root(found.root(block, 0.5), 0.5)
     torch.testing.assert_close(rooted / rooted[0, 0], block / block[0, 0], rtol=1e-12, atol=0)
 
 
-def test_preconditioner_same_seed_gives_the_same_preconditioner() -> None:
+def test_preconditioner_seed() -> None:
     matrix = symmetric(SPECTRUM)
     one, same, other = (
         nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=5, seed=seed) for seed in (3, 3, 4)

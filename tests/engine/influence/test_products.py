@@ -131,7 +131,7 @@ WAYS = [
 
 @pytest.mark.parametrize("kind", ["images", "sequences"])
 @pytest.mark.parametrize(("way", "curvature"), WAYS)
-def test_curvature_products_products_are_those_of_the_dense_matrix(
+def test_curvature_products_equal_dense_matrix(
     way: Callable[..., CurvatureProducts], curvature: Curvature, kind: str
 ) -> None:
     model, training, inputs, target = problem(kind)
@@ -155,7 +155,7 @@ def test_curvature_products_products_are_those_of_the_dense_matrix(
 
 @settings(max_examples=10)
 @given(chunk=st.integers(1, N), vectors=st.sampled_from([1, 5, 33]), way=st.sampled_from(WAYS))
-def test_curvature_products_neither_the_chunks_nor_the_number_of_vectors_changes_a_product(
+def test_curvature_products_independent_of_chunks_and_vectors(
     chunk: int, vectors: int, way: tuple[Callable[..., CurvatureProducts], Curvature]
 ) -> None:
     make, curvature = way
@@ -165,7 +165,7 @@ def test_curvature_products_neither_the_chunks_nor_the_number_of_vectors_changes
     torch.testing.assert_close(parts.apply(block), expected, rtol=1e-10, atol=1e-11)
 
 
-def test_curvature_products_model_in_float32_is_multiplied_in_float64() -> None:
+def test_curvature_products_float32_model() -> None:
     """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of
     float64.
     """
@@ -180,7 +180,7 @@ def test_curvature_products_model_in_float32_is_multiplied_in_float64() -> None:
 
 
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
-def test_curvature_products_chunks_of_samples_to_be_ignored_have_no_rows(curvature: Curvature) -> None:
+def test_curvature_products_ignored_samples(curvature: Curvature) -> None:
     model, _, x, y = problem("images")
     y = y.clone()
     y[[0, 3, 4]] = -100
@@ -194,7 +194,7 @@ def test_curvature_products_chunks_of_samples_to_be_ignored_have_no_rows(curvatu
     torch.testing.assert_close(found.apply(block), block @ matrix, rtol=1e-10, atol=1e-12)
 
 
-def test_curvature_products_rows_that_share_a_factor_keep_it_once() -> None:
+def test_curvature_products_shared_factor() -> None:
     _, training, _, _ = problem("images")
     found = by_rows(training, "gauss_newton")
     assert isinstance(found, RowProducts)
@@ -204,7 +204,7 @@ def test_curvature_products_rows_that_share_a_factor_keep_it_once() -> None:
     assert forms["0.weight"] == "materialised"
 
 
-def test_curvature_products_what_does_not_fit_in_memory_is_multiplied_by_passes(
+def test_curvature_products_by_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, training, inputs, target = problem("images")
@@ -221,7 +221,7 @@ def test_curvature_products_what_does_not_fit_in_memory_is_multiplied_by_passes(
     )
 
 
-def test_curvature_products_outputs_too_large_for_rows_have_an_estimated_trace() -> None:
+def test_curvature_products_estimated_trace() -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 200).double()
     training = examples(

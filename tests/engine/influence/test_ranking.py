@@ -30,9 +30,7 @@ def sorted_in_full(scores: np.ndarray, k: int, sign: int) -> list[list[tuple[int
     st.integers(0, 2**32 - 1),
     st.sampled_from([2, 5, 1000]),
 )
-def test_ranking_blocks_are_ranked_as_the_whole_is(
-    n: int, m: int, k: int, size: int, seed: int, distinct: int
-) -> None:
+def test_ranking_in_blocks(n: int, m: int, k: int, size: int, seed: int, distinct: int) -> None:
     random = np.random.default_rng(seed)
     scores = random.integers(-distinct, distinct + 1, (n, m)).astype(np.float64)  # few distinct values: ties
     scores[random.random((n, m)) < 0.1] = np.nan
@@ -59,7 +57,7 @@ def blocks_of(scores: torch.Tensor, sizes: list[int]) -> list[ScoreBlock]:
     ]
 
 
-def test_ranking_streams_that_cut_differently_are_cut_alike() -> None:
+def test_ranking_streams_with_different_chunks() -> None:
     first, second = torch.randn(10, 2), torch.randn(10, 2)
     joined = list(aligned([iter(blocks_of(first, [3, 7])), iter(blocks_of(second, [4, 4, 2]))]))
     assert [(pair[0].start, pair[0].stop, pair[1].start, pair[1].stop) for pair in joined] == [
@@ -73,14 +71,14 @@ def test_ranking_streams_that_cut_differently_are_cut_alike() -> None:
         assert torch.equal(torch.cat([pair[place].weights for pair in joined]), whole[:, 0])
 
 
-def test_ranking_checkpoints_are_averaged_and_those_of_tracin_added() -> None:
+def test_ranking_over_checkpoints() -> None:
     scores = [torch.randn(5, 3, dtype=torch.float64) for _ in range(3)]
     blocks = [ScoreBlock(0, 5, {"": each}) for each in scores]
     assert torch.allclose(GradientDot().across(blocks)[""], sum(scores) / 3)
     assert torch.allclose(TracIn().across(blocks)[""], sum(scores))
 
 
-def test_ranking_matrix_and_its_weights_are_averaged_each_by_itself() -> None:
+def test_ranking_averages_matrix_and_weights() -> None:
     scores, weights = torch.randn(2, 5, 3, dtype=torch.float64), torch.rand(2, 5, dtype=torch.float64)
     blocks = [ScoreBlock(0, 5, {"": s}, w) for s, w in zip(scores, weights, strict=True)]
     assert torch.allclose(GradientDot().across(blocks)[""], scores.mean(0) * weights.mean(0).unsqueeze(1))
@@ -89,8 +87,6 @@ def test_ranking_matrix_and_its_weights_are_averaged_each_by_itself() -> None:
 @pytest.mark.parametrize(
     ("normalize", "expected"), [("self_influence", [2.0, float("nan")]), ("preconditioned_norm", [3.0, 5.0])]
 )
-def test_ranking_relative_influence_divides_by_what_removal_would_do(
-    normalize: str, expected: list[float]
-) -> None:
+def test_ranking_relative_influence(normalize: str, expected: list[float]) -> None:
     block = SelfBlock(0, 2, torch.tensor([4.0, -1.0]).double(), torch.tensor([3.0, 5.0]).double())
     assert torch.allclose(divisor(iter([block]), normalize), torch.tensor(expected).double(), equal_nan=True)

@@ -32,7 +32,7 @@ def inverse(method: Influence | EKFAC, training: object) -> Preconditioned:
     return found
 
 
-def test_removal_check_convex_training_continued_without_a_row_is_retraining() -> None:
+def test_removal_check_equals_retraining_of_convex_model() -> None:
     inputs, labels = classified(60)
     problem = SoftmaxRegression.of(inputs, labels, 0.02)
     weights = problem.solve()
@@ -52,7 +52,7 @@ def test_removal_check_convex_training_continued_without_a_row_is_retraining() -
             np.testing.assert_allclose(found.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
 
 
-def test_removal_check_one_step_is_the_step_of_the_score() -> None:
+def test_removal_check_one_step_equals_score() -> None:
     """To first order, and at weights where all rows together have a gradient: it is the same in all
     trainings.
     """
@@ -69,7 +69,7 @@ def test_removal_check_one_step_is_the_step_of_the_score() -> None:
         np.testing.assert_allclose(found.changes(queries, query).numpy(), predicted[:, query], rtol=0.02)
 
 
-def test_removal_check_found_falls_are_never_beyond_the_loss() -> None:
+def test_removal_check_fall_bounded_by_loss() -> None:
     """Of a network whose scores are: those of EK-FAC with the empirical Fisher and a small damping."""
     inputs, labels, asked, wanted = digits()
     model = trained_digits_mlp()
@@ -89,7 +89,7 @@ def test_removal_check_found_falls_are_never_beyond_the_loss() -> None:
     assert -losses[query] <= change < 0.1 * abs(predicted[row, query])
 
 
-def test_removal_check_steps_that_fit_in_the_time_are_taken() -> None:
+def test_removal_check_time_limit() -> None:
     inputs, labels = classified(50)
     training = examples(mlp(), cross_entropy, inputs, labels)
     found: Continued = continued(inverse(Influence(), training), [5], 0.0, seconds=0.0)
@@ -103,7 +103,7 @@ class Overflowing(Preconditioned):
         return {name: value * 1e60 for name, value in vectors.items()}
 
 
-def test_removal_check_steps_without_a_finite_objective_are_not_taken_and_are_no_minimum() -> None:
+def test_removal_check_nonfinite_objective() -> None:
     inputs, labels = classified(50)
     training = examples(mlp(), cross_entropy, inputs, labels)
     found = continued(Overflowing(training), [5], 0.0)
@@ -111,7 +111,7 @@ def test_removal_check_steps_without_a_finite_objective_are_not_taken_and_are_no
     assert all(torch.equal(found.params[name][0].to(value), value) for name, value in training.params.items())
 
 
-def test_removal_check_gradients_that_are_not_finite_are_no_minimum() -> None:
+def test_removal_check_nonfinite_gradients() -> None:
     inputs, labels = classified(50)
     model = mlp()
     with torch.no_grad():
@@ -135,7 +135,7 @@ class OnceTooLong(Preconditioned):
         }
 
 
-def test_removal_check_steps_grow_again_after_one_was_halved() -> None:
+def test_removal_check_step_size_grows_again() -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     model = torch.nn.Linear(6, 2, bias=False, dtype=torch.float64)

@@ -74,9 +74,7 @@ def problems() -> dict[str, tuple[nn.Module, Any, torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", problems())
 @pytest.mark.parametrize("chunk_size", ["auto", 1, 30])
-def test_output_rows_their_outer_products_add_up_to_the_gauss_newton_matrix(
-    name: str, chunk_size: Any
-) -> None:
+def test_output_rows_sum_to_gauss_newton_matrix(name: str, chunk_size: Any) -> None:
     model, criterion, inputs, target = problems()[name]
     rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=chunk_size))
     written = rows.materialise().numpy()
@@ -86,7 +84,7 @@ def test_output_rows_their_outer_products_add_up_to_the_gauss_newton_matrix(
     )
 
 
-def test_output_rows_those_of_a_sample_are_next_to_one_another() -> None:
+def test_output_rows_of_a_sample_are_adjacent() -> None:
     model, criterion, inputs, target = problems()["softmax"]
     rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=6))
     jacobians, hessians = output_jacobians(model, inputs), output_hessians(model, criterion, inputs, target)
@@ -105,9 +103,7 @@ def test_output_rows_those_of_a_sample_are_next_to_one_another() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(count=st.integers(1, 9), chunk_size=st.integers(1, 40), classes=st.integers(1, 5))
-def test_output_rows_jacobian_comes_row_by_row_whatever_the_chunks(
-    count: int, chunk_size: int, classes: int
-) -> None:
+def test_output_rows_jacobian_in_chunks(count: int, chunk_size: int, classes: int) -> None:
     model = mlp(2, (4, 3, classes))
     inputs, labels = classified(count, (4,), classes)
     rows = jacobian_rows(examples(model, cross_entropy, inputs, labels, chunk_size=chunk_size))
@@ -117,7 +113,7 @@ def test_output_rows_jacobian_comes_row_by_row_whatever_the_chunks(
     np.testing.assert_allclose(norms, (want**2).sum(1), rtol=1e-12)
 
 
-def test_output_rows_gradients_of_some_samples_are_those_of_a_pass() -> None:
+def test_output_rows_gradients_of_selected_samples() -> None:
     model, criterion, inputs, target = problems()["softmax"]
     rows = gauss_newton_rows(examples(model, criterion, inputs, target))
     some = rows.flat.join(rows.gradients(2, 5).materialise())
@@ -125,7 +121,7 @@ def test_output_rows_gradients_of_some_samples_are_those_of_a_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "squares", "binary"])
-def test_output_rows_coefficients_make_the_gradient_of_the_root(name: str) -> None:
+def test_output_rows_coefficients(name: str) -> None:
     model, criterion, inputs, target = problems()[name]
     root, coefficients, gradient = output_factors(examples(model, criterion, inputs, target, chunk_size=3))
     np.testing.assert_allclose(
@@ -136,7 +132,7 @@ def test_output_rows_coefficients_make_the_gradient_of_the_root(name: str) -> No
     )
 
 
-def test_output_rows_confident_predictions_in_float32_keep_their_curvature() -> None:
+def test_output_rows_confident_predictions_float32() -> None:
     outputs = torch.tensor([[20.0, 0.0, 1.0]])
     found = OutputDerivatives.of(cross_entropy, outputs, torch.tensor([0])).hessian[0]
     p = outputs[0].double().softmax(0)
@@ -144,7 +140,7 @@ def test_output_rows_confident_predictions_in_float32_keep_their_curvature() -> 
     np.testing.assert_allclose(found.numpy(), (p.diag() - torch.outer(p, p)).numpy(), rtol=0, atol=2 * eps)
 
 
-def test_output_rows_loss_that_is_not_convex_in_the_output_is_refused_with_its_row() -> None:
+def test_output_rows_nonconvex_loss_refused() -> None:
     inputs, _ = classified(5)
 
     def bent(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -158,7 +154,7 @@ def test_output_rows_loss_that_is_not_convex_in_the_output_is_refused_with_its_r
         rows.materialise()
 
 
-def test_output_rows_output_that_is_not_finite_is_refused_with_its_row() -> None:
+def test_output_rows_nonfinite_output_refused() -> None:
     inputs, labels = classified(5)
     inputs[3, 0] = torch.inf
     linear = mlp(0, (6, 3))
@@ -168,7 +164,7 @@ def test_output_rows_output_that_is_not_finite_is_refused_with_its_row() -> None
         gauss_newton_rows(examples(linear, cross_entropy, inputs, labels)).materialise()
 
 
-def test_output_rows_large_outputs_and_outputs_of_several_tensors_are_refused_in_words() -> None:
+def test_output_rows_large_or_several_outputs_refused() -> None:
     inputs, labels = classified(2)
     with pytest.raises(InfluenceError, match="the model's output has 129 numbers for one sample") as error:
         gauss_newton_rows(examples(mlp(0, (6, 129)), cross_entropy, inputs, labels))

@@ -15,7 +15,7 @@ def start(size: int, seed: int = 0) -> torch.Tensor:
     return random_block(1, size, seed)[0]
 
 
-def test_spectrum_whole_krylov_space_has_the_whole_spectrum() -> None:
+def test_spectrum_of_full_krylov_space() -> None:
     spectrum = torch.logspace(-2, 2, 100, dtype=torch.float64)
     matrix = symmetric(spectrum)
     found = lanczos(lambda v: v @ matrix, start(100), 100)
@@ -28,7 +28,7 @@ def test_spectrum_whole_krylov_space_has_the_whole_spectrum() -> None:
 
 
 @pytest.mark.parametrize("iterations", [1, 5, 20, 60])
-def test_spectrum_eigenvalue_lies_within_the_bound_of_each_ritz_value(iterations: int) -> None:
+def test_spectrum_ritz_value_bounds(iterations: int) -> None:
     spectrum = np.concatenate([[-3.0, -0.1], np.logspace(-2, 2, 98)])
     matrix = symmetric(torch.tensor(spectrum))
     found = lanczos(lambda v: v @ matrix, start(100), iterations)
@@ -41,7 +41,7 @@ def test_spectrum_eigenvalue_lies_within_the_bound_of_each_ritz_value(iterations
         assert np.abs(spectrum - value).min() <= bound + 1e-9
 
 
-def test_spectrum_extremes_are_found_long_before_the_rest() -> None:
+def test_spectrum_extremes_converge_first() -> None:
     matrix = symmetric(torch.cat([torch.tensor([-50.0]), torch.logspace(-2, 2, 199)]))
     ends = extremes(lambda v: v @ matrix, start(200))
     assert ends.values.tolist() == pytest.approx([-50, 100], rel=1e-6)
@@ -57,12 +57,12 @@ def test_spectrum_krylov_space_that_ends_early_is_reported() -> None:
     assert float(found.bounds.max()) < 1e-6
 
 
-def test_spectrum_what_is_not_finite_is_refused() -> None:
+def test_spectrum_nonfinite_refused() -> None:
     with pytest.raises(InfluenceError, match="products with the curvature are not finite"):
         lanczos(lambda v: v * float("nan"), start(4), 3)
 
 
-def test_spectrum_estimated_trace_is_unbiased_and_its_error_is_what_it_says() -> None:
+def test_spectrum_trace_estimate_unbiased() -> None:
     matrix = symmetric(torch.logspace(-2, 2, 60))
     exact = float(matrix.trace())
     found = [hutchinson_trace(lambda v: v @ matrix, 60, probes=16, seed=seed) for seed in range(200)]

@@ -88,14 +88,14 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("checkpoints", [1, 3])
-def test_trak_scores_are_those_of_the_formula(data: Any, kind: Any, checkpoints: int) -> None:
+def test_trak_scores_equal_formula(data: Any, kind: Any, checkpoints: int) -> None:
     method = TRAK(dimension=9, projection=kind, seed=5, relative_damping=0.3)
     models = [network(seed) for seed in range(checkpoints)]
     training, queries = zip(*[both(model, data) for model in models], strict=True)
     assert_close(scores_of(method, training, queries), trak_written_out(method, models, data))
 
 
-def test_trak_any_measurement_of_the_queries_is_explained(data: Any) -> None:
+def test_trak_other_measurements(data: Any) -> None:
     method, model = TRAK(dimension=9), network()
     found = scores_of(method, *([each] for each in both(model, data, cross_entropy)))
     assert_close(
@@ -108,7 +108,7 @@ def test_trak_any_measurement_of_the_queries_is_explained(data: Any) -> None:
 
 @settings(max_examples=6)
 @given(st.integers(1, N + 3), st.integers(1, 30), st.sampled_from(KINDS), st.integers(0, 3))
-def test_trak_chunks_and_shapes_change_nothing(chunk_size: int, dimension: int, kind: Any, seed: int) -> None:
+def test_trak_independent_of_chunks(chunk_size: int, dimension: int, kind: Any, seed: int) -> None:
     torch.manual_seed(seed)
     inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
     drawn = inputs[:N], labels[:N], inputs[N:], labels[N:]
@@ -117,7 +117,7 @@ def test_trak_chunks_and_shapes_change_nothing(chunk_size: int, dimension: int, 
     assert_close(found, scores_of(method, *([each] for each in both(model, drawn, chunk_size=64))))
 
 
-def test_trak_float32_model_s_scores_are_those_of_float64(data: Any) -> None:
+def test_trak_float32_model(data: Any) -> None:
     # its gradients come in float32; all that follows is done in float64
     method, model = TRAK(dimension=9), network().float()
     rounded = tuple(x.float() if x.is_floating_point() else x for x in data)
@@ -126,7 +126,7 @@ def test_trak_float32_model_s_scores_are_those_of_float64(data: Any) -> None:
     assert_close(found, trak_written_out(method, [model.double()], doubles), 1e-5)
 
 
-def test_trak_damping_again_is_fitting_again(data: Any) -> None:
+def test_trak_damping_again_equals_fit(data: Any) -> None:
     training, queries = both(network(), data)
     fitted = TRAK(dimension=9, relative_damping=0.1).fit(training, Checkpoint())
     before = matrix_of(fitted, queries)[""]
@@ -142,7 +142,7 @@ def test_trak_damping_again_is_fitting_again(data: Any) -> None:
     torch.testing.assert_close(matrix_of(fitted, queries)[""], before, rtol=0, atol=0)
 
 
-def test_trak_self_influence_is_the_product_with_the_own_loss_s_gradient(data: Any) -> None:
+def test_trak_self_influence(data: Any) -> None:
     method, model = TRAK(dimension=9), network()
     training, _ = both(model, data)
     blocks = list(method.fit(training, Checkpoint()).self_influence())
@@ -155,7 +155,7 @@ def test_trak_self_influence_is_the_product_with_the_own_loss_s_gradient(data: A
 # -- Several checkpoints -------------------------------------------------------------------------------------
 
 
-def test_trak_two_checkpoints_are_not_one_twice(data: Any) -> None:
+def test_trak_two_checkpoints(data: Any) -> None:
     method, models = TRAK(dimension=9), [network(0), network(1)]
     single = [scores_of(method, *([each] for each in both(model, data))) for model in models]
     joined = scores_of(method, *zip(*[both(model, data) for model in models], strict=True))
@@ -170,7 +170,7 @@ def test_trak_two_checkpoints_are_not_one_twice(data: Any) -> None:
     )  # each checkpoint has a projection of its own
 
 
-def test_trak_seeds_are_apart() -> None:
+def test_trak_seeds() -> None:
     seeds = [seed_of(seed, number) for seed in range(30) for number in range(30)]
     assert len(set(seeds)) == len(seeds)
     assert seed_of(3, 1) == seed_of(3, 1)
@@ -180,7 +180,7 @@ def test_trak_seeds_are_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_trak_inner_products_are_unbiased_and_as_noisy_as_is_said(data: Any, kind: Any) -> None:
+def test_trak_inner_products_unbiased_with_stated_variance(data: Any, kind: Any) -> None:
     training, _ = both(network(), data)
     gradients = training.stream.gradients(0, N)
     exact = training.flat.join(gradients.materialise())
@@ -199,7 +199,7 @@ def test_trak_inner_products_are_unbiased_and_as_noisy_as_is_said(data: Any, kin
     assert spread[apart].max() < 1.25 * p.noise * math.sqrt(1 + 0.3**2)  # 200 draws know a deviation to 5 %
 
 
-def test_trak_nothing_is_projected_where_that_would_save_nothing(data: Any) -> None:
+def test_trak_no_projection_of_few_parameters(data: Any) -> None:
     training, _ = both(network(), data)
     assert Projector("sparse", 73, 0, 0, training.params).projection is None
     assert Projector("sparse", 72, 0, 0, training.params).width == 72
@@ -220,7 +220,7 @@ def test_trak_scores_of_layers_add_up(data: Any, kind: Any, per: Any) -> None:
     )
 
 
-def test_trak_scores_of_layers_are_refused_where_layers_were_added_up(data: Any) -> None:
+def test_trak_scores_by_layer_of_shared_projection_refused(data: Any) -> None:
     training, queries = both(network(), data)
     with pytest.raises(InfluenceError, match="whose sparse projection adds all parameters up"):
         list(TRAK(dimension=9).fit(training, Checkpoint()).scores(queries, "parameter"))
@@ -235,7 +235,7 @@ def weights_of(criterion: Any, model: nn.Module, inputs: torch.Tensor, target: t
     return torch.cat([block.weight for block in blocks if block.weight is not None]).numpy()
 
 
-def test_trak_margin_is_the_label_s_log_odds(data: Any) -> None:
+def test_trak_margin_equals_log_odds(data: Any) -> None:
     for output, label in zip(torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 5, strict=True):
         torch.testing.assert_close(margin(output, label), log_odds(output, label), rtol=1e-12, atol=1e-12)
 
@@ -247,7 +247,7 @@ def test_trak_margin_of_a_certain_model_is_finite() -> None:
     )
 
 
-def test_trak_weights_keep_the_digits_that_a_float32_probability_loses() -> None:
+def test_trak_weights_precision() -> None:
     model = nn.Linear(2, 3, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[15.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
@@ -255,7 +255,7 @@ def test_trak_weights_keep_the_digits_that_a_float32_probability_loses() -> None
     assert found == pytest.approx([1 / (1 + math.exp(15) / (math.e + 1))], rel=1e-9, abs=0)
 
 
-def test_trak_loss_s_gradient_is_the_margin_s_times_the_weight(data: Any) -> None:
+def test_trak_loss_gradient_from_margin(data: Any) -> None:
     x, y, _, _ = data
     scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
 
@@ -305,9 +305,7 @@ def test_trak_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
         ),
     ],
 )
-def test_trak_loss_that_is_no_function_of_the_margin_is_refused(
-    data: Any, criterion: Any, words: str
-) -> None:
+def test_trak_loss_without_margin_refused(data: Any, criterion: Any, words: str) -> None:
     x, y, _, _ = data
     with pytest.raises(InfluenceError, match=words) as told:
         TRAK().fit(examples(network(), criterion, x, y), Checkpoint())
@@ -327,7 +325,7 @@ def test_trak_outputs_without_a_margin_are_refused(data: Any) -> None:
 # -- Ridge regression, where TRAK is exact -------------------------------------------------------------------
 
 
-def test_trak_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_the_truth() -> None:
+def test_trak_on_ridge_regression() -> None:
     torch.manual_seed(3)
     x, y = torch.randn(20, 4, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
     xq, yq = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 1, dtype=torch.float64)
@@ -364,7 +362,7 @@ def test_trak_on_ridge_regression_trak_is_the_influence_function_and_with_levera
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trak_projected_influence_is_the_damped_empirical_fisher(data: Any, kind: Any) -> None:
+def test_projected_influence_equals_damped_empirical_fisher(data: Any, kind: Any) -> None:
     method, model = ProjectedInfluence(dimension=9, projection=kind, relative_damping=0.2), network()
     x, y, xq, yq = data
     p = projector(method, model, 0)
@@ -389,7 +387,7 @@ def test_trak_projected_influence_is_the_damped_empirical_fisher(data: Any, kind
 
 
 @pytest.mark.parametrize("method", [TRAK(damping=0.0), ProjectedInfluence(relative_damping=0.0)])
-def test_trak_singular_moment_is_refused_with_a_damping_that_does(data: Any, method: Any) -> None:
+def test_trak_singular_moment_refused(data: Any, method: Any) -> None:
     training, queries = both(network(), data)  # 13 examples, 73 parameters
     with pytest.raises(
         InfluenceError, match="is singular: damping 0, 73 columns, 13 training examples"
@@ -406,7 +404,7 @@ def test_trak_negative_damping_is_refused(data: Any) -> None:
         TRAK(damping=-1.0).fit(training, Checkpoint())
 
 
-def test_trak_rows_that_are_not_finite_are_left_out_and_have_no_score(data: Any) -> None:
+def test_trak_nonfinite_rows(data: Any) -> None:
     x, y, xq, yq = data
     spoilt = x.clone()
     spoilt[4] = torch.nan
@@ -439,7 +437,7 @@ def test_trak_unknown_projections_are_refused(data: Any, options: Any, words: st
         TRAK(**options).fit(training, Checkpoint())
 
 
-def test_trak_margin_objective_leaves_the_examples_as_they_were(data: Any) -> None:
+def test_trak_margin_objective_leaves_examples(data: Any) -> None:
     training, _ = both(network(), data)
     before = training.materialise()
     with_margin(training).materialise()  # chunks may have other sizes since, and so other rounding

@@ -65,7 +65,7 @@ def maps_of(measure: Attribution, setting: object, norms: Tensor | None = None) 
 
 @BOTH
 @pytest.mark.parametrize("of", ["target", "prediction"])
-def test_attribution_gradients_of_logits_are_captums(dtype: torch.dtype, of: str) -> None:
+def test_attribution_logit_gradients_equal_captum(dtype: torch.dtype, of: str) -> None:
     model, inputs, target = classifier(dtype)
     chosen = target if of == "target" else model(inputs).argmax(1)
     setting = of_classes(model, inputs, target)
@@ -86,9 +86,7 @@ def test_attribution_gradients_of_logits_are_captums(dtype: torch.dtype, of: str
 
 @BOTH
 @pytest.mark.parametrize(("of", "baseline"), [("target", 0.0), ("prediction", 0.5)])
-def test_attribution_integrated_gradients_are_captums_and_the_gap_is_its_delta(
-    dtype: torch.dtype, of: str, baseline: float
-) -> None:
+def test_attribution_integrated_gradients_equal_captum(dtype: torch.dtype, of: str, baseline: float) -> None:
     model, inputs, target = classifier(dtype)
     chosen = target if of == "target" else model(inputs).argmax(1)
     captum = CaptumIntegratedGradients(model)
@@ -115,7 +113,7 @@ def test_attribution_integrated_gradients_are_captums_and_the_gap_is_its_delta(
 
 
 @BOTH
-def test_attribution_integrated_gradients_are_the_sum_over_the_steps(dtype: torch.dtype) -> None:
+def test_attribution_integrated_gradients_equal_sum_over_steps(dtype: torch.dtype) -> None:
     model, inputs, target = classifier(dtype)
     nodes, weights = np.polynomial.legendre.leggauss(5)
     total = torch.zeros_like(inputs, dtype=torch.float64)
@@ -129,7 +127,7 @@ def test_attribution_integrated_gradients_are_the_sum_over_the_steps(dtype: torc
 
 
 @BOTH
-def test_attribution_smooth_gradients_are_the_mean_over_the_noise_that_was_drawn(dtype: torch.dtype) -> None:
+def test_attribution_smooth_gradients_equal_mean_over_noise(dtype: torch.dtype) -> None:
     model, inputs, target = classifier(dtype)
     total = torch.zeros_like(inputs)
     for sample in range(5):
@@ -147,7 +145,7 @@ def test_attribution_smooth_gradients_are_the_mean_over_the_noise_that_was_drawn
     torch.testing.assert_close(maps_of(measure, setting), total.float())
 
 
-def test_attribution_noise_is_normal_and_its_own_for_every_row_and_copy() -> None:
+def test_attribution_noise_distribution() -> None:
     drawn = random_normals(0, "smooth_grad 0", torch.arange(40), 500, 0, 3)
     assert abs(float(drawn.mean())) < 5 / math.sqrt(drawn.numel())
     assert abs(float(drawn.std()) - 1) < 5 / math.sqrt(2 * drawn.numel())
@@ -158,7 +156,7 @@ def test_attribution_noise_is_normal_and_its_own_for_every_row_and_copy() -> Non
 @pytest.mark.parametrize(
     "architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name
 )
-def test_attribution_every_architecture_has_its_loss_gradient(architecture: Architecture) -> None:
+def test_attribution_loss_gradient_of_every_architecture(architecture: Architecture) -> None:
     model = architecture.build()
     (inputs,), target = architecture.batch(N)
     expected = []
@@ -191,9 +189,7 @@ def test_attribution_many_steps_close_the_gap() -> None:
 @each_measure
 @settings(deadline=None, max_examples=5)
 @given(chunk=st.integers(1, 20), start=st.integers(0, N - 1))
-def test_attribution_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(
-    measure: Attribution, chunk: int, start: int
-) -> None:
+def test_attribution_independent_of_chunks_and_resume(measure: Attribution, chunk: int, start: int) -> None:
     setting = of_classes(*classifier())
     whole, part = columns_of(measure, setting, 10**6), columns_of(measure, setting, chunk, start)
     for name, column in part.items():
@@ -201,7 +197,7 @@ def test_attribution_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(
 
 
 @each_measure
-def test_attribution_rows_that_are_not_finite_are_nan_and_leave_the_others_alone(
+def test_attribution_nonfinite_rows(
     measure: Attribution,
 ) -> None:
     model, inputs, target = classifier()
@@ -217,7 +213,7 @@ def test_attribution_rows_that_are_not_finite_are_nan_and_leave_the_others_alone
 
 
 @each_measure
-def test_attribution_maps_are_of_the_largest_norms_and_agree_with_the_columns(measure: Attribution) -> None:
+def test_attribution_maps(measure: Attribution) -> None:
     setting = of_classes(*classifier())
     found = columns_of(measure, setting)
     norms = torch.tensor([3.0, 9, math.nan, 1, 7, 5], dtype=torch.float64)
@@ -230,13 +226,13 @@ def test_attribution_maps_are_of_the_largest_norms_and_agree_with_the_columns(me
 
 
 @each_measure
-def test_attribution_no_map_is_kept_where_inputs_may_not_be(measure: Attribution) -> None:
+def test_attribution_no_maps_without_inputs(measure: Attribution) -> None:
     setting = of_classes(*classifier(), shows_inputs=False)
     columns_of(measure, setting)
     assert not gathered_of(measure, setting, torch.ones(N)).arrays
 
 
-def test_attribution_label_that_counts_for_nothing_has_no_output() -> None:
+def test_attribution_ignored_label() -> None:
     model, inputs, target = classifier()
     target[2] = -100
     found = columns_of(InputGradient(of="target"), of_classes(model, inputs, target))["input_gradient"]
@@ -283,7 +279,7 @@ def loss_parts(
     return [value.detach().requires_grad_() for value in values], loss
 
 
-def test_attribution_several_inputs_have_their_own_numbers_and_maps() -> None:
+def test_attribution_several_inputs() -> None:
     model, inputs, target = two_inputs()
     said: list[str] = []
     setting = setting_of(model, F.cross_entropy, inputs, target, say=said.append)
@@ -316,7 +312,7 @@ def test_attribution_several_inputs_have_their_own_numbers_and_maps() -> None:
     assert said == [f"{name}: {why}" for name in ("input_gradient", "gradient_x_input", "gradient_x_input")]
 
 
-def test_attribution_baseline_may_be_a_token() -> None:
+def test_attribution_token_as_baseline() -> None:
     model, inputs, target = two_inputs()
     inputs = (inputs[0] % 3, inputs[1] % 3, *inputs[2:])
     found = columns_of(
@@ -333,7 +329,7 @@ def test_attribution_baseline_may_be_a_token() -> None:
 # -- ids -----------------------------------------------------------------------------------------------------
 
 
-def test_attribution_tied_embedding_counts_through_the_input_alone() -> None:
+def test_attribution_tied_embedding() -> None:
     """configs/text.yaml: the head is the embedding. The model is run by hand from what is looked up, on
     weights that stay as they are.
     """
@@ -372,7 +368,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize(
     "view", [lambda ids: ids, lambda ids: ids.unsqueeze(1), lambda ids: ids.view(len(ids), 2, 3)]
 )
-def test_attribution_ids_may_be_viewed_before_they_are_looked_up(view: Callable[[Tensor], Tensor]) -> None:
+def test_attribution_ids_viewed_before_lookup(view: Callable[[Tensor], Tensor]) -> None:
     setting = setting_of(
         Shifted(view), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
     )
@@ -385,7 +381,7 @@ def test_attribution_ids_may_be_viewed_before_they_are_looked_up(view: Callable[
     "shift",
     [lambda ids: ids.clamp(max=7), lambda ids: ids[:, 1:], lambda ids: ids[:, :-1], lambda ids: ids.roll(1)],
 )
-def test_attribution_ids_that_are_changed_first_are_refused(shift: Callable[[Tensor], Tensor]) -> None:
+def test_attribution_changed_ids_refused(shift: Callable[[Tensor], Tensor]) -> None:
     setting = setting_of(
         Shifted(shift), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
     )
@@ -395,7 +391,7 @@ def test_attribution_ids_that_are_changed_first_are_refused(shift: Callable[[Ten
 
 
 @each_measure
-def test_attribution_model_is_as_before_also_after_an_error(measure: Attribution) -> None:
+def test_attribution_restores_model_after_error(measure: Attribution) -> None:
     class Failing(Shifted):
         calls = 0
 
@@ -425,14 +421,14 @@ def test_attribution_model_is_as_before_also_after_an_error(measure: Attribution
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_attribution_logits_need_classes() -> None:
+def test_attribution_logits_without_classes_refused() -> None:
     setting = setting_of(nn.Linear(3, 1), F.mse_loss, (torch.randn(4, 3),), torch.randn(4, 1), kind="value")
     with pytest.raises(MeasureError, match="looks at the class of each sample, and this loss has a value"):
         InputGradient(of="prediction").prepare(setting)
     InputGradient().prepare(setting)
 
 
-def test_attribution_path_needs_one_function() -> None:
+def test_attribution_path_of_random_model_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 4)).train()
     setting = setting_of(model, F.cross_entropy, (torch.randn(4, 3),), torch.arange(4))
     with pytest.raises(MeasureError, match="integrated_gradients needs derivatives in the input") as refused:
@@ -454,7 +450,7 @@ def test_attribution_options_out_of_range_are_refused(make: Callable[[], Attribu
         make()
 
 
-def test_attribution_gauss_legendre_is_exact_for_polynomials() -> None:
+def test_attribution_gauss_legendre_exact_for_polynomials() -> None:
     """A cubic loss of one number: the attribution is the rise, with two steps."""
     setting = setting_of(
         nn.Linear(1, 1).double(),

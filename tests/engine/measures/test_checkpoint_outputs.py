@@ -47,9 +47,7 @@ def vectors(n: int = 7) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3,), (2, 1)])
-def test_checkpoints_each_checkpoint_says_what_a_plain_loop_says(
-    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_columns_equal_the_loop(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "grouped", in_groups(*sizes))
     models = [WithBuffers(seed) for seed in range(3)]
     x, y = images(7)
@@ -69,7 +67,7 @@ def test_checkpoints_each_checkpoint_says_what_a_plain_loop_says(
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5), st.booleans())
-def test_checkpoints_chunks_and_where_a_pass_begins_change_nothing(
+def test_checkpoints_independent_of_chunks_and_resume(
     n: int, chunk_size: int, start: int, together: bool
 ) -> None:
     models = [perceptron(seed) for seed in range(3)]
@@ -83,7 +81,7 @@ def test_checkpoints_chunks_and_where_a_pass_begins_change_nothing(
         torch.testing.assert_close(part[name], column[start:], rtol=1e-12, atol=1e-14)
 
 
-def test_checkpoints_in_float32_together_is_alone_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_grouped_equals_single_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [WithBuffers(seed).float() for seed in range(3)]
     x, y = images(8)
     found = []
@@ -99,7 +97,7 @@ def test_checkpoints_in_float32_together_is_alone_but_for_rounding(monkeypatch: 
         torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-5, atol=1e-6)
 
 
-def test_checkpoints_norm_in_doubt_is_taken_again_model_by_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_imprecise_norm_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here every norm that doubts are only noted of is wrong, and in doubt is the first model's first sample
     alone.
     """
@@ -133,7 +131,7 @@ def test_checkpoints_norm_in_doubt_is_taken_again_model_by_model(monkeypatch: py
 
 
 @pytest.mark.parametrize("sizes", [(3,), (1, 1, 1)])
-def test_checkpoints_what_is_not_finite_at_one_checkpoint_is_so_there_alone(
+def test_checkpoints_nonfinite_at_one_checkpoint(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "grouped", in_groups(*sizes))
@@ -154,7 +152,7 @@ def test_checkpoints_what_is_not_finite_at_one_checkpoint_is_so_there_alone(
     assert found.columns["grand"].isnan().all()
 
 
-def test_checkpoints_sample_that_is_not_finite_leaves_the_others_as_they_are() -> None:
+def test_checkpoints_nonfinite_sample() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = vectors()
     x[3] = torch.nan
@@ -167,7 +165,7 @@ def test_checkpoints_sample_that_is_not_finite_leaves_the_others_as_they_are() -
     assert norms[3].isnan()
 
 
-def test_checkpoints_grand_is_mean_and_deviation_of_the_norms() -> None:
+def test_checkpoints_grand_mean_and_deviation() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = vectors()
     norms = plain_norms(models, F.cross_entropy, x, y)[1].numpy()
@@ -183,7 +181,7 @@ def test_checkpoints_grand_is_mean_and_deviation_of_the_norms() -> None:
     assert said == ([found.numbers["warning"]] if found.numbers["warning"] else [])
 
 
-def test_checkpoints_el2n_over_checkpoints_is_mean_and_deviation() -> None:
+def test_checkpoints_el2n_mean_and_deviation() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = vectors()
     found = gathered(
@@ -195,7 +193,7 @@ def test_checkpoints_el2n_over_checkpoints_is_mean_and_deviation() -> None:
     np.testing.assert_allclose(found.columns["el2n_std"], errors.std(1, ddof=1), rtol=1e-9)
 
 
-def test_checkpoints_positions_that_do_not_count_are_left_out() -> None:
+def test_checkpoints_ignored_positions() -> None:
     output, target = torch.randn(6, 4, 5, dtype=torch.float64), torch.randint(5, (6, 4))
     target[0, :2], target[1] = -100, -100
     summary = checkpoints.checkpoint_summary("token")
@@ -210,7 +208,7 @@ def test_checkpoints_positions_that_do_not_count_are_left_out() -> None:
     assert "prediction" not in said
 
 
-def test_checkpoints_two_classes_and_values_have_what_they_can_have() -> None:
+def test_checkpoints_columns_by_kind_of_target() -> None:
     binary, value = checkpoints.checkpoint_summary("binary"), checkpoints.checkpoint_summary("value")
     said = binary(torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.0]))
     assert said["confidence"] == pytest.approx(1 - 1 / (1 + np.exp(-0.7)), rel=1e-6)
@@ -220,7 +218,7 @@ def test_checkpoints_two_classes_and_values_have_what_they_can_have() -> None:
     assert checkpoints.checkpoint_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
 
 
-def test_checkpoints_small_chunks_pass_together_and_large_convolutions_do_not() -> None:
+def test_checkpoints_grouping_of_models() -> None:
     x, y = vectors()
     examples = of_checkpoints([perceptron(0)], F.cross_entropy, (x,), y, kind="class").examples
     together = grouped(examples, examples.objective, 8, 4)
@@ -236,7 +234,7 @@ def test_checkpoints_small_chunks_pass_together_and_large_convolutions_do_not() 
     assert "one checkpoint after another: priced" in alone.why
 
 
-def test_checkpoints_what_does_not_fit_passes_in_smaller_groups_or_alone() -> None:
+def test_checkpoints_grouping_by_memory() -> None:
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     setting = of_checkpoints([perceptron(0).float()], F.cross_entropy, (x,), y, kind="class")
 
@@ -251,7 +249,7 @@ def test_checkpoints_what_does_not_fit_passes_in_smaller_groups_or_alone() -> No
     assert sizes(all_of_them.input_bytes + (all_of_them.peak_bytes + weights) // 2) == [10, 10]
 
 
-def test_checkpoints_models_that_draw_or_look_at_data_pass_alone() -> None:
+def test_checkpoints_grouping_of_random_and_branching_models() -> None:
     x, y = vectors()
 
     class Branching(nn.Module):
@@ -313,7 +311,7 @@ def test_checkpoints_model_is_loaded_when_its_pass_begins(monkeypatch: pytest.Mo
         assert len(loaded) == count
 
 
-def test_checkpoints_rankings_that_disagree_are_reported() -> None:
+def test_checkpoints_ranking_disagreement() -> None:
     values = torch.tensor([[1.0, 1.0, 4.0], [2.0, 2.0, 3.0], [3.0, 3.0, 2.0], [4.0, 5.0, 1.0]])
     correlation = rank_correlation(values)
     np.testing.assert_allclose(correlation, [[1, 1, -1], [1, 1, -1], [-1, -1, 1]])

@@ -46,7 +46,7 @@ def dense(model: nn.Module, loss: object, inputs: tuple[Tensor, ...], target: Te
     return torch.stack(rows)
 
 
-def test_hessian_few_parameters_have_exact_traces_and_eigenvalues() -> None:
+def test_hessian_exact_of_few_parameters() -> None:
     model, inputs, target = small()
     setting = setting_of(model, F.cross_entropy, inputs, target)
     hessians = dense(model, F.cross_entropy, inputs, target)
@@ -63,7 +63,7 @@ def test_hessian_few_parameters_have_exact_traces_and_eigenvalues() -> None:
     assert (found["hessian_top_residual"] < 1e-10).all()
 
 
-def test_hessian_trace_is_hutchinsons_of_the_probes_that_were_drawn() -> None:
+def test_hessian_trace_equals_hutchinson() -> None:
     model, inputs, target = small()
     measure = HessianTrace(probes=11)
     found = columns_of(measure, setting_of(model, F.cross_entropy, inputs, target, seed=3))
@@ -76,7 +76,7 @@ def test_hessian_trace_is_hutchinsons_of_the_probes_that_were_drawn() -> None:
     )
 
 
-def test_hessian_standard_error_is_how_far_estimates_are_off() -> None:
+def test_hessian_trace_standard_error() -> None:
     model, inputs, target = small()
     inputs, target = tuple(x[:1].expand(400, -1) for x in inputs), target[:1].expand(400)
     found = columns_of(
@@ -88,7 +88,7 @@ def test_hessian_standard_error_is_how_far_estimates_are_off() -> None:
     assert 0.8 < float(off.std()) < 1.3
 
 
-def test_hessian_residuals_hold_an_eigenvalue_and_values_stay_inside_the_spectrum() -> None:
+def test_hessian_ritz_values_and_residuals() -> None:
     model, inputs, target = small()
     values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
     found = columns_of(HessianTopEigenvalue(iterations=4), setting_of(model, F.cross_entropy, inputs, target))
@@ -101,7 +101,7 @@ def test_hessian_residuals_hold_an_eigenvalue_and_values_stay_inside_the_spectru
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
-def test_hessian_every_architecture_has_its_curvature_along_probes(architecture: Architecture) -> None:
+def test_hessian_products_of_every_architecture(architecture: Architecture) -> None:
     model = architecture.build()
     inputs, target = architecture.batch(2)
     setting = setting_of(model, architecture.loss, inputs, target)
@@ -130,7 +130,7 @@ def test_hessian_every_architecture_has_its_curvature_along_probes(architecture:
 
 @settings(deadline=None, max_examples=8)
 @given(chunk=st.integers(1, 40), start=st.integers(0, N - 1))
-def test_hessian_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(chunk: int, start: int) -> None:
+def test_hessian_independent_of_chunks_and_resume(chunk: int, start: int) -> None:
     model, inputs, target = small()
     setting = setting_of(model, F.cross_entropy, inputs, target)
     for measure in (HessianTrace(probes=3), HessianTopEigenvalue(iterations=3)):
@@ -148,7 +148,7 @@ def test_hessian_another_seed_draws_other_probes() -> None:
     assert (one["hessian_trace"] != other["hessian_trace"]).all()
 
 
-def test_hessian_rows_that_are_not_finite_are_nan_and_leave_the_others_alone() -> None:
+def test_hessian_nonfinite_rows() -> None:
     model, inputs, target = small()
     clean = setting_of(model, F.cross_entropy, inputs, target)
     dirty = inputs[0].clone()
@@ -171,7 +171,7 @@ def test_hessian_loss_without_curvature_has_zeros() -> None:
     assert all(not column.any() for column in found.values())
 
 
-def test_hessian_krylov_space_that_ends_early_is_no_eigenvalue_zero() -> None:
+def test_hessian_krylov_space_ends_early() -> None:
     """Two eigenvalues in all: the space ends after two steps, and zero is none of them."""
     values = torch.tensor([[2.0, 2, 2, 5, 5, 5], [-3.0, -3, -3, -3, -1, -1]], dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(2, 6, 6, dtype=torch.float64)).Q
@@ -183,7 +183,7 @@ def test_hessian_krylov_space_that_ends_early_is_no_eigenvalue_zero() -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(k=st.integers(1, 3), p=st.integers(2, 60), seed=st.integers(0, 99))
-def test_hessian_lanczos_finds_the_ends_of_any_symmetric_matrix(k: int, p: int, seed: int) -> None:
+def test_hessian_lanczos_extreme_eigenvalues(k: int, p: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     half = torch.randn(k, p, p, generator=generator, dtype=torch.float64)
     matrices, starts = half + half.mT, torch.randn(k, p, generator=generator, dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_hessian_lanczos_finds_the_ends_of_any_symmetric_matrix(k: int, p: int, 
     torch.testing.assert_close(found.highest, values[:, -1], rtol=1e-10, atol=1e-10)
 
 
-def test_hessian_single_precision_is_as_good_as_its_products() -> None:
+def test_hessian_float32() -> None:
     model, inputs, target = small()
     values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
     single = setting_of(model.float(), F.cross_entropy, tuple(x.float() for x in inputs), target)
@@ -204,7 +204,7 @@ def test_hessian_single_precision_is_as_good_as_its_products() -> None:
     torch.testing.assert_close(found["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-5, atol=1e-6)
 
 
-def test_hessian_model_without_second_derivatives_is_refused_with_the_reason() -> None:
+def test_hessian_without_second_derivative_refused() -> None:
     class Once(torch.autograd.Function):
         """It leaves PyTorch on the way back."""
 
@@ -242,6 +242,6 @@ def test_hessian_model_that_draws_at_random_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "option"), [(HessianTrace, {"probes": 1}), (HessianTopEigenvalue, {"iterations": 1})]
 )
-def test_hessian_too_few_of_them_are_refused(kind: type, option: dict[str, int]) -> None:
+def test_hessian_options_refused(kind: type, option: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected at least 2"):
         kind(**option)

@@ -65,7 +65,7 @@ def mean_of_nearest(table: np.ndarray, count: int) -> np.ndarray:
     seed=st.integers(0, 50),
 )
 @settings(max_examples=30)
-def test_neighbour_distance_those_of_all_distances(
+def test_neighbour_distance_equals_all_distances(
     n: int, p: int, count: int, chunk_size: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def test_neighbour_distance_those_of_all_distances(
     assert torch.equal(found.columns["nearest_by_angle"], found.arrays["neighbours_by_angle"][:, 0])
 
 
-def test_neighbour_distance_label_share_counts_neighbours_of_another_class() -> None:
+def test_neighbour_distance_label_share() -> None:
     rows = torch.tensor([[1.0, 0], [1, 0.01], [1, 0.02], [0, 1], [0.01, 1], [0, 0]])
     targets = torch.tensor([0, 0, 1, 1, 1, 0])
     found = found_of(rows, {"neighbours": 2}, targets=targets)
@@ -107,7 +107,7 @@ def test_neighbour_distance_label_share_counts_neighbours_of_another_class() -> 
     assert all_others.tolist() == [0.75, 0.75, 0.5, 0.5, 0.5]  # of four
 
 
-def test_neighbour_distance_twins_far_from_the_origin_are_at_no_distance() -> None:
+def test_neighbour_distance_duplicates_far_from_origin() -> None:
     rows = torch.full((4, 3), 1e4)
     rows[2:, 0] += 1e-2
     found = found_of(rows, {"neighbours": 1})
@@ -117,7 +117,7 @@ def test_neighbour_distance_twins_far_from_the_origin_are_at_no_distance() -> No
     np.testing.assert_allclose(far, 2 / 3 * float(rows[2, 0].double() - 1e4), rtol=1e-12)
 
 
-def test_neighbour_distance_gradients_that_are_all_alike_are_at_no_distance() -> None:
+def test_neighbour_distance_equal_gradients() -> None:
     found = found_of(torch.ones(6, 3))
     assert not found.columns["neighbour_distance"].any()
     assert not found.columns["neighbour_angle_distance"].any()
@@ -126,7 +126,7 @@ def test_neighbour_distance_gradients_that_are_all_alike_are_at_no_distance() ->
 @pytest.mark.parametrize(
     "rows", [torch.ones(1, 3), torch.tensor([[1.0, 1], [math.nan, 1]]), torch.full((2, 2), math.inf)]
 )
-def test_neighbour_distance_single_sample_has_no_neighbour(rows: Tensor) -> None:
+def test_neighbour_distance_single_sample(rows: Tensor) -> None:
     found = found_of(rows, {"save": True})
     assert found.columns["neighbour_distance"].isnan().all()
     assert (found.columns["nearest_neighbour"] == -1).all()
@@ -134,7 +134,7 @@ def test_neighbour_distance_single_sample_has_no_neighbour(rows: Tensor) -> None
     assert found.numbers["median_distance"] is None
 
 
-def test_neighbour_distance_among_many_some_are_drawn_and_that_is_said() -> None:
+def test_neighbour_distance_subsampled_reference() -> None:
     rows, said = torch.randn(60, 3), []
     found = found_of(rows, {"neighbours": 4, "reference": 20}, seed=9, say=said.append)
     chosen = np.sort(np.random.default_rng(9).choice(60, 20, replace=False))
@@ -149,7 +149,7 @@ def test_neighbour_distance_among_many_some_are_drawn_and_that_is_said() -> None
     assert len(said) == 1
 
 
-def test_neighbour_distance_projected_distances_are_as_near_as_is_reported() -> None:
+def test_neighbour_distance_projection_error() -> None:
     rows = torch.randn(300, 3000)
     found = found_of(rows, {"neighbours": 299}, dimension=100, chunk_size=300)
     exact = mean_of_nearest(torch.cdist(rows.double(), rows.double()).fill_diagonal_(math.inf).numpy(), 299)
@@ -176,7 +176,7 @@ print(run(30_000) - few)
 """
 
 
-def test_neighbour_distance_memory_grows_with_the_samples_not_with_their_distances() -> None:
+def test_neighbour_distance_memory() -> None:
     grown = subprocess.run(
         [sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )

@@ -41,7 +41,7 @@ def numbers_of(gradients: Tensor, **options: Any) -> dict[str, Any]:
     return found
 
 
-def test_noise_scale_hundred_thousand_draws_give_the_noise_scale_of_their_distribution() -> None:
+def test_noise_scale_of_known_distribution() -> None:
     n, mean = 100_000, torch.full((5,), 0.5, dtype=torch.float64)
     square_mean, noise = float(mean.square().sum()), float(SPREADS.square().sum())
     found = numbers_of(drawn(n, mean, 0))
@@ -62,7 +62,7 @@ def test_noise_scale_hundred_thousand_draws_give_the_noise_scale_of_their_distri
     assert found["noise_scale_interval"][0] < found["noise_scale"] < found["noise_scale_interval"][1]
 
 
-def test_noise_scale_both_estimates_are_means_over_pairs_of_samples() -> None:
+def test_noise_scale_estimates_equal_means_over_pairs() -> None:
     g = drawn(9, torch.ones(5, dtype=torch.float64), 1).numpy()
     products = [g[i] @ g[j] for i in range(9) for j in range(9) if i != j]
     distances = [((g[i] - g[j]) ** 2).sum() / 2 for i in range(9) for j in range(9) if i != j]
@@ -85,7 +85,7 @@ def test_noise_scale_estimates_have_no_bias() -> None:
     assert naive - truth[0] > 20 * errors[0]
 
 
-def test_noise_scale_jackknife_values_are_those_of_leaving_samples_out() -> None:
+def test_noise_scale_jackknife() -> None:
     g = drawn(7, torch.ones(5, dtype=torch.float64), 3)
     squares, mean = g.square().sum(1), g.mean(0)
 
@@ -99,7 +99,7 @@ def test_noise_scale_jackknife_values_are_those_of_leaving_samples_out() -> None
 
 
 @pytest.mark.parametrize("size", [0.02, 0.1, 0.5])
-def test_noise_scale_interval_holds_the_true_value_as_often_as_it_says(size: float) -> None:
+def test_noise_scale_interval_coverage(size: float) -> None:
     """Of 300 datasets of 200 samples, at 95 %: nine in ten and more, be the signal strong, like the noise, or
     lost in it.
     """
@@ -119,7 +119,7 @@ def test_noise_scale_interval_holds_the_true_value_as_often_as_it_says(size: flo
     )
 
 
-def test_noise_scale_where_the_signal_is_lost_it_is_undefined_and_says_by_how_much() -> None:
+def test_noise_scale_undefined_without_signal() -> None:
     found = next(
         numbers
         for seed in range(20)
@@ -136,7 +136,7 @@ def test_noise_scale_where_the_signal_is_lost_it_is_undefined_and_says_by_how_mu
     assert found["noise_scale_interval"][1] is None
 
 
-def test_noise_scale_same_seed_gives_the_same_interval_and_another_another_one() -> None:
+def test_noise_scale_seed() -> None:
     g = drawn(50, torch.ones(5, dtype=torch.float64), 4)
     model = nn.Linear(5, 1, bias=False).double()
     rows = Rows(model, g, None, lambda output, target: output.sum(), "custom", None)

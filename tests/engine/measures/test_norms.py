@@ -40,9 +40,7 @@ def assert_same_statistics(found: NormDistribution, values: np.ndarray) -> None:
     spread=st.floats(0.1, 5),
     middle=st.floats(-8, 8),
 )
-def test_norm_distribution_statistics_are_numpys_however_the_values_are_cut(
-    sizes: list[int], spread: float, middle: float
-) -> None:
+def test_norm_distribution_equals_numpy(sizes: list[int], spread: float, middle: float) -> None:
     values = torch.exp(spread * torch.randn(sum(sizes), dtype=torch.float64) + middle)
     found = distribution(*values.split(sizes))
     if len(values):
@@ -52,7 +50,7 @@ def test_norm_distribution_statistics_are_numpys_however_the_values_are_cut(
             assert found.quantile(q) == pytest.approx(expected, rel=QUANTILE_ERROR)
 
 
-def test_norm_distribution_order_of_the_chunks_does_not_matter() -> None:
+def test_norm_distribution_independent_of_chunk_order() -> None:
     values = torch.rand(1000, dtype=torch.float64) * 1e3
     one, other = distribution(*values.split(7)), distribution(*values.flip(0).split(130))
     assert_same_statistics(one, values.numpy())
@@ -60,32 +58,32 @@ def test_norm_distribution_order_of_the_chunks_does_not_matter() -> None:
     assert [one.quantile(q) for q in (0.1, 0.5, 0.9)] == [other.quantile(q) for q in (0.1, 0.5, 0.9)]
 
 
-def test_norm_distribution_large_mean_leaves_the_spread_its_digits() -> None:
+def test_norm_distribution_large_mean_precision() -> None:
     values = 1e8 + torch.rand(3000, dtype=torch.float64)
     assert distribution(*values.split(100)).std == pytest.approx(values.std().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-24, 1.0, 3e23, 1e30])
-def test_norm_distribution_quantiles_of_a_single_value_are_that_value(value: float) -> None:
+def test_norm_distribution_quantiles_of_one_value(value: float) -> None:
     found = distribution(torch.full((5,), value, dtype=torch.float64))
     assert found.quantile(0.05) == found.quantile(0.5) == found.quantile(1) == value
     assert found.std == 0
 
 
-def test_norm_distribution_zeros_count_as_the_smallest_values() -> None:
+def test_norm_distribution_zeros() -> None:
     found = distribution(torch.tensor([0.0, 0.0, 0.0, 5.0]))
     assert found.minimum == found.quantile(0.5) == 0
     assert found.quantile(1) == pytest.approx(5, rel=QUANTILE_ERROR)
 
 
-def test_norm_distribution_nothing_seen_is_nothing_said() -> None:
+def test_norm_distribution_no_values() -> None:
     found = distribution(torch.empty(0))
     assert found.count == 0
     assert math.isnan(found.std)
     assert math.isnan(found.quantile(0.5))
 
 
-def test_norm_distribution_one_value_has_no_spread() -> None:
+def test_norm_distribution_one_value() -> None:
     assert math.isnan(distribution(torch.tensor([2.0])).std)
 
 
@@ -96,7 +94,7 @@ def gradients_of(inputs: Tensor) -> object:
     )
 
 
-def test_norm_distribution_rows_that_are_not_finite_are_columns_but_no_part_of_the_distribution() -> None:
+def test_norm_distribution_nonfinite_rows() -> None:
     inputs = torch.randn(6, 3)
     inputs[2, 0], inputs[4, 1] = math.nan, math.inf
     norms = GradientNorms()
@@ -107,7 +105,7 @@ def test_norm_distribution_rows_that_are_not_finite_are_columns_but_no_part_of_t
     assert all(math.isfinite(found.mean) and math.isfinite(found.std) for found in norms.parameters.values())
 
 
-def test_norm_distribution_square_of_the_norm_is_the_sum_of_the_parameters_squares() -> None:
+def test_norm_distribution_by_parameter_adds_up() -> None:
     norms = GradientNorms()
     columns = norms.columns(gradients_of(torch.randn(6, 3)))
     norms.keep()
@@ -116,7 +114,7 @@ def test_norm_distribution_square_of_the_norm_is_the_sum_of_the_parameters_squar
     assert columns["grad_norm"].dtype == columns["loss"].dtype == torch.float64
 
 
-def test_norm_distribution_chunk_counts_when_it_is_kept() -> None:
+def test_norm_distribution_counts_stored_chunks() -> None:
     norms, grads = GradientNorms(), gradients_of(torch.randn(6, 3))
     norms.columns(grads)
     norms.columns(grads)  # tried again

@@ -57,7 +57,7 @@ def alignment(kernel: np.ndarray, labels: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "architecture", [each for each in ARCHITECTURES if each.name != "gpt"], ids=lambda each: each.name
 )
-def test_ntk_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None:
+def test_ntk_kernel_equals_jacobians(architecture: Architecture) -> None:
     inputs, target = architecture.batch(6, dtype=torch.float64)
     rows = jacobians(architecture.build(dtype=torch.float64), inputs)
     n, outputs, size = rows.shape
@@ -85,9 +85,7 @@ def test_ntk_kernel_is_that_of_the_jacobians(architecture: Architecture) -> None
 
 @given(n=st.integers(1, 12), outputs=st.integers(1, 4), chunk_size=st.integers(1, 12))
 @settings(max_examples=15)
-def test_ntk_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(
-    n: int, outputs: int, chunk_size: int
-) -> None:
+def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> None:
     model, inputs, targets = (
         mlp(outputs),
         torch.randn(n, 3, dtype=torch.float64),
@@ -124,7 +122,7 @@ def test_ntk_each_output_has_a_kernel_and_numbers_do_not_depend_on_chunks(
     assert found.numbers["condition_number"] is None or n <= sum(p.numel() for p in model.parameters())
 
 
-def test_ntk_blocks_of_classes_are_means_over_pairs_without_oneself() -> None:
+def test_ntk_class_blocks_are_means_over_pairs() -> None:
     model, inputs, targets = (
         mlp(3),
         torch.randn(9, 3, dtype=torch.float64),
@@ -177,7 +175,7 @@ def test_ntk_single_logit_is_aligned_with_class_one() -> None:
     assert found.numbers["condition_number"] == found.numbers["condition_number_of_all_outputs"]
 
 
-def test_ntk_where_there_are_no_classes_nothing_is_said_of_them() -> None:
+def test_ntk_without_classes() -> None:
     model, inputs = mlp(2), torch.randn(5, 3, dtype=torch.float64)
     target = torch.randn(5, 2, dtype=torch.float64)
     found = found_of(
@@ -220,7 +218,7 @@ def test_ntk_positions_of_a_sequence_are_outputs() -> None:
     assert found.numbers["alignment"] is None
 
 
-def test_ntk_spoilt_samples_are_not_chosen_and_equal_ones_make_a_kernel_of_rank_one() -> None:
+def test_ntk_nonfinite_and_equal_samples() -> None:
     inputs = torch.ones(6, 3, dtype=torch.float64)
     inputs[2] = math.nan
     setting = setting_of(mlp(1), lambda output, target: output.sum(), (inputs,), None)
@@ -230,14 +228,14 @@ def test_ntk_spoilt_samples_are_not_chosen_and_equal_ones_make_a_kernel_of_rank_
     assert found.numbers["condition_number"] is None
 
 
-def test_ntk_model_without_a_sample_to_look_at_says_nothing() -> None:
+def test_ntk_without_finite_sample() -> None:
     setting = setting_of(
         mlp(1), lambda output, target: output.sum(), (torch.full((2, 3), math.nan).double(),), None
     )
     assert found_of(setting).numbers == {"samples": 0, "outputs": 1}
 
 
-def test_ntk_what_is_too_large_is_refused_with_what_would_fit() -> None:
+def test_ntk_too_large_refused() -> None:
     class Wide(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -259,7 +257,7 @@ def test_ntk_what_is_too_large_is_refused_with_what_would_fit() -> None:
     NTK().prepare(setting(100))
 
 
-def test_ntk_outputs_that_are_no_tensor_are_refused() -> None:
+def test_ntk_output_not_a_tensor_refused() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -275,7 +273,7 @@ def test_ntk_outputs_that_are_no_tensor_are_refused() -> None:
         NTK(samples=0)
 
 
-def test_ntk_some_of_many_are_as_many_of_each_class() -> None:
+def test_ntk_subsample_balanced_by_class() -> None:
     model, said = mlp(3), []
     targets = torch.tensor([0] * 30 + [1] * 5 + [2] * 2)
     inputs = torch.randn(37, 3, dtype=torch.float64)
@@ -308,9 +306,7 @@ def test_ntk_some_of_many_are_as_many_of_each_class() -> None:
     usable=st.integers(1, 10),
 )
 @settings(max_examples=40)
-def test_ntk_chosen_rows_are_usable_balanced_and_the_seeds(
-    n: int, count: int, classes: int, seed: int, usable: int
-) -> None:
+def test_ntk_subsample_usable_rows_and_seed(n: int, count: int, classes: int, seed: int, usable: int) -> None:
     labels, good = torch.randint(classes, (n,)), torch.rand(n) < usable / 10
     rows = chosen_rows(good, count, seed, labels)
     assert len(rows) == len(set(rows.tolist())) == min(count, int(good.sum()))
@@ -326,7 +322,7 @@ def test_ntk_chosen_rows_are_usable_balanced_and_the_seeds(
             assert taken[one] >= taken.max() - 1
 
 
-def test_ntk_without_labels_all_rows_are_as_likely() -> None:
+def test_ntk_subsample_without_labels() -> None:
     counts = torch.zeros(8)
     for seed in range(400):
         counts[chosen_rows(torch.ones(8, dtype=torch.bool), 2, seed)] += 1

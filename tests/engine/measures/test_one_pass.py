@@ -111,7 +111,7 @@ def oracle(rows: Rows, finite: Sequence[int] | slice = slice(None)) -> Oracle:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_measures_every_column_is_its_definition(dtype: torch.dtype, tolerance: float) -> None:
+def test_measures_columns_equal_their_definitions(dtype: torch.dtype, tolerance: float) -> None:
     rows = classifier(40, torch.float64)
     expected = oracle(rows).columns()
     rows = Rows(rows.model.to(dtype), rows.inputs.to(dtype), rows.targets)
@@ -133,7 +133,7 @@ def places(rows: Rows) -> dict[str, slice]:
     return found
 
 
-def test_measures_norms_by_layer_are_those_of_the_layers_parameters() -> None:
+def test_measures_norms_by_layer() -> None:
     rows = classifier(9)
     g, theta, where = rows.loop(), oracle(rows).theta, places(rows)
     layers = {name.rpartition(".")[0]: [] for name in where}
@@ -173,9 +173,7 @@ def test_measures_many_layers_are_an_array() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_measures_signal_and_the_noise_of_each_parameter_and_element_are_their_definitions(
-    dtype: torch.dtype, tolerance: float
-) -> None:
+def test_measures_signal_and_noise(dtype: torch.dtype, tolerance: float) -> None:
     rows = classifier(30, dtype)
     exact = oracle(Rows(rows.model.double(), rows.inputs.double(), rows.targets))
     rows.model.to(dtype)
@@ -231,16 +229,14 @@ def same(one: Measured, other: Measured, exactly: bool) -> None:
 
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(1, 19), chunk_size=st.integers(1, 20), keeps=st.booleans())
-def test_measures_chunks_do_not_matter(n: int, chunk_size: int, keeps: bool) -> None:
+def test_measures_independent_of_chunks(n: int, chunk_size: int, keeps: bool) -> None:
     rows = classifier(n)
     same(measured(rows, every, chunk_size, keeps=keeps), measured(rows, every, n), exactly=False)
 
 
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(2, 17), chunk_size=st.integers(1, 6), at=st.integers(1, 16), keeps=st.booleans())
-def test_measures_interrupted_run_ends_with_the_same_bits(
-    n: int, chunk_size: int, at: int, keeps: bool
-) -> None:
+def test_measures_resume_same_bits(n: int, chunk_size: int, at: int, keeps: bool) -> None:
     rows = classifier(n, torch.float32)
     same(
         measured(rows, every, chunk_size),
@@ -249,7 +245,7 @@ def test_measures_interrupted_run_ends_with_the_same_bits(
     )
 
 
-def test_measures_automatic_chunk_size_gives_the_same_bits_from_memory_and_without() -> None:
+def test_measures_automatic_chunk_size_same_bits() -> None:
     rows = classifier(150, torch.float32)  # a small chunk first, then larger ones
     kept = measured(rows, every)
     same(kept, measured(rows, every, keeps=False), exactly=True)
@@ -259,7 +255,7 @@ def test_measures_automatic_chunk_size_gives_the_same_bits_from_memory_and_witho
 # -- samples and models at the edges -------------------------------------------------------------------------
 
 
-def test_measures_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:
+def test_measures_nonfinite_samples() -> None:
     rows = classifier(14)
     rows.inputs[3] = math.nan
     rows.inputs[9, 0, 0, 0] = math.inf
@@ -284,7 +280,7 @@ def test_measures_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:
     )
 
 
-def test_measures_no_sample_is_finite() -> None:
+def test_measures_all_samples_nonfinite() -> None:
     rows = classifier(3)
     rows.inputs[:] = math.nan
     found = measured(rows, every, 2)
@@ -296,7 +292,7 @@ def test_measures_no_sample_is_finite() -> None:
     )
 
 
-def test_measures_one_sample_has_cosine_one_and_nothing_to_leave_out() -> None:
+def test_measures_one_sample() -> None:
     found = measured(classifier(1), every)
     assert (
         found.rows["cosine_to_mean"].item() == found.rows["cosine_to_class_mean"].item() == pytest.approx(1)
@@ -307,7 +303,7 @@ def test_measures_one_sample_has_cosine_one_and_nothing_to_leave_out() -> None:
     assert numbers["status"].startswith("undefined: 1 samples")
 
 
-def test_measures_of_one_class_both_cosines_are_the_same() -> None:
+def test_measures_one_class() -> None:
     rows = classifier(8)
     rows.targets = torch.ones(8, dtype=torch.int64)
     found = measured(rows, every, 3)
@@ -315,7 +311,7 @@ def test_measures_of_one_class_both_cosines_are_the_same() -> None:
     assert found.gathered["cosine_to_class_mean"].tables["classes"]["samples"].tolist() == [0, 8, 0]
 
 
-def test_measures_cosines_with_nothing_are_empty_not_zero() -> None:
+def test_measures_cosine_with_zero_is_missing() -> None:
     """The loss of a sample is its target times the output: some gradients are zero, and those of the first
     class cancel.
     """
@@ -345,7 +341,7 @@ def test_measures_all_gradients_zero() -> None:
     )
 
 
-def test_measures_nearly_equal_gradients_keep_the_digits_of_their_differences() -> None:
+def test_measures_nearly_equal_gradients_precision() -> None:
     """In float32 the squares of gradients hide differences a ten-thousandth their size."""
     torch.manual_seed(1)
     model = nn.Linear(50, 1, bias=False)
@@ -356,7 +352,7 @@ def test_measures_nearly_equal_gradients_keep_the_digits_of_their_differences() 
     torch.testing.assert_close(found, (exact - exact.mean(0)).norm(dim=1) / 11, rtol=2e-3, atol=0)
 
 
-def test_measures_parameter_that_the_loss_does_not_use_and_one_that_is_zero() -> None:
+def test_measures_unused_and_zero_parameter() -> None:
     rows = classifier(7)
     nn.init.zeros_(rows.model[5].weight)
     nn.init.zeros_(rows.model[5].bias)
@@ -371,7 +367,7 @@ def test_measures_parameter_that_the_loss_does_not_use_and_one_that_is_zero() ->
     assert table["mean"][table["parameter"].index("unused")] == 0
 
 
-def test_measures_class_that_is_ignored_is_none() -> None:
+def test_measures_ignored_class() -> None:
     rows = classifier(9)
     assert rows.targets is not None
     rows.targets[4] = -100
@@ -383,7 +379,7 @@ def test_measures_class_that_is_ignored_is_none() -> None:
 
 
 @pytest.mark.parametrize("measure", [EL2N, Margin, Confidence, CosineToClassMean])
-def test_measures_what_has_no_classes_is_refused(measure: Callable[[], Measure]) -> None:
+def test_measures_without_classes_refused(measure: Callable[[], Measure]) -> None:
     rows = classifier(4)
     rows.kind, rows.targets = "value", torch.zeros(4)
     with pytest.raises(MeasureError, match="looks at the class of each sample, and this loss has a value"):
@@ -393,7 +389,7 @@ def test_measures_what_has_no_classes_is_refused(measure: Callable[[], Measure])
         measure().prepare(replace(rows.setting(), targets=None))
 
 
-def test_measures_class_means_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_class_means_beyond_memory_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.engine.measures.sums.free_memory", lambda device: 1000)
     with pytest.raises(
         MeasureError, match="cosine_to_class_mean keeps a mean gradient for each of 3 classes"

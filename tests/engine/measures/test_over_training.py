@@ -60,14 +60,14 @@ def test_history_forgetting_of_histories_by_hand() -> None:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=6))
-def test_history_events_are_counted_one_by_one(right: list[list[bool]]) -> None:
+def test_history_forgetting_events_by_hand(right: list[list[bool]]) -> None:
     found = measured(Forgetting(), history(right=right), 4).columns["forgetting_events"].tolist()
     for events, row in zip(found, right, strict=True):
         falls = sum(before and not after for before, after in pairwise(row))
         assert events == (falls if any(row) else 4)
 
 
-def test_history_with_positions_the_shares_that_are_lost_add_up() -> None:
+def test_history_forgetting_of_positions() -> None:
     found = measured(Forgetting(), history(right=[[0.25, 0.75, 0.5, 1.0], [0.0, 0.5, 0.5, 0.5]]), 4, "token")
     np.testing.assert_array_equal(found.columns["forgetting_events"], [0.25, 0])
     np.testing.assert_array_equal(found.columns["unforgettable"], [0, 1])
@@ -106,7 +106,7 @@ def test_history_cartography_of_histories_by_hand() -> None:
     np.testing.assert_allclose(found["correctness"], [1 / 3, 1, 0])
 
 
-def test_history_trajectories_are_what_a_plain_loop_says() -> None:
+def test_history_trajectories_equal_the_loop() -> None:
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
     models = [perceptron(seed) for seed in range(4)]
     found = gathered(
@@ -135,7 +135,7 @@ def test_history_trajectories_are_what_a_plain_loop_says() -> None:
     assert table["nonfinite"] == [0, 0, 0, 0]
 
 
-def test_history_regression_has_losses_and_norms_alone() -> None:
+def test_history_regression() -> None:
     x = torch.randn(5, 4).double()
     models = [perceptron(seed, out=1) for seed in range(3)]
     found = gathered(Trajectory(), of_checkpoints(models, F.mse_loss, (x,), x[:, :1], kind="value"))
@@ -146,7 +146,7 @@ def test_history_regression_has_losses_and_norms_alone() -> None:
     )
 
 
-def test_history_samples_that_are_not_finite_are_counted_and_left_out_of_the_means() -> None:
+def test_history_nonfinite_samples() -> None:
     rows = history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], grad_norm=[[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     found = measured(Trajectory(), rows, 3, "custom")
     assert found.tables["checkpoints"]["mean_loss"] == [2.0, 5.0, 3.0]
@@ -154,7 +154,7 @@ def test_history_samples_that_are_not_finite_are_counted_and_left_out_of_the_mea
     np.testing.assert_array_equal(found.columns["loss_slope"], [NAN, 0.5])
 
 
-def test_history_without_a_finite_loss_at_each_checkpoint_there_is_no_mean_confidence() -> None:
+def test_history_no_finite_loss() -> None:
     said = {"confidence": [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], "right": [[1, 1, 1], [1, 1, 1]]}
     found = measured(Trajectory(), history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], **said), 3).columns
     np.testing.assert_array_equal(found["mean_confidence"], [NAN, 0.5])

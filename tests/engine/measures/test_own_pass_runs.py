@@ -37,7 +37,7 @@ def loss(output, target):
 """
 
 
-def test_own_pass_all_of_them_are_columns_and_a_row_that_is_not_finite_is_nan(workplace: Workplace) -> None:
+def test_own_pass_columns_and_nonfinite_row(workplace: Workplace) -> None:
     x = workplace.arrays["x"].copy()
     x[5, 2] = np.nan
     workplace.save(x=x)
@@ -56,21 +56,21 @@ def test_own_pass_all_of_them_are_columns_and_a_row_that_is_not_finite_is_nan(wo
     assert samples["input_gradient"][0] == pytest.approx(gradient.norm().item(), rel=1e-5)
 
 
-def test_own_pass_no_map_is_stored_where_inputs_are_left_out(workplace: Workplace) -> None:
+def test_own_pass_no_maps_without_inputs(workplace: Workplace) -> None:
     workplace.config |= {"analyze": {"measures": ["gradient_x_input"]}, "report": {"include_inputs": False}}
     workplace.succeeded()
     assert not list((workplace.folder / "out" / "measures").glob("*.safetensors"))
     assert "gradient_x_input_l1" in workplace.samples()
 
 
-def test_own_pass_options_out_of_range_are_reported_in_the_configs_words(workplace: Workplace) -> None:
+def test_own_pass_options_refused(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"measures": [{"name": "hessian_trace", "probes": 1}]}
     workplace.refused(2, "analyze.measures: hessian_trace: got 1 probes, expected at least 2")
     workplace.config["analyze"] = {"measures": [{"name": "smooth_grad", "of": "tagret"}]}
     workplace.refused(2, "smooth_grad.of: got 'tagret'", "did you mean target?")
 
 
-def test_own_pass_loss_without_a_second_derivative_is_refused_by_its_operator(workplace: Workplace) -> None:
+def test_own_pass_without_second_derivative_refused(workplace: Workplace) -> None:
     workplace.use_model("def Model():\n    return nn.Linear(4, 12)\n")
     workplace.use_loss(CTC)
     workplace.config["analyze"] = {"measures": ["hessian_trace"]}

@@ -14,13 +14,13 @@ def summary_of(kind: str, output: object, target: object, ignore_index: int = -1
     return {name: value.item() for name, value in summary(torch.tensor(output), torch.tensor(target)).items()}
 
 
-def test_predictions_class_is_the_likeliest_one_with_its_probability() -> None:
+def test_predictions_class_and_confidence() -> None:
     found = summary_of("class", [0.0, 2.0, 1.0], 0)
     assert found["prediction"] == 1
     assert found["confidence"] == pytest.approx(torch.tensor([0.0, 2.0, 1.0]).softmax(0)[1].item())
 
 
-def test_predictions_tokens_that_are_ignored_do_not_count() -> None:
+def test_predictions_ignored_tokens() -> None:
     logits = [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]
     assert summary_of("token", logits, [0, 1, 1, -7], ignore_index=-7)["token_accuracy"] == pytest.approx(
         2 / 3
@@ -28,19 +28,19 @@ def test_predictions_tokens_that_are_ignored_do_not_count() -> None:
     assert summary_of("token", logits, [-7] * 4, ignore_index=-7)["token_accuracy"] == 0
 
 
-def test_predictions_numbers_are_their_own_prediction_and_logits_become_probabilities() -> None:
+def test_predictions_of_numbers_and_binary_logits() -> None:
     assert summary_of("value", [1.5], 0.0) == {"prediction": 1.5}
     assert summary_of("binary", 0.0, 1.0) == {"prediction": 0.5}
 
 
 @pytest.mark.parametrize("kind", ["value", "binary"])
-def test_predictions_several_numbers_have_no_single_prediction(kind: str) -> None:
+def test_predictions_of_several_numbers(kind: str) -> None:
     assert summary_of(kind, [1.5, 2.0], [0.0, 0.0]) == {}
 
 
-def test_predictions_classes_at_many_positions_have_no_single_prediction() -> None:
+def test_predictions_of_classes_at_many_positions() -> None:
     assert summary_of("class", [[1.0, 2.0]], [0, 0]) == {}
 
 
-def test_predictions_nothing_is_known_of_an_output_for_a_loss_of_the_users_own() -> None:
+def test_predictions_of_user_loss() -> None:
     assert summary_for("custom") is None

@@ -63,7 +63,7 @@ def flat_gradients(architecture: Architecture, n: int) -> tuple[Setting, np.ndar
 # -- the rows ------------------------------------------------------------------------------------------------
 
 
-def test_projected_gradients_where_there_are_no_more_parameters_rows_are_the_gradients() -> None:
+def test_projected_gradients_few_parameters_not_projected() -> None:
     rows = torch.randn(9, 5)
     found, gathered = measured([ProjectedGradients(dimension=5)], gradients_are(rows))
     assert torch.equal(found["projected_gradients"], rows)
@@ -72,7 +72,7 @@ def test_projected_gradients_where_there_are_no_more_parameters_rows_are_the_gra
 
 
 @pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian"])
-def test_projected_gradients_inner_products_are_estimated_and_their_error_is_reported(kind: Any) -> None:
+def test_projected_gradients_inner_products_error(kind: Any) -> None:
     rows = torch.randn(300, 2000)
     found, gathered = measured(
         [ProjectedGradients(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100
@@ -92,16 +92,14 @@ def test_projected_gradients_inner_products_are_estimated_and_their_error_is_rep
     n=st.integers(1, 20), p=st.integers(1, 40), chunk_size=st.integers(1, 20), dimension=st.integers(1, 30)
 )
 @settings(max_examples=15)
-def test_projected_gradients_rows_do_not_depend_on_the_chunks(
-    n: int, p: int, chunk_size: int, dimension: int
-) -> None:
+def test_projected_gradients_independent_of_chunks(n: int, p: int, chunk_size: int, dimension: int) -> None:
     setting = gradients_are(decaying(n, p), seed=n)
     one = measured([ProjectedGradients(dimension=dimension)], setting, chunk_size)[0]["projected_gradients"]
     other = measured([ProjectedGradients(dimension=dimension)], setting, n)[0]["projected_gradients"]
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_projected_gradients_seeds_draw_other_projections_and_rows_are_saved_on_demand() -> None:
+def test_projected_gradients_seed_and_save() -> None:
     rows = torch.randn(4, 50)
     one, other = (
         measured([ProjectedGradients(dimension=8, save=True)], gradients_are(rows, seed=seed))[1][
@@ -116,7 +114,7 @@ def test_projected_gradients_seeds_draw_other_projections_and_rows_are_saved_on_
     )
 
 
-def test_projected_gradients_rows_that_would_not_fit_are_refused_with_what_would(
+def test_projected_gradients_beyond_memory_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(neighbours, "free_host_memory", lambda: 16 * 10 * 32)
@@ -134,7 +132,7 @@ def test_projected_gradients_rows_that_would_not_fit_are_refused_with_what_would
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
-def test_projected_gradients_of_few_samples_eigenvalues_are_the_covariances(
+def test_projected_gradients_eigenvalues_of_few_samples(
     architecture: Architecture,
 ) -> None:
     setting, gradients = flat_gradients(architecture, 12)
@@ -158,7 +156,7 @@ def test_projected_gradients_of_few_samples_eigenvalues_are_the_covariances(
     stop=st.integers(1, 30),
 )
 @settings(max_examples=25)
-def test_projected_gradients_of_few_samples_or_few_parameters_it_is_exact_however_it_is_cut(
+def test_projected_gradients_covariance_exact_when_small(
     n: int, p: int, chunk_size: int, few: bool, stop: int
 ) -> None:
     rows = decaying(n, p, n * 31 + p)
@@ -179,7 +177,7 @@ def test_projected_gradients_of_few_samples_or_few_parameters_it_is_exact_howeve
     )
 
 
-def test_projected_gradients_projected_eigenvalues_are_as_near_as_is_reported() -> None:
+def test_projected_gradients_eigenvalue_error() -> None:
     # turned, as a sparse projection keeps the length of whatever lies along one parameter
     rows = decaying(400, 600) @ torch.linalg.qr(torch.randn(600, 600, dtype=torch.float64))[0]
     expected = eigenvalues(rows)[:5]
@@ -197,7 +195,7 @@ def test_projected_gradients_projected_eigenvalues_are_as_near_as_is_reported() 
     assert np.mean([each.numbers["trace_by_projection"] for each in found]) == pytest.approx(trace, rel=0.05)
 
 
-def test_projected_gradients_eigenvalue_that_stands_clear_is_raised_by_the_lift() -> None:
+def test_projected_gradients_isolated_eigenvalue_bias() -> None:
     scales = torch.cat([torch.ones(1), torch.full((399,), 0.15)]).double()
     rows = (torch.randn(400, 400, dtype=torch.float64) * scales) @ torch.linalg.qr(
         torch.randn(400, 400, dtype=torch.float64)
@@ -215,7 +213,7 @@ def test_projected_gradients_eigenvalue_that_stands_clear_is_raised_by_the_lift(
     assert found.mean() - eigenvalues(rows)[0] == pytest.approx(lifts.mean(), abs=3 * rounding)
 
 
-def test_projected_gradients_sum_of_squares_behind_the_effective_rank_has_no_bias() -> None:
+def test_projected_gradients_effective_rank_unbiased_squares() -> None:
     random, k, variances = np.random.default_rng(0), 40, np.array([1.0, 0.4, 0.1])
     squares = []
     for _ in range(4000):
@@ -228,7 +226,7 @@ def test_projected_gradients_sum_of_squares_behind_the_effective_rank_has_no_bia
     assert np.mean(squares) == pytest.approx(np.square(variances).sum(), abs=3 * off)
 
 
-def test_projected_gradients_effective_rank_is_freed_of_what_the_projection_adds() -> None:
+def test_projected_gradients_effective_rank_bias_removed() -> None:
     rows = torch.randn(300, 2000, dtype=torch.float64)  # of rank 299: far more than there are columns
     found = [
         spectrum_of(gradients_are(rows, seed=seed), 32, chunk_size=300).numbers["effective_rank"]
@@ -243,7 +241,7 @@ def test_projected_gradients_effective_rank_is_freed_of_what_the_projection_adds
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
-def test_projected_gradients_spoilt_sample_is_left_out(exact_up_to: int) -> None:
+def test_projected_gradients_nonfinite_sample(exact_up_to: int) -> None:
     rows = decaying(30, 6)
     spoilt = torch.cat([rows[:11], torch.full((1, 6), math.nan, dtype=torch.float64), rows[11:]])
     found, expected = (spectrum_of(gradients_are(each), 6, exact_up_to) for each in (spoilt, rows))
@@ -255,7 +253,7 @@ def test_projected_gradients_spoilt_sample_is_left_out(exact_up_to: int) -> None
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
-def test_projected_gradients_sample_whose_loss_alone_is_spoilt_is_left_out(exact_up_to: int) -> None:
+def test_projected_gradients_nonfinite_loss(exact_up_to: int) -> None:
     rows, target = decaying(30, 6), torch.zeros(30, dtype=torch.float64)
     target[11] = math.nan
     model = nn.Linear(6, 1, bias=False).double()
@@ -269,9 +267,7 @@ def test_projected_gradients_sample_whose_loss_alone_is_spoilt_is_left_out(exact
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
 @pytest.mark.parametrize("rows", [torch.zeros(5, 40), torch.full((5, 40), 0.1)])
-def test_projected_gradients_gradients_that_are_all_the_same_have_no_spread(
-    exact_up_to: int, rows: Tensor
-) -> None:
+def test_projected_gradients_equal_gradients(exact_up_to: int, rows: Tensor) -> None:
     found = spectrum_of(gradients_are(rows), 8, exact_up_to)
     assert found.numbers["trace"] == 0
     assert found.numbers["effective_rank"] is None
@@ -279,14 +275,14 @@ def test_projected_gradients_gradients_that_are_all_the_same_have_no_spread(
     assert found.tables["spectrum"]["share"].isnan().all()
 
 
-def test_projected_gradients_one_sample_has_no_covariance() -> None:
+def test_projected_gradients_one_sample() -> None:
     for rows in (torch.randn(1, 4), torch.tensor([[1.0, 2], [math.nan, 1]])):
         found = spectrum_of(gradients_are(rows))
         assert found.numbers["trace"] is None
         assert found.tables == {}
 
 
-def test_projected_gradients_losses_of_tokens_have_one() -> None:
+def test_projected_gradients_token_losses() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
     tokens, target = torch.randint(7, (10, 5)), torch.randint(7, (10, 5))
 

@@ -36,7 +36,7 @@ def plain(models: list[nn.Module], x: Tensor, classes: Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("of", ["target", "prediction"])
-def test_vog_is_its_definition(of: str) -> None:
+def test_vog_equals_definition(of: str) -> None:
     models: list[nn.Module] = [WithBuffers(seed) for seed in range(4)]
     x, y = torch.randn(7, 1, 6, 6).double(), torch.tensor([0, 1, 0, 1, 0, 1, 2])
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
@@ -51,7 +51,7 @@ def test_vog_is_its_definition(of: str) -> None:
 
 
 @given(st.integers(1, 7), st.integers(0, 6))
-def test_vog_chunks_and_where_the_pass_begins_change_nothing(chunk_size: int, start: int) -> None:
+def test_vog_independent_of_chunks_and_resume(chunk_size: int, start: int) -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
@@ -64,7 +64,7 @@ def test_vog_chunks_and_where_the_pass_begins_change_nothing(chunk_size: int, st
     )
 
 
-def test_vog_of_ids_the_gradient_is_in_what_the_embedding_looks_up() -> None:
+def test_vog_of_token_ids() -> None:
     class Bag(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -90,7 +90,7 @@ def test_vog_of_ids_the_gradient_is_in_what_the_embedding_looks_up() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-def test_vog_what_is_not_finite_at_one_checkpoint_has_no_vog_and_leaves_the_others_theirs() -> None:
+def test_vog_nonfinite_at_one_checkpoint() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = torch.randn(6, 4).double(), torch.tensor([0, 0, 0, 1, 1, 1])
     x[1] = torch.inf
@@ -104,7 +104,7 @@ def test_vog_what_is_not_finite_at_one_checkpoint_has_no_vog_and_leaves_the_othe
     assert found["vog_z"][1].isnan()
 
 
-def test_vog_labels_that_count_for_nothing_have_none() -> None:
+def test_vog_ignored_labels() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = torch.randn(4, 4).double(), torch.tensor([0, -100, 2, 2])
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
@@ -112,7 +112,7 @@ def test_vog_labels_that_count_for_nothing_have_none() -> None:
     assert found.isnan().tolist() == [False, True, False, False]
 
 
-def test_vog_models_that_do_not_fit_in_memory_are_loaded_chunk_by_chunk() -> None:
+def test_vog_models_beyond_memory() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
@@ -128,7 +128,7 @@ def test_vog_models_that_do_not_fit_in_memory_are_loaded_chunk_by_chunk() -> Non
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_vog_deviation_of_what_passes_by_is_numpys(steps: list[list[float]]) -> None:
+def test_vog_running_deviation_equals_numpy(steps: list[list[float]]) -> None:
     found = deviation(torch.tensor([step], dtype=torch.float64) for step in steps)
     np.testing.assert_allclose(found[0], np.std(steps, axis=0), atol=1e-9)
 

@@ -46,9 +46,7 @@ def steps_of(
     ],
     ids=["poisson", "replaced", "truncated", "fixed", "discrete"],
 )
-def test_calibration_target_is_met_and_hardly_undercut(
-    make: Any, steps: int, target: float, accountant: Any
-) -> None:
+def test_calibration_meets_target(make: Any, steps: int, target: float, accountant: Any) -> None:
     events_for = steps_of(make, steps)
     multiplier = noise_multiplier_for(target, 1e-5, events_for)
     value = accountant(events_for(multiplier), 1e-5).value
@@ -58,14 +56,14 @@ def test_calibration_target_is_met_and_hardly_undercut(
 
 
 @pytest.mark.parametrize(("target", "steps"), [(0.01, 1), (0.3, 10_000), (2.0, 1), (2.0, 10_000), (50.0, 1)])
-def test_calibration_gaussians_get_the_noise_of_their_closed_form(target: float, steps: int) -> None:
+def test_calibration_of_gaussians_equals_closed_form(target: float, steps: int) -> None:
     multiplier = noise_multiplier_for(target, 1e-6, steps_of(lambda z: fixed(z, "zero_out"), steps))
     exact = gaussian_epsilon(1e-6, math.sqrt(steps) / multiplier)
     assert target * (1 - 2.5e-3) < exact <= target
 
 
 @pytest.mark.parametrize("kind", ["exponential", "list"])
-def test_calibration_schedule_is_solved_for_its_base(kind: str) -> None:
+def test_calibration_of_schedule(kind: str) -> None:
     schedule = (
         Schedule("exponential", factor=0.97)
         if kind == "exponential"
@@ -78,7 +76,7 @@ def test_calibration_schedule_is_solved_for_its_base(kind: str) -> None:
     assert events_for(base)[0][0].noise_multiplier == base
 
 
-def test_calibration_takes_few_looks_at_the_slow_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_calls_pld_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
     def counted(events: Events, delta: float) -> Any:
@@ -111,9 +109,7 @@ def test_calibration_takes_few_looks_at_the_slow_accountant(monkeypatch: pytest.
         (math.nan, lambda z: poisson(z, 0.1), 1, "the target epsilon is nan"),
     ],
 )
-def test_calibration_target_that_has_no_noise_is_refused(
-    target: float, make: Any, steps: int, wording: str
-) -> None:
+def test_calibration_impossible_target_refused(target: float, make: Any, steps: int, wording: str) -> None:
     with pytest.raises(ConfigError, match=wording):
         noise_multiplier_for(target, 1e-5, steps_of(make, steps))
 
@@ -121,7 +117,7 @@ def test_calibration_target_that_has_no_noise_is_refused(
 # -- epsilon after each of many steps ------------------------------------------------------------------------
 
 
-def test_calibration_curve_is_epsilon_after_so_many_steps() -> None:
+def test_epsilon_curve_equals_epsilon_after_steps() -> None:
     schedule = Schedule("step", every=7, factor=0.9)
     events = [(poisson(multiplier, 0.1), steps) for multiplier, steps in schedule.runs(2.0, 40)]
     curve = epsilon_curve(events, 1e-5, [1, 5, 10, 14, 18, 23, 27, 31, 36, 40])
@@ -134,7 +130,7 @@ def test_calibration_curve_is_epsilon_after_so_many_steps() -> None:
         assert value == pytest.approx(epsilon_rdp(spent, 1e-5).value, rel=1e-12)
 
 
-def test_calibration_curve_goes_by_losses_where_moments_don_t_cover() -> None:
+def test_epsilon_curve_by_pld_where_rdp_is_undefined() -> None:
     one, other = poisson(1.0, 0.05, "replace_one"), poisson(0.8, 0.05, "replace_one")
     events = [(one, 3), (other, 5)]
     assert curve_accountant(events) == "PLD"
@@ -145,7 +141,7 @@ def test_calibration_curve_goes_by_losses_where_moments_don_t_cover() -> None:
     assert list(curve.values()) == sorted(curve.values())
 
 
-def test_calibration_curve_has_each_number_of_steps_once() -> None:
+def test_epsilon_curve_distinct_numbers_of_steps() -> None:
     places = [*range(1, 51), 2, 3]
     assert [steps for steps, _ in epsilon_curve([(poisson(1.0, 0.1), 3)], 1e-5, places)] == [1, 2, 3]
     assert epsilon_curve([], 1e-5, places) == []

@@ -43,7 +43,7 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=str)
-def test_step_event_line_gives_its_event_back(event: StepEvent) -> None:
+def test_step_event_round_trip(event: StepEvent) -> None:
     line = json.loads(json.dumps(event.line()))
     assert event_of(line) == event
     # A ledger's lines have more: what else is in them does not matter.
@@ -56,12 +56,12 @@ def test_step_event_line_gives_its_event_back(event: StepEvent) -> None:
 
 
 @given(st.just(0.0) | st.floats(1e-100, 1e100), st.floats(1e-9, 1.0))
-def test_step_event_no_digit_is_lost_in_a_line(multiplier: float, rate: float) -> None:
+def test_step_event_round_trip_precision(multiplier: float, rate: float) -> None:
     event = poisson(multiplier, rate)
     assert event_of(json.loads(json.dumps(event.line()))) == event
 
 
-def test_step_event_line_names_what_epsilon_depends_on() -> None:
+def test_step_event_line_fields() -> None:
     assert truncated(1.0, 0.01, 140, 10_000).line() == {
         "noise_multiplier": 1.0,
         "scheme": "truncated_poisson",
@@ -74,14 +74,14 @@ def test_step_event_line_names_what_epsilon_depends_on() -> None:
 
 
 @pytest.mark.parametrize("missing", ["noise_multiplier", "scheme", "sample_rate", "relation", "mechanism"])
-def test_step_event_line_that_lacks_a_field_is_refused(missing: str) -> None:
+def test_step_event_missing_field_refused(missing: str) -> None:
     line = poisson(1.0, 0.1).line()
     del line[missing]
     with pytest.raises(ConfigError, match=f"a ledger line has no field '{missing}'"):
         event_of(line)
 
 
-def test_step_event_line_that_contradicts_itself_is_refused() -> None:
+def test_step_event_contradictory_line_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size is given, and poisson sampling has none"):
         event_of(poisson(1.0, 0.1).line() | {"batch_size": 32})
     with pytest.raises(ConfigError, match="the sampling scheme is 'shuffled'"):
@@ -154,7 +154,7 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
     ],
     ids=lambda events: "-".join(event.sampling.scheme for event, _ in events) + "-" + events[0][0].relation,
 )
-def test_step_event_epsilon_follows_from_the_lines_with_dp_accounting_alone(
+def test_step_event_epsilon_by_dp_accounting(
     events: list[tuple[StepEvent, int]],
 ) -> None:
     lines = [json.loads(json.dumps(event.line())) for event, steps in events for _ in range(steps)]
@@ -173,7 +173,7 @@ def test_step_event_epsilon_follows_from_the_lines_with_dp_accounting_alone(
 
 
 @pytest.mark.parametrize("multiplier", [-1.0, math.nan, math.inf, True, "1"])
-def test_step_event_multiplier_that_is_none_is_refused(multiplier: Any) -> None:
+def test_step_event_invalid_multiplier_refused(multiplier: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"the noise multiplier is .*\n  expected: a finite number, at least 0"
     ):
@@ -203,35 +203,35 @@ def test_step_event_multiplier_that_is_none_is_refused(multiplier: Any) -> None:
         (lambda: poisson(1.0, 0.1, mechanism="laplace"), "the mechanism is 'laplace'"),
     ],
 )
-def test_step_event_what_no_accountant_covers_is_refused(make: Any, wording: str) -> None:
+def test_step_event_uncovered_combination_refused(make: Any, wording: str) -> None:
     with pytest.raises(ConfigError, match=wording):
         make()
 
 
 @pytest.mark.parametrize("steps", [-1, 2.0, 0.5, True, "3", None])
-def test_step_event_steps_are_whole_numbers(steps: Any) -> None:
+def test_step_event_fractional_steps_refused(steps: Any) -> None:
     with pytest.raises(ConfigError, match=r"the number of steps is .*\n  expected: a whole number"):
         epsilon_rdp([(poisson(1.0, 0.1), steps)], 1e-5)
 
 
-def test_step_event_numbers_of_steps_may_be_numpys() -> None:
+def test_step_event_numpy_steps() -> None:
     assert merged([(poisson(1.0, 0.1), np.int64(3))]) == {poisson(1.0, 0.1): 3}
 
 
-def test_step_event_equal_events_are_one() -> None:
+def test_step_event_equal_events_merged() -> None:
     one, other = poisson(1.0, 0.1), poisson(2.0, 0.1)
     assert merged([(one, 2), (other, 1), (one, 3), (other, 0)]) == {one: 5, other: 1}
     assert merged([(one, 0)]) == {}
 
 
-def test_step_event_steps_under_two_relations_do_not_add_up() -> None:
+def test_step_event_two_relations_refused() -> None:
     with pytest.raises(ConfigError, match="several relations: add_or_remove_one, zero_out"):
         epsilon_rdp([(poisson(1.0, 0.1), 1), (poisson(1.0, 0.1, "zero_out"), 1)], 1e-5)
 
 
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, 1.5, math.nan, "1e-5", True])
 @pytest.mark.parametrize("accountant", [epsilon_rdp, epsilon_pld])
-def test_step_event_delta_is_between_0_and_1(accountant: Any, delta: Any) -> None:
+def test_step_event_delta_range(accountant: Any, delta: Any) -> None:
     with pytest.raises(ConfigError, match=r"delta is .*\n  expected: a number above 0 and below 1"):
         accountant([(poisson(1.0, 0.1), 1)], delta)
 
@@ -241,9 +241,7 @@ def test_step_event_delta_is_between_0_and_1(accountant: Any, delta: Any) -> Non
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "zero_out"])
 @given(multiplier=st.floats(0.1, 5.0), room=st.floats(1.01, 50.0))
-def test_step_event_sum_and_count_cost_together_what_is_accounted(
-    relation: Any, multiplier: float, room: float
-) -> None:
+def test_step_event_sum_and_count_cost(relation: Any, multiplier: float, room: float) -> None:
     bound = AdaptiveBound(1.0, count_multiplier=room * multiplier / 2)
     of_sum = adaptive_multiplier(multiplier, bound.count_multiplier)
     assert of_sum > multiplier
@@ -253,18 +251,18 @@ def test_step_event_sum_and_count_cost_together_what_is_accounted(
 
 
 @pytest.mark.parametrize("count_multiplier", [0.5, 0.25, 0.0])
-def test_step_event_count_that_costs_all_is_refused(count_multiplier: float) -> None:
+def test_step_event_count_multiplier_too_small_refused(count_multiplier: float) -> None:
     with pytest.raises(
         ConfigError, match=r"the count's is .*\n  expected: a count_noise_multiplier above half"
     ):
         adaptive_multiplier(1.0, count_multiplier)
 
 
-def test_step_event_no_noise_is_shared_out_as_none() -> None:
+def test_step_event_zero_noise_shared() -> None:
     assert adaptive_multiplier(0.0, 10.0) == 0.0
 
 
-def test_step_event_events_are_values() -> None:
+def test_step_event_equality_and_hash() -> None:
     assert {poisson(1.0, 0.1): 1}[
         StepEvent(1.0, Sampling("poisson", sample_rate=0.1), "add_or_remove_one")
     ] == 1

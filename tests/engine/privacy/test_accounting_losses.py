@@ -60,7 +60,7 @@ def test_pld_one_noise_under_four_schemes() -> None:
     )
 
 
-def test_pld_lies_inside_of_the_interval_of_another_accountant() -> None:
+def test_pld_within_interval_of_prv_accountant() -> None:
     # prv-accountant 0.2.0: lower end, estimate, upper end. Opacus's constant, from its own copy of it, is the
     # upper end a step earlier.
     lower, upper = 6.7584, 6.7791
@@ -71,7 +71,7 @@ def test_pld_lies_inside_of_the_interval_of_another_accountant() -> None:
 # -- the factor 2 of replaced records ------------------------------------------------------------------------
 
 
-def test_pld_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
+def test_pld_noise_convention_of_accountants() -> None:
     """Where a record is replaced, S = 2C is in the noise already. RDP takes noise / S; PLD takes noise / C,
     and doubles C itself.
 
@@ -88,7 +88,7 @@ def test_pld_both_accountants_are_given_the_noise_that_they_ask_for() -> None:
 
 @pytest.mark.parametrize("relation", ["replace_one", "zero_out"])
 @pytest.mark.parametrize(("multiplier", "steps"), [(1.5, 1), (4.0, 16), (30.0, 1000), (500.0, 3)])
-def test_pld_gaussians_compose_to_their_closed_form(relation: Any, multiplier: float, steps: int) -> None:
+def test_pld_of_gaussians_equals_closed_form(relation: Any, multiplier: float, steps: int) -> None:
     exact = gaussian_epsilon(1e-5, math.sqrt(steps) / multiplier)
     for coarse in (False, True):
         value = value_of([(fixed(multiplier, relation), steps)], coarse=coarse)
@@ -134,9 +134,7 @@ def integrated_delta(event: StepEvent, side: str, epsilon: float) -> float:
     ids=lambda part: f"{part.relation}-{part.noise_multiplier}" if isinstance(part, StepEvent) else None,
 )
 @pytest.mark.parametrize("delta", [1e-3, 1e-5])
-def test_pld_one_sampled_step_is_the_integral_of_its_densities(
-    event: StepEvent, sides: list[str], delta: float
-) -> None:
+def test_pld_of_one_sampled_step_equals_integral(event: StepEvent, sides: list[str], delta: float) -> None:
     value = value_of([(event, 1)], delta)
     exact = max(integrated_delta(event, side, value) for side in sides)
     assert exact <= delta * (1 + 1e-6)
@@ -144,7 +142,7 @@ def test_pld_one_sampled_step_is_the_integral_of_its_densities(
 
 
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
-def test_pld_no_other_replacement_costs_more(multiplier: float, rate: float) -> None:
+def test_pld_of_worst_replacement(multiplier: float, rate: float) -> None:
     """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one
     side.
     """
@@ -179,7 +177,7 @@ def test_pld_no_other_replacement_costs_more(multiplier: float, rate: float) -> 
 
 @pytest.mark.parametrize(("multiplier", "steps"), [(20.0, 1_000), (50.0, 10_000), (200.0, 100_000)])
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9, 1e-11, 1e-13])
-def test_pld_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: int, delta: float) -> None:
+def test_pld_rounding_is_an_upper_bound(multiplier: float, steps: int, delta: float) -> None:
     """A record that is nearly always drawn is composed by transforms, and costs what a Gaussian does, whose
     composition is known. Where transforms are too coarse for delta there is no figure.
     """
@@ -193,7 +191,7 @@ def test_pld_rounding_of_transforms_is_no_underestimate(multiplier: float, steps
         assert delta < 1e-8 or found.value <= exact * 1.002
 
 
-def test_pld_epsilon_is_below_that_of_moments() -> None:
+def test_pld_epsilon_below_rdp() -> None:
     for event, steps in (
         (poisson(0.7, 0.03), 500),
         (poisson(3.0, 0.2), 1_000),
@@ -207,7 +205,7 @@ def test_pld_epsilon_is_below_that_of_moments() -> None:
 # -- many unlike steps ---------------------------------------------------------------------------------------
 
 
-def test_pld_many_unlike_steps_are_what_dp_accounting_says() -> None:
+def test_pld_of_unlike_steps_equals_dp_accounting() -> None:
     counts = {poisson(2.0 + place / 10, 0.05): 3 + place for place in range(composition._FEW + 4)}
     found = epsilon_pld(list(counts.items()), 1e-5)
     assert found.interval is not None
@@ -216,7 +214,7 @@ def test_pld_many_unlike_steps_are_what_dp_accounting_says() -> None:
     assert fine <= found.value <= fine * 1.001  # type: ignore[operator]
 
 
-def test_pld_schedule_lies_between_its_ends() -> None:
+def test_pld_of_schedule_between_extremes() -> None:
     schedule = Schedule("exponential", factor=0.999)
     events = [(poisson(multiplier, 0.02), steps) for multiplier, steps in schedule.runs(2.0, 300)]
     found = epsilon_pld(events, 1e-5)
@@ -226,7 +224,7 @@ def test_pld_schedule_lies_between_its_ends() -> None:
     assert found.value < epsilon_rdp(events, 1e-5).value  # type: ignore[operator]
 
 
-def test_pld_rounding_down_keeps_the_steps_and_takes_noise() -> None:
+def test_pld_merging_of_multipliers_is_an_upper_bound() -> None:
     counts = {poisson(1.0 + place / 1000, 0.1): 1 + place % 3 for place in range(1000)}
     fewer, note = rounded_down(counts)
     assert len(fewer) == 35  # powers of 1.02 from 1 to 2
@@ -239,7 +237,7 @@ def test_pld_rounding_down_keeps_the_steps_and_takes_noise() -> None:
     assert rounded_down({poisson(1.0, 0.1): 3}) == ({poisson(1.0, 0.1): 3}, None)
 
 
-def test_pld_gaussians_over_all_records_are_gathered() -> None:
+def test_pld_merges_full_batch_steps() -> None:
     counts = {fixed(3.0): 9, fixed(4.0): 16, fixed(20.0): 400}
     (one,) = gathered(counts)
     assert one.noise_multiplier == pytest.approx(3**-0.5)
@@ -270,7 +268,7 @@ def test_pld_epsilon_is_not_negative() -> None:
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "zero_out", "replace_one"])
-def test_pld_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
+def test_pld_sampling_rate_one(relation: Any) -> None:
     exact = gaussian_epsilon(1e-5, math.sqrt(7) / 5)
     assert value_of([(poisson(5.0, 1.0, relation), 7)]) == pytest.approx(exact, rel=1e-5)
     assert value_of([(poisson(5.0, 1.0, relation), 7)], coarse=True) == pytest.approx(exact, rel=1e-3)
@@ -280,7 +278,7 @@ def test_pld_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
     ("multiplier", "rate", "steps"),
     [(1e4, 0.01, 1000), (0.05, 0.5, 20), (0.02, 1.0, 1000), (1e-3, 0.5, 1), (1e6, 1.0, 1)],
 )
-def test_pld_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: float, steps: int) -> None:
+def test_pld_grid_size_of_extremes(multiplier: float, rate: float, steps: int) -> None:
     counts = {poisson(multiplier, rate): steps}
     width = 2 * (10 * multiplier + 1) / multiplier**2  # of the losses at ten standard deviations
     assert width / interval_for(counts) < 5e5
@@ -289,25 +287,25 @@ def test_pld_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: floa
     assert 0 <= value <= rdp * 1.01  # type: ignore[operator]
 
 
-def test_pld_truncation_that_never_happens_is_plain_sampling() -> None:
+def test_pld_truncation_above_dataset_size() -> None:
     assert value_of([(truncated(3.0, 0.001, 500, 1_000), 50)], coarse=True) == value_of(
         [(poisson(3.0, 0.001, "zero_out"), 50)], coarse=True
     )
 
 
-def test_pld_discrete_noise_has_a_reason() -> None:
+def test_pld_discrete_noise_refused() -> None:
     found = epsilon_pld([(poisson(1.0, 0.1, mechanism="discrete_gaussian"), 3)], 1e-5)
     assert found.value is None
     assert "noise on the integers" in (found.why_not or "")
 
 
-def test_pld_delta_too_small_for_so_many_steps_has_a_reason() -> None:
+def test_pld_small_delta_refused() -> None:
     found = epsilon_pld([(poisson(1.0, 0.01), 1_000_000)], 1e-10)
     assert found.value is None
     assert found.why_not == "delta is 1e-10, and loss distributions of 1000000 steps are exact to 2e-09 only"
 
 
-def test_pld_too_many_steps_have_a_reason() -> None:
+def test_pld_too_many_steps_refused() -> None:
     found = epsilon_pld([(poisson(1000.0, 0.01), 1_000_000_000)], 1e-5)
     assert found.value is None
     assert (
@@ -316,13 +314,13 @@ def test_pld_too_many_steps_have_a_reason() -> None:
     )
 
 
-def test_pld_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pld_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ConfigError, match=r"next step: pip install 'dp-accounting>=0.6'"):
         epsilon_pld([(poisson(1.0, 0.1), 1)], 1e-5)
 
 
-def test_pld_closed_form_of_these_tests_is_right() -> None:
+def test_pld_closed_form_of_tests() -> None:
     for epsilon, distance in ((0.5, 1.0), (3.0, 0.7), (8.0, 2.5)):
         true = special.ndtr(distance / 2 - epsilon / distance) - math.exp(epsilon) * special.ndtr(
             -distance / 2 - epsilon / distance
@@ -330,7 +328,7 @@ def test_pld_closed_form_of_these_tests_is_right() -> None:
         assert gaussian_delta(epsilon, distance) == pytest.approx(true, rel=1e-9)
 
 
-def test_pld_curve_at_a_few_places_is_near_enough_to_be_drawn_between_them() -> None:
+def test_pld_curve_interpolation_error() -> None:
     """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are
     the hardest.
     """

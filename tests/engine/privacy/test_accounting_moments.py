@@ -35,7 +35,7 @@ def library_accountant(rate: float, multiplier: float, steps: int = 1) -> Any:
     )
 
 
-def test_rdp_orders_are_those_of_dp_accounting() -> None:
+def test_rdp_orders_equal_dp_accounting() -> None:
     from dp_accounting.rdp import RdpAccountant
 
     np.testing.assert_array_equal(RdpAccountant().orders, ORDERS)
@@ -48,9 +48,7 @@ def test_rdp_orders_are_those_of_dp_accounting() -> None:
     steps=st.integers(1, 20_000),
     power=st.floats(-9, -2),
 )
-def test_rdp_epsilon_is_that_of_dp_accounting(
-    rate: float, multiplier: float, steps: int, power: float
-) -> None:
+def test_rdp_epsilon_equals_dp_accounting(rate: float, multiplier: float, steps: int, power: float) -> None:
     expected, order = library_accountant(rate, multiplier, steps).get_epsilon_and_optimal_order(10**power)
     found = epsilon_rdp([(poisson(multiplier, rate), steps)], 10**power)
     assert found.value == pytest.approx(expected, rel=1e-9)
@@ -72,7 +70,7 @@ def test_rdp_known_runs(rate: float, multiplier: float, steps: int, delta: float
     )
 
 
-def test_rdp_opacus_says_nearly_the_same() -> None:
+def test_rdp_epsilon_near_opacus() -> None:
     # The constant of Opacus's tests. It lets the terms of the series for fractional orders have their signs;
     # dp-accounting and this module add them all, which is a little more.
     opacus = 7.32911117143
@@ -81,7 +79,7 @@ def test_rdp_opacus_says_nearly_the_same() -> None:
     assert opacus <= value <= opacus + 1e-3
 
 
-def test_rdp_rates_rise_with_the_order_and_fall_with_the_noise() -> None:
+def test_rdp_monotone_in_order_and_noise() -> None:
     # At whole orders: in between, the series' terms are all added, and the rates are larger than the true
     # ones.
     whole = np.floor(ORDERS) == ORDERS
@@ -115,7 +113,7 @@ def test_rdp_epsilon_is_not_negative() -> None:
     assert epsilon_rdp([(poisson(1e5, 1e-4), 1)], 1e-5).value >= 0.0  # type: ignore[operator]
 
 
-def test_rdp_rate_of_one_is_the_plain_gaussian() -> None:
+def test_rdp_sampling_rate_one() -> None:
     assert epsilon_rdp([(poisson(5.0, 1.0), 7)], 1e-5) == epsilon_rdp([(fixed(5.0, "zero_out"), 7)], 1e-5)
     value = epsilon_rdp([(poisson(5.0, 1.0), 7)], 1e-5).value
     exact = gaussian_epsilon(1e-5, math.sqrt(7) / 5)
@@ -123,7 +121,7 @@ def test_rdp_rate_of_one_is_the_plain_gaussian() -> None:
 
 
 @pytest.mark.parametrize(("multiplier", "steps", "order"), [(1e4, 1, 1024.0), (0.01, 10, 1.1)])
-def test_rdp_order_at_the_edge_is_reported(multiplier: float, steps: int, order: float) -> None:
+def test_rdp_order_at_the_edge_warns(multiplier: float, steps: int, order: float) -> None:
     found = epsilon_rdp([(fixed(multiplier), steps)], 1e-8)
     assert found.order == order
     assert found.note is not None
@@ -138,7 +136,7 @@ def test_rdp_order_at_the_edge_is_reported(multiplier: float, steps: int, order:
         (truncated(1.0, 0.1, 20, 100), "the moments of truncated Poisson sampling are not known"),
     ],
 )
-def test_rdp_what_moments_don_t_cover_has_a_reason(event: Any, why: str) -> None:
+def test_rdp_uncovered_combination_refused(event: Any, why: str) -> None:
     found = epsilon_rdp([(event, 3)], 1e-5)
     assert found.value is None
     assert found.why_not == why
@@ -164,9 +162,7 @@ def log_moment(sigma: float, shift: int, rate: float, order: float, removed: boo
 
 @pytest.mark.parametrize(("sigma", "shift"), [(0.4, 1), (1.0, 1), (2.5, 1), (3.0, 2), (7.0, 5)])
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.7, 1.0])
-def test_rdp_moments_on_the_integers_are_those_of_the_continuous_noise(
-    sigma: float, shift: int, rate: float
-) -> None:
+def test_rdp_discrete_gaussian_equals_continuous(sigma: float, shift: int, rate: float) -> None:
     rates = step_moments(poisson(sigma / shift, rate, mechanism="discrete_gaussian"))
     for order in (2, 3, 4, 8, 16, 32):
         exact = log_moment(sigma, shift, rate, order, removed=True)
@@ -175,7 +171,7 @@ def test_rdp_moments_on_the_integers_are_those_of_the_continuous_noise(
         assert log_moment(sigma, shift, rate, order, removed=False) <= exact * (1 + 1e-9) + 1e-14
 
 
-def test_rdp_between_whole_orders_the_integers_differ_and_are_left_out() -> None:
+def test_rdp_discrete_gaussian_whole_orders_only() -> None:
     continuous, on_integers = (
         step_moments(poisson(0.3, 1.0)),
         step_moments(poisson(0.3, 1.0, mechanism="discrete_gaussian")),
@@ -187,7 +183,7 @@ def test_rdp_between_whole_orders_the_integers_differ_and_are_left_out() -> None
     assert np.isinf(on_integers[~whole]).all()
 
 
-def test_rdp_discrete_noise_costs_little_more() -> None:
+def test_rdp_discrete_gaussian_cost() -> None:
     smooth = epsilon_rdp([(poisson(1.1, 0.0712), 300)], 1e-5)
     discrete = epsilon_rdp([(poisson(1.1, 0.0712, mechanism="discrete_gaussian"), 300)], 1e-5)
     assert smooth.value <= discrete.value < 1.05 * smooth.value  # type: ignore[operator]
@@ -197,7 +193,7 @@ def test_rdp_discrete_noise_costs_little_more() -> None:
 # -- speed ---------------------------------------------------------------------------------------------------
 
 
-def test_rdp_step_s_moments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdp_of_step_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     monkeypatch.setattr(
         moments, "rdp_rates", lambda event, orders: computed.append(event) or np.full(len(ORDERS), 1e-3)
@@ -209,7 +205,7 @@ def test_rdp_step_s_moments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -
     step_moments.cache_clear()
 
 
-def test_rdp_orders_that_do_not_converge_are_left_out_in_silence(
+def test_rdp_orders_without_convergence_omitted(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert np.isinf(step_moments(poisson(1.0, 0.1))).any()

@@ -17,7 +17,7 @@ from psgrad.engine.privacy.step import private_sum
 from psgrad.errors import ConfigError
 
 
-def test_adaptive_bound_bound_moves_by_the_formula_of_the_paper() -> None:
+def test_adaptive_bound_update_formula() -> None:
     """C exp(-eta (b - gamma)), where b is the share of norms at most C: of ten, seven are, and of three
     expected.
     """
@@ -31,16 +31,14 @@ def test_adaptive_bound_bound_moves_by_the_formula_of_the_paper() -> None:
     )
 
 
-def test_adaptive_bound_empty_batch_says_a_half() -> None:
+def test_adaptive_bound_empty_batch() -> None:
     bound = AdaptiveBound(2.0, quantile=0.9)
     assert bound.count(torch.zeros(0, dtype=torch.bool)) == 0
     assert bound.updated(0.0, 64).bound == pytest.approx(2.0 * math.exp(-0.2 * (0.5 - 0.9)), rel=1e-14)
 
 
 @given(st.lists(st.booleans(), max_size=20), st.booleans(), st.booleans())
-def test_adaptive_bound_count_moves_by_no_more_than_its_sensitivity(
-    others: list[bool], one: bool, another: bool
-) -> None:
+def test_adaptive_bound_count_sensitivity(others: list[bool], one: bool, another: bool) -> None:
     bound = AdaptiveBound(1.0)
     without, with_one, replaced = (
         bound.count(torch.tensor(below, dtype=torch.bool))
@@ -76,7 +74,7 @@ def test_adaptive_bound_count_sensitivity_record_without_gradient() -> None:
         assert abs(following(row) - nothing) <= bound.sensitivity("zero_out") + 1e-12, row
 
 
-def test_adaptive_bound_noise_costs_what_the_formula_of_the_paper_takes_for_granted() -> None:
+def test_adaptive_bound_noise_cost_formula() -> None:
     """sigma_b of the paper is the count's standard deviation where a record comes or goes; its multiplier is
     twice that.
     """
@@ -86,7 +84,7 @@ def test_adaptive_bound_noise_costs_what_the_formula_of_the_paper_takes_for_gran
         assert bound.standard_deviation(relation) / bound.sensitivity(relation) == 14.0  # type: ignore[arg-type]
 
 
-def test_adaptive_bound_next_bound_has_noise_of_that_deviation() -> None:
+def test_adaptive_bound_noise_deviation() -> None:
     bound = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0)
     below = torch.tensor([True, False, True])
     generator = make_generator("torch", seed=1)
@@ -98,7 +96,7 @@ def test_adaptive_bound_next_bound_has_noise_of_that_deviation() -> None:
         assert noise.std().item() == pytest.approx(deviation, rel=0.1)
 
 
-def test_adaptive_bound_finds_the_quantile() -> None:
+def test_adaptive_bound_converges_to_quantile() -> None:
     torch.manual_seed(0)
     norms = torch.rand(1000, dtype=torch.float64) * 10
     bound = AdaptiveBound(0.01, quantile=0.3, learning_rate=0.3, count_multiplier=1.0)
@@ -108,7 +106,7 @@ def test_adaptive_bound_finds_the_quantile() -> None:
 
 
 @pytest.mark.parametrize("count", [1e300, -1e300])
-def test_adaptive_bound_noise_cannot_move_it_out_of_the_numbers(count: float) -> None:
+def test_adaptive_bound_stays_finite_and_positive(count: float) -> None:
     bound = AdaptiveBound(1.0).updated(count, 1.0)
     assert bound.bound in (1e-20, 1e20)
     assert bound.updated(count, 1.0) == bound
@@ -127,6 +125,6 @@ def test_adaptive_bound_noise_cannot_move_it_out_of_the_numbers(count: float) ->
         ),
     ],
 )
-def test_adaptive_bound_numbers_outside_of_their_range(options: dict[str, float], words: str) -> None:
+def test_adaptive_bound_arguments_refused(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         AdaptiveBound(**options)

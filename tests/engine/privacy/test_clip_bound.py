@@ -150,7 +150,7 @@ def test_clip_bound_autocast_cancelling_positions(memory: float | None) -> None:
                 assert distance({name: sums[name] for name in group.parameters}) <= group.bound
 
 
-def test_clip_bound_a_second_pass_of_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_bound_second_pass_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass may round its factors otherwise than the first, from which the norms are: here by far
     more than rounding.
     """
@@ -171,7 +171,7 @@ def test_clip_bound_a_second_pass_of_other_numbers(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("positions", [1, 4])
-def test_clip_bound_factors_that_are_written_into_after_their_norms(positions: int) -> None:
+def test_clip_bound_factors_changed_after_norms(positions: int) -> None:
     """The norm that counts is that of the numbers that are summed, whoever changes them meanwhile."""
     x, k = torch.randn(3, positions, 50), torch.randn(3, positions, 70)
 
@@ -190,7 +190,7 @@ def test_clip_bound_factors_that_are_written_into_after_their_norms(positions: i
         assert value.norm() <= (summed.weights * summed.norms.by_parameter[name].sqrt()).sum()
 
 
-def test_clip_bound_tied_terms_that_cancel_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_bound_cancelling_tied_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the records that are computed alone, too: the norm of a sum of terms is that of its value where
     they cancel.
     """

@@ -53,9 +53,7 @@ def sum_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_clipped_sums_are_those_of_a_loop_over_records(
-    architecture: Architecture, dtype: torch.dtype
-) -> None:
+def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dtype) -> None:
     model, batch = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
     gradients = gradients_of(architecture, model, batch)
     for grouping in GROUPINGS.values():
@@ -69,7 +67,7 @@ def test_clipped_sums_are_those_of_a_loop_over_records(
         assert (found.records.factors > 0.99).any()
 
 
-def test_clipped_sum_automatic_clipping_divides_by_the_norm_and_the_stability(
+def test_clipped_sum_automatic_clipping(
     architecture: Architecture,
 ) -> None:
     model, batch = architecture.build(dtype=torch.float64), architecture.batch(RECORDS, dtype=torch.float64)
@@ -86,9 +84,7 @@ def test_clipped_sum_automatic_clipping_divides_by_the_norm_and_the_stability(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_clipped_sum_order_of_records_and_the_chunk_size_do_not_show(
-    architecture: Architecture, dtype: torch.dtype
-) -> None:
+def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture, dtype: torch.dtype) -> None:
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
     objective = Objective(model, architecture.loss)
     clipping = Clipping.per_layer(objective.params, 0.4)
@@ -157,7 +153,7 @@ def of_opacus(
 
 
 @pytest.mark.parametrize("grouping", ["flat", "per parameter"])
-def test_clipped_sums_are_those_of_opacus(architecture: Architecture, grouping: str, opacus: Any) -> None:
+def test_clipped_sum_equals_opacus(architecture: Architecture, grouping: str, opacus: Any) -> None:
     model, batch = architecture.build(), architecture.batch(RECORDS)
     gradients = gradients_of(architecture, model, batch)
     clipping = GROUPINGS[grouping](gradients, median_norm(gradients))
@@ -179,9 +175,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_clipped_sum_what_a_record_adds_keeps_to_the_bound_at_every_scale(
-    architecture: Architecture, kind: str
-) -> None:
+def test_clipped_sum_bound_at_every_scale(architecture: Architecture, kind: str) -> None:
     """Without any tolerance. bfloat16 is mixed precision: the factors of gradients are in halves, the weights
     may not be.
     """
@@ -207,7 +201,7 @@ def test_clipped_sum_what_a_record_adds_keeps_to_the_bound_at_every_scale(
 
 
 @pytest.mark.parametrize("positions", [16, 64, 256])
-def test_clipped_sum_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said(
+def test_clipped_sum_bound_with_rounding(
     positions: int,
 ) -> None:
     """The worst that was found: inputs and cotangents that are one number each, whose products all err to the
@@ -229,7 +223,7 @@ def test_clipped_sum_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_
         )
 
 
-def test_clipped_sum_second_pass_in_halves_sums_the_gradients_that_the_norms_are_of(
+def test_clipped_sum_second_pass_half_precision(
     architecture: Architecture,
 ) -> None:
     """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every

@@ -29,7 +29,7 @@ def norms_of(*rows: list[float], dtype: torch.dtype = torch.float64) -> SquareNo
 # -- groups --------------------------------------------------------------------------------------------------
 
 
-def test_clipping_layer_is_the_module_that_owns_the_parameters() -> None:
+def test_clipping_per_layer_groups() -> None:
     clipping = Clipping.per_layer(NAMES, 3.0)
     assert [(group.name, group.parameters) for group in clipping.groups] == [
         ("encoder.0", ("encoder.0.weight", "encoder.0.bias")),
@@ -44,15 +44,13 @@ def test_clipping_layer_is_the_module_that_owns_the_parameters() -> None:
 @pytest.mark.parametrize(
     ("relation", "times"), [("add_or_remove_one", 1), ("zero_out", 1), ("replace_one", 2)]
 )
-def test_clipping_however_it_is_grouped_the_sensitivity_is_the_norm_that_was_asked_for(
-    make: Any, relation: Relation, times: int
-) -> None:
+def test_clipping_sensitivity_of_groups(make: Any, relation: Relation, times: int) -> None:
     clipping = make(NAMES, 0.7)
     assert clipping.sensitivity(relation) == pytest.approx(0.7 * times, rel=1e-15)
     assert sorted(clipping.parameters) == sorted(NAMES)
 
 
-def test_clipping_pattern_takes_what_no_earlier_one_took() -> None:
+def test_clipping_patterns_in_order() -> None:
     clipping = Clipping.by_pattern(NAMES, {"encoder.*.bias": 3.0, "encoder.*": 4.0, "*": 12.0})
     assert [group.parameters for group in clipping.groups] == [
         ("encoder.0.bias",),
@@ -63,7 +61,7 @@ def test_clipping_pattern_takes_what_no_earlier_one_took() -> None:
     assert clipping.sensitivity("replace_one") == 26.0
 
 
-def test_clipping_what_patterns_can_be_wrong_in() -> None:
+def test_clipping_patterns_refused() -> None:
     with pytest.raises(ConfigError, match=r"no clipping group takes the parameter 'head.weight'") as raised:
         Clipping.by_pattern(NAMES, {"encoder.*": 1.0})
     assert "end the groups with the pattern '*'" in str(raised.value)
@@ -74,13 +72,13 @@ def test_clipping_what_patterns_can_be_wrong_in() -> None:
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, 1e-30, 1e30])
-def test_clipping_bound_is_a_positive_number_that_leaves_room(bound: float) -> None:
+def test_clipping_bound_refused(bound: float) -> None:
     with pytest.raises(ConfigError, match="the clipping norm of 'all' is") as raised:
         Clipping.flat(NAMES, bound)
     assert "a positive number from 1e-20 to 1e+20" in str(raised.value)
 
 
-def test_clipping_what_else_is_no_clipping() -> None:
+def test_clipping_arguments_refused() -> None:
     with pytest.raises(ConfigError, match="the clipping rule is 'normalise'"):
         Clipping.flat(NAMES, 1.0, rule="normalise")
     with pytest.raises(ConfigError, match=r"the stability of automatic clipping is 0\.0"):
@@ -93,7 +91,7 @@ def test_clipping_what_else_is_no_clipping() -> None:
         Clipping((Group("one", ("scale",), 1.0), Group("two", ("scale",), 1.0)))
 
 
-def test_clipping_only_one_group_has_a_bound_that_adapts() -> None:
+def test_clipping_adaptive_bound_one_group() -> None:
     assert Clipping.flat(NAMES, 1.0, rule="automatic").with_bound(2.0) == Clipping.flat(
         NAMES, 2.0, rule="automatic"
     )
@@ -101,7 +99,7 @@ def test_clipping_only_one_group_has_a_bound_that_adapts() -> None:
         Clipping.per_layer(NAMES, 1.0).with_bound(2.0)
 
 
-def test_clipping_description_is_json_and_its_hash_changes_with_everything_in_it() -> None:
+def test_clipping_description_and_hash() -> None:
     base = Clipping.flat(NAMES, 1.0)
     others = [
         Clipping.flat(NAMES, 1.0 + 1e-12),
@@ -124,7 +122,7 @@ def test_clipping_description_is_json_and_its_hash_changes_with_everything_in_it
 # -- factors -------------------------------------------------------------------------------------------------
 
 
-def test_clipping_small_gradients_stay_and_large_ones_get_the_bound() -> None:
+def test_clipping_factors() -> None:
     clipping = Clipping.flat(NAMES, 2.0)
     weights = clipping.weights(
         norms_of([0.0, 1.2, 3.0, 1e100], [0.0, 1.0, 4.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0])
@@ -137,7 +135,7 @@ def test_clipping_small_gradients_stay_and_large_ones_get_the_bound() -> None:
     assert all(weight is weights["scale"] for weight in weights.values())
 
 
-def test_clipping_each_group_has_its_own_norm() -> None:
+def test_clipping_factors_by_group() -> None:
     clipping = Clipping.by_pattern(NAMES, {"encoder.*": 1.0, "*": 10.0})
     weights = clipping.weights(norms_of([3.0, 0.1], [4.0, 0.1], [12.0, 0.1], [5.0, 30.0], [0.0, 40.0]))
     inside, outside = (
@@ -153,15 +151,13 @@ def test_clipping_each_group_has_its_own_norm() -> None:
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("make", [Clipping.flat, Clipping.per_parameter])
 @pytest.mark.parametrize("rule", ["clip", "automatic"])
-def test_clipping_norm_that_is_not_finite_in_one_group_takes_the_record_out_of_all(
-    bad: float, make: Any, rule: str
-) -> None:
+def test_clipping_factors_nonfinite_group(bad: float, make: Any, rule: str) -> None:
     weights = make(NAMES, 1.0, rule=rule).weights(norms_of(*([[0.1, bad, 0.0]] + [[0.1, 0.1, 0.0]] * 4)))
     assert all(weight[1] == 0 for weight in weights.values())
     assert all((weight[[0, 2]] > 0).all() for weight in weights.values())
 
 
-def test_clipping_automatic_factors_are_finite_at_zero() -> None:
+def test_clipping_automatic_factors_at_zero() -> None:
     weights = Clipping.flat(["w"], 0.5, rule="automatic", stability=0.01).factors(
         torch.tensor([[0.0, 1e-30, 0.99]], dtype=torch.float64)
     )
@@ -177,7 +173,7 @@ def test_clipping_automatic_factors_are_finite_at_zero() -> None:
     st.sampled_from([torch.float32, torch.float64]),
 )
 @example([7.812345735190313e299], 1e-19, "clip", torch.float64)  # the factor is a subnormal number
-def test_clipping_factor_times_its_norm_is_below_the_bound_in_the_type_of_the_sum(
+def test_clipping_factors_rounded_below_bound(
     norms: list[float], bound: float, rule: Any, precision: torch.dtype
 ) -> None:
     """Rounding takes less than the margin off, and adds nothing."""
@@ -193,13 +189,13 @@ def test_clipping_factor_times_its_norm_is_below_the_bound_in_the_type_of_the_su
 
 
 @given(st.floats(0, 1e38))
-def test_clipping_numbers_are_rounded_down_to_float32(value: float) -> None:
+def test_clipping_round_down_to_float32(value: float) -> None:
     found = rounded_down(torch.tensor([value], dtype=torch.float64), torch.float32)
     following = torch.nextafter(found.float(), torch.tensor(math.inf)).double()
     assert 0 <= found.item() <= value < following.item()
 
 
-def test_clipping_groups_of_other_parameters_are_an_error_that_names_them() -> None:
+def test_clipping_groups_of_other_parameters_refused() -> None:
     clipping = Clipping.flat(["encoder.0.weight", "frozen"], 1.0)
     with pytest.raises(
         ConfigError, match=r"in no group: encoder\.0\.bias; without gradient: frozen"

@@ -41,7 +41,7 @@ SIGMAS = (0.3, 0.5, 1.0, 2.5, 7.0, 1e3, 2.0**31 + 0.7, 1e12, 2.0**44)
 
 
 @pytest.mark.parametrize("sigma", [0.25, 0.5, 0.999, 1.0, 1.7, 3.0, 6.2])
-def test_discrete_small_ones_have_the_exact_probabilities(sigma: float) -> None:
+def test_discrete_gaussian_small_deviation_probabilities(sigma: float) -> None:
     n = 100_000
     drawn = discrete_gaussian(n, sigma, make_generator("aes", seed=1))
     assert drawn.dtype == np.int64
@@ -60,7 +60,7 @@ def test_discrete_small_ones_have_the_exact_probabilities(sigma: float) -> None:
 
 
 @pytest.mark.parametrize("sigma", [1e3, 123456.789, 2.0**31, 2.0**44])
-def test_discrete_large_ones_are_normal(sigma: float) -> None:
+def test_discrete_gaussian_large_deviation_is_normal(sigma: float) -> None:
     # Steps of 1 / sigma are far below what this many values can show.
     n = 40_000
     drawn = discrete_gaussian(n, sigma, make_generator("aes", seed=2)).astype(np.float64)
@@ -72,18 +72,18 @@ def test_discrete_large_ones_are_normal(sigma: float) -> None:
         assert stats.chisquare(np.bincount(drawn.astype(np.int64) % 16, minlength=16)).pvalue > ALPHA
 
 
-def test_discrete_every_integer_is_reached_from_both_sides() -> None:
+def test_discrete_gaussian_reaches_every_integer() -> None:
     drawn = discrete_gaussian(20_000, 3.0, make_generator("aes", seed=3))
     assert set(range(-9, 10)) <= set(drawn.tolist())
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 70_000])
-def test_discrete_as_many_as_were_asked_for(count: int) -> None:
+def test_discrete_gaussian_number_of_draws(count: int) -> None:
     assert discrete_gaussian(count, 4.0, make_generator("aes", seed=4)).shape == (count,)
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 2.0**44 * 1.001, 1e-12])
-def test_discrete_standard_deviation_out_of_range_is_refused(sigma: float) -> None:
+def test_discrete_gaussian_deviation_refused(sigma: float) -> None:
     with pytest.raises(ConfigError) as caught:
         discrete_gaussian(3, sigma, make_generator("aes"))
     assert f"discrete noise of standard deviation {sigma:g}" in caught.value.arrived
@@ -95,7 +95,7 @@ def test_discrete_standard_deviation_out_of_range_is_refused(sigma: float) -> No
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
-def test_discrete_floating_point_says_what_exact_comparisons_say(
+def test_discrete_gaussian_float_equals_exact_comparison(
     sigma: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = 1500
@@ -119,9 +119,7 @@ def word_at(value: mpmath.mpf, words: int) -> list[int]:
     [(1, 1), (1, 3), (7, 2), (1000, 123), (2**31, 2**30 + 1), (2**40, 2**41 + 12345), (2**44, 3)],
 )
 @pytest.mark.parametrize("agreeing", [1, 2, 3])
-def test_discrete_bits_on_the_edge_of_a_size_are_decided_by_further_bits(
-    scale: int, size: int, agreeing: int
-) -> None:
+def test_discrete_gaussian_further_bits_of_size(scale: int, size: int, agreeing: int) -> None:
     """U agrees with exp(-size / scale), where floor(scale * E) jumps, in one word, in two, in three; the next
     word decides.
     """
@@ -139,9 +137,7 @@ def test_discrete_bits_on_the_edge_of_a_size_are_decided_by_further_bits(
     "bound", [Fraction(1, 3), Fraction(1, 10**9), Fraction(7), Fraction(355, 113), Fraction(0.1) ** 2]
 )
 @pytest.mark.parametrize("agreeing", [1, 2, 3])
-def test_discrete_bits_on_the_edge_of_being_kept_are_decided_by_further_bits(
-    bound: Fraction, agreeing: int
-) -> None:
+def test_discrete_gaussian_further_bits_of_acceptance(bound: Fraction, agreeing: int) -> None:
     with mpmath.workdps(120):
         words = word_at(mpmath.exp(-mpmath.mpf(bound.numerator) / bound.denominator), agreeing + 1)
     for last, expected in ((2**64 - 1, False), (0, True)):
@@ -158,7 +154,7 @@ def test_discrete_bits_on_the_edge_of_being_kept_are_decided_by_further_bits(
 @example(0, 2**40, [0, 0, 5, 5])
 @example(2**64 - 1, 2**40, [2**64 - 1, 7, 7, 7])
 @example(2**63, 3, [0, 0, 0, 1])
-def test_discrete_floor_is_that_of_high_precision(prefix: int, scale: int, more: list[int]) -> None:
+def test_discrete_gaussian_floor_precision(prefix: int, scale: int, more: list[int]) -> None:
     more = [*more, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9]  # bits that settle what zeros leave open
     whole = prefix
     for word in more:
@@ -168,14 +164,14 @@ def test_discrete_floor_is_that_of_high_precision(prefix: int, scale: int, more:
     assert exact_floor(prefix, 64, scale, PlantedGenerator(more)) == expected
 
 
-def test_discrete_bound_that_is_met_exactly_is_not_exceeded_by_chance() -> None:
+def test_discrete_rounding_bound_met_exactly() -> None:
     """E > 0 always: no further bit may be needed for that."""
     for prefix in (0, 2**63, 2**64 - 2):
         assert exact_exceeds(prefix, 64, Fraction(0), PlantedGenerator([]))
 
 
 @pytest.mark.parametrize("scale", [1, 50, 2**31, 2**44])
-def test_discrete_planted_prefixes_near_every_edge_are_decided_alike(scale: int) -> None:
+def test_discrete_gaussian_planted_prefixes_near_edges(scale: int) -> None:
     """The vectorised way on prefixes around the jumps of floor(t E), where floating point errs: all sizes are
     the exact ones.
     """
@@ -207,7 +203,7 @@ def test_discrete_planted_prefixes_near_every_edge_are_decided_alike(scale: int)
     assert len(found) > n / 2
 
 
-def test_discrete_prefixes_too_short_for_floating_point_are_decided_exactly(
+def test_discrete_gaussian_short_prefixes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = [0, 1, 5, 2**20 + 1, 2**49 + 12345, 2**60 + 12345]
@@ -240,7 +236,7 @@ def norm_on(grid: float, steps: torch.Tensor) -> float:
     st.sampled_from([torch.float32, torch.float64]),
 )
 @example([0.5] * 4, 1.0, 0.25, torch.float64)
-def test_discrete_rounded_record_keeps_to_the_bound(
+def test_discrete_rounding_keeps_bound(
     values: list[float], bound: float, relative: float, dtype: torch.dtype
 ) -> None:
     grid = relative * bound / math.sqrt(len(values))
@@ -256,7 +252,7 @@ def test_discrete_rounded_record_keeps_to_the_bound(
 
 
 @given(st.integers(1, 200), st.floats(2.0**-20, 1.9), st.integers(0, 2**31))
-def test_discrete_ties_and_corners_keep_to_the_bound(dimensions: int, relative: float, seed: int) -> None:
+def test_discrete_rounding_ties_and_corners(dimensions: int, relative: float, seed: int) -> None:
     """Every coordinate half a step off, all to the same side: the worst that rounding can do."""
     bound = 1.0
     grid = relative * bound / math.sqrt(dimensions)
@@ -276,9 +272,7 @@ def test_discrete_ties_and_corners_keep_to_the_bound(dimensions: int, relative: 
 
 
 @given(st.integers(1, 10**9), st.floats(1e-10, 1e10), st.floats(2.0**-31, 1e-3))
-def test_discrete_what_is_tightened_is_half_a_step_a_coordinate(
-    dimensions: int, bound: float, relative: float
-) -> None:
+def test_discrete_rounding_tightened_bound(dimensions: int, bound: float, relative: float) -> None:
     grid = relative * bound / math.sqrt(dimensions)
     if bound > discrete.LARGEST_BOUND * grid:
         return
@@ -286,21 +280,21 @@ def test_discrete_what_is_tightened_is_half_a_step_a_coordinate(
     assert exact * (1 - 1e-6) < tightened(bound, dimensions, grid) < exact
 
 
-def test_discrete_nearest_step_is_taken() -> None:
+def test_discrete_rounding_to_nearest() -> None:
     gradient = torch.tensor([0.0, 0.24, 0.25, 0.26, 0.75, -0.25, -0.75, -1.1, 1e9])
     assert round_to_grid(gradient, 0.5).tolist() == [0, 0, 0, 1, 2, 0, -2, -2, 2 * 10**9]
     assert round_to_grid(gradient, 0.5).dtype == torch.int64
     assert round_to_grid(gradient.bfloat16(), 0.5).dtype == torch.int64
 
 
-def test_discrete_record_without_a_number_rounds_to_nothing() -> None:
+def test_discrete_rounding_nonfinite_record() -> None:
     gradient = torch.tensor([math.nan, math.inf, -math.inf, 1.0]) * torch.tensor([0.0, 0.0, 0.0, 0.0])
     assert round_to_grid(gradient, 0.5).tolist() == [0, 0, 0, 0]
     assert round_to_grid(torch.tensor([math.inf, -math.inf]), 0.5).tolist() == [0, 0]
 
 
 @given(st.floats(1e-19, 1e19), st.integers(1, 10**11))
-def test_discrete_default_grid_is_fine_and_fits(bound: float, dimensions: int) -> None:
+def test_discrete_default_grid(bound: float, dimensions: int) -> None:
     grid = default_grid(bound, dimensions)
     assert math.frexp(grid)[0] == 0.5  # a power of two
     assert tightened(bound, dimensions, grid) > bound * (1 - 1e-3)
@@ -308,7 +302,7 @@ def test_discrete_default_grid_is_fine_and_fits(bound: float, dimensions: int) -
     assert Fraction(bound) / Fraction(grid) * 2**31 + 2**51 < 2**63
 
 
-def test_discrete_grid_that_cannot_be_is_refused() -> None:
+def test_discrete_grid_refused() -> None:
     with pytest.raises(ConfigError) as coarse:
         tightened(1.0, 100, 0.25)
     assert "too coarse for the clipping norm 1 in 100 coordinates" in coarse.value.arrived
@@ -324,7 +318,7 @@ def test_discrete_grid_that_cannot_be_is_refused() -> None:
     assert "100000000000000 coordinates on a grid cost more than a thousandth" in many.value.arrived
 
 
-def test_discrete_groups_of_unlike_bounds_share_a_grid_that_suits_all() -> None:
+def test_discrete_grid_of_groups() -> None:
     privacy = PrivacyConfig.model_validate(
         {
             "steps": 10,

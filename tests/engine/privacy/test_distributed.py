@@ -82,13 +82,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(2)]  # our own file
 
 
-def test_distributed_all_processes_draw_the_same_records(found: list[dict[str, Any]]) -> None:
+def test_distributed_same_records_in_all_processes(found: list[dict[str, Any]]) -> None:
     assert found[0]["drawn"].tolist() == found[1]["drawn"].tolist()
     assert found[0]["secure"]
     assert found[1]["secure"]
 
 
-def test_distributed_sum_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+def test_distributed_sum_equals_one_process(found: list[dict[str, Any]]) -> None:
     params, x, y = problem()
     drawn = torch.from_numpy(found[0]["drawn"])
     alone = batch_source(loss, params, x[drawn], y[drawn])(CLIPPING)
@@ -100,7 +100,7 @@ def test_distributed_sum_is_that_of_one_process(found: list[dict[str, Any]]) -> 
         )
 
 
-def test_distributed_noise_is_on_the_whole_sum_once(found: list[dict[str, Any]]) -> None:
+def test_distributed_noise_added_once(found: list[dict[str, Any]]) -> None:
     first, second = (torch.cat([value.flatten() for value in part["noisy"].values()]) for part in found)
     assert torch.equal(first, second)
     # 320 draws: their standard deviation is within 20 % of 1.5 * 0.7 but once in 10^6; two draws, or halves
@@ -108,7 +108,7 @@ def test_distributed_noise_is_on_the_whole_sum_once(found: list[dict[str, Any]])
     assert first.std().item() == pytest.approx(1.5 * 0.7, rel=0.2)
 
 
-def test_distributed_first_process_pays_and_all_stop_where_it_can_not(found: list[dict[str, Any]]) -> None:
+def test_distributed_ledger_failure_stops_all(found: list[dict[str, Any]]) -> None:
     assert [part["payments"] for part in found] == [2, 0]
     assert found[0]["refused"] == "OSError: the disk is full"
     assert (

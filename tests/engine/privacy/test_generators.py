@@ -44,7 +44,7 @@ def threads() -> Iterator[None]:
 # -- the cipher ----------------------------------------------------------------------------------------------
 
 
-def test_generator_stream_is_aes_in_counter_mode() -> None:
+def test_generator_equals_aes_counter_mode() -> None:
     """NIST SP 800-38A, F.5.5 (CTR-AES256.Encrypt): the output blocks of the first two counters."""
     generator = SecureGenerator(
         bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
@@ -54,7 +54,7 @@ def test_generator_stream_is_aes_in_counter_mode() -> None:
     assert generator.uint64(4).tobytes() == expected
 
 
-def test_generator_long_stream_goes_on_where_a_piece_ends() -> None:
+def test_generator_stream_continues_across_pieces() -> None:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     generator = SecureGenerator(bytes(range(32)))
@@ -82,7 +82,7 @@ class Watched(SecureGenerator):
         max_size=8,
     )
 )
-def test_generator_no_block_of_the_cipher_is_used_twice(calls: list[tuple[str, int]]) -> None:
+def test_generator_cipher_blocks_used_once(calls: list[tuple[str, int]]) -> None:
     generator = Watched()
     for what, n in [*calls, ("float32", 4 * PAIRS + 3)]:
         if what in ("uint64", "uniform"):
@@ -92,7 +92,7 @@ def test_generator_no_block_of_the_cipher_is_used_twice(calls: list[tuple[str, i
     assert len(generator.used) == len(set(generator.used)) <= generator._counter
 
 
-def test_generator_threads_that_share_a_generator_get_different_bits() -> None:
+def test_generator_shared_by_threads() -> None:
     generator = make_generator("aes")
     found: list[int] = []
     workers = [threading.Thread(target=lambda: found.extend(generator.uint64(50).tolist())) for _ in range(8)]
@@ -107,14 +107,14 @@ def test_generator_threads_that_share_a_generator_get_different_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_made_anew_differ(kind: str) -> None:
+def test_generator_new_instances_differ(kind: str) -> None:
     words = [tuple(make_generator(kind).uint64(2).tolist()) for _ in range(20)]  # type: ignore[arg-type]
     assert len(set(words)) == 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [None, 5])
-def test_generator_fork_does_not_repeat_its_parent(kind: str, seed: int | None) -> None:
+def test_generator_fork(kind: str, seed: int | None) -> None:
     generator = make_generator(kind, seed=seed)  # type: ignore[arg-type]
     generator.uint64(3)
     receive, send = os.pipe()
@@ -134,14 +134,14 @@ def test_generator_fork_does_not_repeat_its_parent(kind: str, seed: int | None) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_generator_is_not_copied(kind: str, way: object) -> None:
+def test_generator_copy_refused(kind: str, way: object) -> None:
     with pytest.raises(ConfigError) as caught:
         way(make_generator(kind))  # type: ignore[arg-type, operator]
     assert "to be copied or pickled" in caught.value.arrived
     assert "subtract it" in str(caught.value.cause)
 
 
-def test_generator_key_is_not_shown() -> None:
+def test_generator_key_hidden() -> None:
     generator = SecureGenerator()
     shown = f"{generator!r} {generator} {generator.name}"
     assert generator._key.hex() not in shown
@@ -150,7 +150,7 @@ def test_generator_key_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generator_seed_and_position_say_the_stream(kind: str) -> None:
+def test_generator_seed_and_position(kind: str) -> None:
     def words(seed: int, position: int) -> list[int]:
         return make_generator(kind, seed=seed, position=position).uint64(4).tolist()  # type: ignore[arg-type]
 
@@ -159,7 +159,7 @@ def test_generator_seed_and_position_say_the_stream(kind: str) -> None:
     assert len({tuple(words(*of)) for of in [(1, 0), (1, 1), (2, 0), (1, 10), (11, 0), (-1, 0)]}) == 6
 
 
-def test_generator_name_tells_what_it_is() -> None:
+def test_generator_name() -> None:
     secure, fast = make_generator("aes"), make_generator("torch")
     assert (secure.name, secure.secure) == ("aes-256-ctr", True)
     assert (fast.name, fast.secure) == ("torch", False)
@@ -169,7 +169,7 @@ def test_generator_name_tells_what_it_is() -> None:
         assert seeded.name.endswith("insecure: seed 7")
 
 
-def test_generator_another_kind_is_refused() -> None:
+def test_generator_unknown_kind_refused() -> None:
     with pytest.raises(ConfigError, match="the random generator is 'numpy'") as caught:
         make_generator("numpy")  # type: ignore[arg-type]
     assert "aes" in str(caught.value.expected)
@@ -179,7 +179,7 @@ def test_generator_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generator_every_bit_is_one_half_of_the_time(kind: str) -> None:
+def test_generator_bits_balanced(kind: str) -> None:
     words = make_generator(kind, seed=1).uint64(20_000)  # type: ignore[arg-type]
     ones = np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(0)
     # 64 independent binomials: the sum of their squared deviations is chi-square.
@@ -239,7 +239,7 @@ def by_formula(generator: SecureGenerator, total: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "shape", [(), (0,), (1,), (2,), (5, 7), (2 * PAIRS,), (2 * PAIRS + 1,), (3, 2 * PAIRS + 5)]
 )
-def test_generator_normals_are_those_of_the_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_generator_normals_equal_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     key = b"k" * 32
     found = SecureGenerator(key).normal(shape, dtype)
     assert found.shape == shape
@@ -252,7 +252,7 @@ def test_generator_normals_are_those_of_the_formula(shape: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generator_normal_blocks_are_the_normals_times_the_deviation(kind: str, threads: None) -> None:
+def test_generator_normal_blocks(kind: str, threads: None) -> None:
     """Each number once, at its place, whatever the threads; and what is done with a block may draw, too."""
     total = 9 * PAIRS + 5
     expected = make_generator(kind, seed=6).normal((total,), torch.float64) * 3.0  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ def test_generator_normal_blocks_are_the_normals_times_the_deviation(kind: str, 
         torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
 
 
-def test_generator_number_of_threads_changes_nothing(threads: None) -> None:
+def test_generator_independent_of_threads(threads: None) -> None:
     found = []
     for number in (1, 2, 5):
         torch.set_num_threads(number)
@@ -335,7 +335,7 @@ def test_generator_normals_reach_all_zero_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_generator_normals_further_bits_of_a_pair_are_its_own(dtype: torch.dtype) -> None:
+def test_generator_normals_further_bits(dtype: torch.dtype) -> None:
     """A small U, in any pair of any block, takes its bits from a stretch of the stream that nothing else
     takes.
     """
@@ -363,7 +363,7 @@ WORDS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**63 - 1).map(
 @given(
     st.lists(st.tuples(WORDS, st.integers(0, 52), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=50)
 )
-def test_generator_normals_float64_error_is_below_the_stated_bound(words: list[tuple[int, int, int]]) -> None:
+def test_generator_normals_float64_error(words: list[tuple[int, int, int]]) -> None:
     """2^-49 r + 2^-53 / r for a radius r: what `residual_epsilon` states of floating point rests on it."""
     with mpmath.workprec(200):
         for word, shift, angle in words:
@@ -393,7 +393,7 @@ def test_generator_normals_float64_error_is_below_the_stated_bound(words: list[t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_generator_normals_are_normal(kind: str, dtype: torch.dtype) -> None:
+def test_generator_normals_distribution(kind: str, dtype: torch.dtype) -> None:
     n = 400_000
     values = make_generator(kind, seed=3).normal((n,), dtype).double().numpy()  # type: ignore[arg-type]
     assert stats.kstest(values, "norm").pvalue > ALPHA
@@ -420,7 +420,7 @@ def test_generator_half_precision_draw_is_refused(kind: str) -> None:
         assert "float32 or torch.float64" in str(caught.value.expected)
 
 
-def test_generator_torch_draws_again_what_its_seed_says() -> None:
+def test_generator_torch_seed() -> None:
     one, other = TorchGenerator(11), TorchGenerator(11)
     assert torch.equal(one.normal((50,)), other.normal((50,)))
     assert not torch.equal(one.normal((50,)), one.normal((50,)))

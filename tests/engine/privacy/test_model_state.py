@@ -204,7 +204,7 @@ def told(model: Keeper) -> Any:
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_model_state_puts_every_kind_of_write_back(write: Callable[[Any], Any]) -> None:
+def test_model_state_restores_every_kind_of_write(write: Callable[[Any], Any]) -> None:
     model = Keeper()
     state = ModelState(model)
     before = told(model)
@@ -220,7 +220,7 @@ def test_model_state_puts_every_kind_of_write_back(write: Callable[[Any], Any]) 
 
 
 @given(st.lists(st.sampled_from(list(WRITES)), min_size=1, max_size=8, unique=True))
-def test_model_state_puts_several_writes_back(writes: list[str]) -> None:
+def test_model_state_restores_several_writes(writes: list[str]) -> None:
     if {"a removed buffer", "a bfloat16 buffer"} <= set(writes):
         writes.remove("a removed buffer")
     if {"a removed attribute", "a number"} <= set(writes):
@@ -279,7 +279,7 @@ def scrambled(value: Any, random: np.random.Generator) -> None:
 
 
 @given(VALUES, st.integers(0, 2**32))
-def test_model_state_puts_random_structures_back(value: Any, seed: int) -> None:
+def test_model_state_restores_random_structures(value: Any, seed: int) -> None:
     model = nn.Module()
     model.kept = made(value)
     before = shown(model)
@@ -302,7 +302,7 @@ def test_model_state_refuses_a_write_into_a_parameter(write: Callable[[Tensor], 
     assert caught.value.next_step
 
 
-def test_model_state_names_what_cannot_be_put_back() -> None:
+def test_model_state_unrestorable_write_refused() -> None:
     model = Keeper()
     state = ModelState(model)
     model.array.setflags(write=False)
@@ -316,7 +316,7 @@ def test_model_state_names_what_cannot_be_put_back() -> None:
         state.restore()
 
 
-def test_model_state_follows_the_loss() -> None:
+def test_model_state_of_the_loss() -> None:
     seen: list[float] = []
 
     def loss(output: float) -> float:
@@ -330,7 +330,7 @@ def test_model_state_follows_the_loss() -> None:
     assert held.__name__ == "loss"
 
 
-def test_model_state_after_an_error_is_as_before() -> None:
+def test_model_state_restored_after_error() -> None:
     model = Keeper()
 
     def fails() -> None:
@@ -365,7 +365,7 @@ class Doubling(nn.Module):
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_private_sum_of_a_model_with_a_memory_is_that_of_the_records(guarded: bool) -> None:
+def test_model_state_private_sum_of_stateful_model(guarded: bool) -> None:
     """One record, whose branch writes, among others: what each adds is what it adds alone, in whatever order
     and company.
     """
@@ -395,7 +395,7 @@ def test_private_sum_of_a_model_with_a_memory_is_that_of_the_records(guarded: bo
 
 
 @pytest.mark.parametrize("name", ["largest", "brief", "part.bias"])
-def test_published_tensors_that_are_not_trained_are_the_first_ones_bit_for_bit(name: str) -> None:
+def test_published_untrained_tensors_unchanged(name: str) -> None:
     model = Keeper()
     published = PublishedTensors(model, ["scale", "part.weight"])
     with torch.no_grad():
@@ -414,7 +414,7 @@ def test_published_tensors_that_are_not_trained_are_the_first_ones_bit_for_bit(n
     assert published.differing() == [name]
 
 
-def test_published_tensors_new_gone_and_made_by_a_hook() -> None:
+def test_published_tensors_added_and_removed() -> None:
     model = Keeper()
     published = PublishedTensors(model, ["scale"])
     model.register_buffer("later", torch.ones(1))

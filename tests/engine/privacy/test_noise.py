@@ -57,9 +57,7 @@ def deviates(values: np.ndarray, deviation: float) -> float:
 @pytest.mark.parametrize(
     ("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)]
 )
-def test_noise_is_as_large_as_it_should_be(
-    mechanism: Mechanism, relation: Relation, sensitivity: float
-) -> None:
+def test_noise_standard_deviation(mechanism: Mechanism, relation: Relation, sensitivity: float) -> None:
     values = drawn(mechanism, 1.3, relation, make_generator("aes", seed=1))["v"].double().numpy()
     assert deviates(values, 1.3 * sensitivity) > ALPHA
     # The same test has the power to see 5 % too much or too little.
@@ -67,7 +65,7 @@ def test_noise_is_as_large_as_it_should_be(
     assert deviates(values, 1.3 * sensitivity / 1.05) < 1e-6
 
 
-def test_noise_test_of_the_noise_has_power() -> None:
+def test_noise_test_has_power() -> None:
     """Normal distributions 5 % apart differ by so much that this many values show it, in 999,999 of a million
     runs.
     """
@@ -79,7 +77,7 @@ def test_noise_test_of_the_noise_has_power() -> None:
 
 
 @pytest.mark.parametrize("kind", ["aes", "torch"])
-def test_noise_every_tensor_has_the_whole_noise(kind: Any) -> None:
+def test_noise_of_every_tensor(kind: Any) -> None:
     noisy = drawn("gaussian", 2.0, "add_or_remove_one", make_generator(kind, seed=2))
     for value in noisy.values():
         assert deviates(value.double().numpy(), 1.0) > ALPHA
@@ -88,7 +86,7 @@ def test_noise_every_tensor_has_the_whole_noise(kind: Any) -> None:
     assert ALPHA < stats.chi2(3 * SIZE).cdf(square) < 1 - ALPHA
 
 
-def test_noise_standard_deviation_is_on_the_sum() -> None:
+def test_noise_relative_to_sum() -> None:
     assert Noise(1.5).standard_deviation(0.4) == 1.5 * 0.4
 
 
@@ -104,7 +102,7 @@ def uncorrelated(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_noise_tensors_steps_and_generators_have_noise_of_their_own(mechanism: Mechanism) -> None:
+def test_noise_independent_between_tensors_steps_and_generators(mechanism: Mechanism) -> None:
     def add(generator: Generator) -> dict[str, torch.Tensor]:
         return drawn(mechanism, 1.0, "add_or_remove_one", generator, size=20_000)
 
@@ -118,7 +116,7 @@ def test_noise_tensors_steps_and_generators_have_noise_of_their_own(mechanism: M
             assert not torch.equal(one, other)
 
 
-def test_noise_run_that_goes_on_draws_afresh() -> None:
+def test_noise_after_resume_differs() -> None:
     """Without a seed: what a generator made anew gives has nothing in common with what was there before."""
     runs = [
         drawn("gaussian", 1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)
@@ -133,7 +131,7 @@ def test_noise_run_that_goes_on_draws_afresh() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_noise_is_added_and_the_sums_stay(dtype: torch.dtype) -> None:
+def test_noise_leaves_sums(dtype: torch.dtype) -> None:
     clipping = Clipping.flat(["w", "b"], 1.0)
     sums = {"w": torch.full((4, 3), 1000.0, dtype=dtype).t(), "b": torch.tensor(5.0, dtype=dtype)}
     before = {name: value.clone() for name, value in sums.items()}
@@ -152,7 +150,7 @@ def test_noise_is_added_and_the_sums_stay(dtype: torch.dtype) -> None:
         assert not torch.equal(noisy[name], value)
 
 
-def test_noise_discrete_noise_is_a_whole_number_of_steps() -> None:
+def test_noise_discrete_multiples_of_grid() -> None:
     grid = 2.0**-12
     clipping = Clipping.flat(["w"], 1.0, grid=grid)
     sums = {"w": torch.tensor([[2**61, -(2**61), 7]], dtype=torch.int64)}
@@ -169,7 +167,7 @@ def test_noise_discrete_noise_is_a_whole_number_of_steps() -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_noise_no_noise_at_a_multiplier_of_zero(mechanism: Mechanism) -> None:
+def test_noise_multiplier_zero(mechanism: Mechanism) -> None:
     sums = {name: value + 3 for name, value in sums_for(mechanism, 5).items()}
     noisy = Noise(0.0, mechanism).add(
         sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes")
@@ -181,12 +179,12 @@ def test_noise_no_noise_at_a_multiplier_of_zero(mechanism: Mechanism) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_noise_empty_tensor_stays_empty(mechanism: Mechanism) -> None:
+def test_noise_empty_tensor(mechanism: Mechanism) -> None:
     noisy = drawn(mechanism, 1.0, "add_or_remove_one", make_generator("aes"), size=0)
     assert {name: value.shape for name, value in noisy.items()} == dict.fromkeys(("w", "v", "u"), (0,))
 
 
-def test_noise_released_tensors_are_where_the_sums_are(device: torch.device) -> None:
+def test_noise_device_of_released_tensors(device: torch.device) -> None:
     for mechanism in MECHANISMS:
         sums = {name: value.to(device) for name, value in sums_for(mechanism, 10).items()}
         noisy = Noise(1.0, mechanism).add(
@@ -199,14 +197,14 @@ def test_noise_released_tensors_are_where_the_sums_are(device: torch.device) -> 
 
 
 @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
-def test_noise_multiplier_has_to_be_a_number(multiplier: float) -> None:
+def test_noise_multiplier_refused(multiplier: float) -> None:
     with pytest.raises(ConfigError) as caught:
         Noise(multiplier)
     assert caught.value.arrived == f"the noise multiplier is {multiplier}"
     assert "target_epsilon" in str(caught.value.next_step)
 
 
-def test_noise_another_mechanism_is_refused() -> None:
+def test_noise_unknown_mechanism_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Noise(1.0, "laplace")  # type: ignore[arg-type]
     assert caught.value.arrived == "the noise mechanism is 'laplace'"
@@ -220,7 +218,7 @@ def refusal(act: Callable[[], Any]) -> ConfigError:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
-def test_noise_sums_in_half_precision_are_refused(dtype: torch.dtype) -> None:
+def test_noise_half_precision_sums_refused(dtype: torch.dtype) -> None:
     sums = {**sums_for("gaussian", 3), "u": torch.zeros(3, dtype=dtype)}
     error = refusal(
         lambda: Noise(1.0).add(sums, clipping_for("gaussian"), "add_or_remove_one", make_generator("aes"))
@@ -230,7 +228,7 @@ def test_noise_sums_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     assert "sum in float32" in str(error.next_step)
 
 
-def test_noise_discrete_noise_is_for_integers() -> None:
+def test_noise_discrete_needs_integer_sums() -> None:
     grid = clipping_for("discrete_gaussian")
     error = refusal(
         lambda: Noise(1.0, "discrete_gaussian").add(
@@ -251,7 +249,7 @@ def test_noise_mechanism_and_grid_go_together() -> None:
         assert error.next_step
 
 
-def test_noise_grid_too_fine_for_64_bits_is_refused() -> None:
+def test_noise_too_fine_grid_refused() -> None:
     clipping = Clipping.flat(["w"], 1.0, grid=2.0**-45)
     sums = {"w": torch.zeros(3, dtype=torch.int64)}
     error = refusal(

@@ -161,7 +161,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_reached_place_is_put_back(place: Callable[[], Keeps]) -> None:
+def test_reached_place_restored(place: Callable[[], Keeps]) -> None:
     read, write, root = place()
     model = nn.Linear(1, 1)
     model.kept = root
@@ -195,7 +195,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_reached_globals_of_another_module_are_put_back(package: Any) -> None:
+def test_reached_globals_of_another_module_restored(package: Any) -> None:
     with ModelState(package.write).held():
         package.write()
         assert package.kept.COUNT == 1.0
@@ -203,14 +203,14 @@ def test_reached_globals_of_another_module_are_put_back(package: Any) -> None:
     assert package.kept.KNOWN == []
 
 
-def test_reached_module_that_is_imported_meanwhile_stays_imported(package: Any) -> None:
+def test_reached_module_imported_meanwhile(package: Any) -> None:
     state = ModelState(package.imports)
     for _ in range(2):
         with state.held():
             assert package.imports() == 3
 
 
-def test_reached_globals_of_installed_packages_are_left_alone() -> None:
+def test_reached_globals_of_installed_packages_ignored() -> None:
     """What they make may be in other threads' hands: of a function of theirs nothing is followed but what it
     closes over.
     """
@@ -225,7 +225,7 @@ def test_reached_globals_of_installed_packages_are_left_alone() -> None:
     "alias",
     [lambda p: p.detach(), lambda p: p.detach().numpy(), lambda p: [p.data[1:]], lambda p: p.data.view(-1)],
 )
-def test_reached_alias_of_a_parameter_is_not_put_back(alias: Callable[[Any], Any]) -> None:
+def test_reached_alias_of_parameter_ignored(alias: Callable[[Any], Any]) -> None:
     """What the optimiser made of a parameter stays, also where the model has it under another name."""
     model = nn.Linear(3, 2)
     model.alias = alias(model.weight)
@@ -237,7 +237,7 @@ def test_reached_alias_of_a_parameter_is_not_put_back(alias: Callable[[Any], Any
     assert bool((model.weight == 7).all())
 
 
-def test_reached_tensor_beside_a_parameter_in_one_memory_is_put_back() -> None:
+def test_reached_tensor_sharing_memory_with_parameter_restored() -> None:
     memory = torch.zeros(6)
     model = nn.Module()
     model.weight, model.other = nn.Parameter(memory[:4]), memory[4:]
@@ -264,7 +264,7 @@ def drawn(generator: Any) -> float:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_own_generators_are_seeded_and_compared(name: str) -> None:
+def test_own_generators_seeded_and_compared(name: str) -> None:
     first, second = MADE[name](), MADE[name]()
     own = OwnGenerators([first, {"second": second}])
     assert len(own) == 2
@@ -286,7 +286,7 @@ def test_own_generators_are_seeded_and_compared(name: str) -> None:
 RNG = np.random.default_rng(0)
 
 
-def test_own_generators_are_found_wherever_code_keeps_them() -> None:
+def test_own_generators_found() -> None:
     local, default = random.Random(1), random.Random(2)
 
     class Rows(TensorDataset):
@@ -303,13 +303,13 @@ def test_own_generators_are_found_wherever_code_keeps_them() -> None:
     assert {id(value) for value in found} == {id(value) for value in (RNG, local, default, rows.kept)}
 
 
-def test_own_generators_are_not_sought_among_many_rows() -> None:
+def test_own_generators_not_searched_in_datasets() -> None:
     assert len(OwnGenerators({"rows": [random.Random(0)] * 20_000, "rng": random.Random(1)})) == 1
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("name", MADE)
-def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: str, augmented: bool) -> None:
+def test_own_generators_reading_by_record_and_step(name: str, augmented: bool) -> None:
     """A dataset or an augmentation with a generator of its own, whose seed is in its code."""
     generator = MADE[name]()
     x = torch.arange(6.0)[:, None]
@@ -344,7 +344,7 @@ def test_own_generators_what_is_read_depends_on_the_record_and_the_step(name: st
     reader.require_memoryless(range(6))
 
 
-def test_records_that_change_when_they_are_read_again_are_refused() -> None:
+def test_own_generators_changing_records_refused() -> None:
     reads = itertools.count()
 
     def take(rows: np.ndarray) -> Block:

@@ -142,7 +142,7 @@ def seeded_anew() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_record_draws_sum_is_that_of_each_record_alone(name: str, kind: str) -> None:
+def test_record_draws_sum_equals_single_records(name: str, kind: str) -> None:
     run = Run(kind, name)
     everybody = range(4)
     alone = torch.stack([run.sum([record]) for record in everybody])
@@ -159,7 +159,7 @@ def test_record_draws_sum_is_that_of_each_record_alone(name: str, kind: str) -> 
 
 @pytest.mark.sweep
 @given(data=st.data())
-def test_record_draws_neighbours_are_within_the_sensitivity(data: st.DataObject) -> None:
+def test_record_draws_sensitivity_of_neighbours(data: st.DataObject) -> None:
     run = Run(data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(list(MODELS))))
     step, everybody = data.draw(st.integers(0, 10**9)), st.integers(0, len(run.records) - 1)
     batch = data.draw(st.lists(everybody, min_size=1, max_size=5, unique=True))
@@ -191,7 +191,7 @@ def test_record_draws_differ_by_record_step_and_key(name: str) -> None:
         assert all((one - other).norm() > 1e-6 for other in sums[:place])
 
 
-def test_record_draws_rows_and_copies_of_a_record_draw_for_themselves() -> None:
+def test_record_draws_of_rows_and_copies() -> None:
     run = Run("units")
     run.x[:], run.y[:] = run.x[0], run.y[0]
     run.clipping = Clipping.flat(run.objective.params, 1e9)
@@ -205,7 +205,7 @@ def test_record_draws_rows_and_copies_of_a_record_draw_for_themselves() -> None:
     assert len(copies.unique(dim=0)) == 6
 
 
-def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
+def test_record_draws_of_batch_in_memory() -> None:
     run = Run("rows")
     params = run.objective.params
 
@@ -226,9 +226,7 @@ def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "Recurrent"])
-def test_record_draws_memory_is_foreseen_for_models_that_draw(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_draws_predicted_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(self: Stream, gradients: Any) -> None:
         raise AssertionError("the pass could not be followed without running it")
 
@@ -253,7 +251,7 @@ class OneWeight(nn.Module):
         return F.dropout(self.w, 0.5) * x
 
 
-def test_record_draws_mask_frequency_of_records_that_are_computed_again(
+def test_record_draws_mask_frequency_of_recomputed_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Records too large for a common sum whenever they are kept: by themselves they draw the same again."""
@@ -306,7 +304,7 @@ class DrawingDataset:
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented: bool) -> None:
+def test_record_draws_reading_by_record_and_step(augmented: bool) -> None:
     options: dict[str, Any] = (
         {"augment": lambda x: x * torch.rand(2) + random.random(), "copies": 2} if augmented else {}
     )
@@ -329,7 +327,7 @@ def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented:
     assert not (x == reader(0, 4).inputs[0]).any()
 
 
-def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
+def test_record_draws_deterministic_dataset_read_at_once() -> None:
     class Counted(DrawingDataset):
         def __call__(self, rows: RowNumbers) -> Block:
             self.reads += 1
@@ -347,7 +345,7 @@ def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["Noise", "SeedsItself", "OutsideOfTorch"])
-def test_record_draws_leave_global_generators_as_they_were(name: str) -> None:
+def test_record_draws_leave_global_generators(name: str) -> None:
     run = Run("copies", name)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     run.sum([0, 1, 2], chunk_size=2)
@@ -370,9 +368,7 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("kind", ["batch", "stream"])
-def test_record_draws_are_asked_for_where_a_loss_draws_without_them(
-    name: str, randomness: str, kind: str
-) -> None:
+def test_record_draws_required_for_random_loss(name: str, randomness: str, kind: str) -> None:
     """Else the sum has no bound, and nothing says so."""
     params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
 
@@ -402,7 +398,7 @@ def test_record_draws_are_asked_for_where_a_loss_draws_without_them(
     torch.set_rng_state(before)
 
 
-def test_record_draws_are_not_asked_for_where_nothing_draws() -> None:
+def test_record_draws_not_required_without_randomness() -> None:
     """Whatever the randomness says: attention without dropout, a model in evaluation mode."""
     params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
     quiet = nn.Sequential(nn.Dropout(0.5), nn.RReLU()).eval()
@@ -419,7 +415,7 @@ def test_record_draws_are_not_asked_for_where_nothing_draws() -> None:
     assert torch.equal(*sums)
 
 
-def test_record_draws_are_asked_for_where_reading_draws() -> None:
+def test_record_draws_required_for_random_reading() -> None:
     """An augmentation without them: what a record becomes depends on its place."""
     params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
 
@@ -442,14 +438,14 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_record_draws_an_operator_that_draws_in_secret_is_refused() -> None:
+def test_record_draws_unlabelled_random_operator_refused() -> None:
     run = Run("rows")
     run.model.inside = lambda x: x + torch.ops.psgrad_tests.shaken(torch.ones(8).double())  # type: ignore[method-assign]
     with pytest.raises(ModelError, match="by an operator that PyTorch doesn't say of that it draws"):
         run.sum([0, 1], chunk_size=1)
 
 
-def test_record_draws_a_generator_of_the_models_own_is_refused() -> None:
+def test_record_draws_own_generator_refused() -> None:
     run, own = Run("rows"), torch.Generator()
     run.model.inside = lambda x: x + torch.rand(8, generator=own)  # type: ignore[method-assign]
     with pytest.raises(

@@ -75,9 +75,7 @@ def data() -> Data:
 
 
 @pytest.mark.parametrize("worth", [0, 10, 10**6])
-def test_record_streams_sum_is_that_of_a_loop_over_rows(
-    data: Data, worth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_streams_sum_equals_the_loop(data: Data, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", worth)
     streams = data.streams()
     clipping = Clipping.flat(data.rows, 0.2)
@@ -95,9 +93,7 @@ def test_record_streams_sum_is_that_of_a_loop_over_rows(
         torch.testing.assert_close(found.records.norms, norms, rtol=1e-9, atol=0)
 
 
-def test_record_streams_short_records_are_not_filled_up_to_the_longest(
-    data: Data, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_streams_short_records_in_narrow_batches(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
     data.read.clear()
     data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
@@ -107,7 +103,7 @@ def test_record_streams_short_records_are_not_filled_up_to_the_longest(
     assert filled <= 2 * sum(SIZES)
 
 
-def test_record_streams_few_records_go_along_with_longer_ones(data: Data) -> None:
+def test_record_streams_few_records_join_longer_ones(data: Data) -> None:
     data.read.clear()
     data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
     assert {shape[1] for shape in data.read} == {30}
@@ -118,9 +114,7 @@ def test_record_streams_few_records_go_along_with_longer_ones(data: Data) -> Non
     copies=st.integers(1, 3),
     worth=st.integers(0, 300),
 )
-def test_record_streams_every_record_has_a_place_that_is_wide_enough(
-    sizes: list[int], copies: int, worth: int
-) -> None:
+def test_record_streams_widths_hold_every_record(sizes: list[int], copies: int, worth: int) -> None:
     records = Records(np.arange(sum(sizes)), np.cumsum(sizes) - np.array(sizes), np.array(sizes))
     streams = RecordStreams(records, lambda rows: None, None, {}, None, augment=lambda x: x, copies=copies)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +131,7 @@ def test_record_streams_every_record_has_a_place_that_is_wide_enough(
         assert width & (width - 1) == 0 or width == max(sizes) * copies
 
 
-def test_record_streams_copies_are_counted_as_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_streams_copies_count_as_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
     data.read.clear()
     streams = data.streams(augment=lambda row: row, copies=3)
@@ -149,7 +143,7 @@ def test_record_streams_copies_are_counted_as_rows(data: Data, monkeypatch: pyte
     assert sorted({shape[1] for shape in data.read}) == [4, 8, 16, 32, 64, 90]
 
 
-def test_record_streams_reader_of_a_width_fills_up_to_it(data: Data) -> None:
+def test_record_reader_fills_up_to_width(data: Data) -> None:
     reader = RecordReader(data.records, taking((data.x,), data.y), width=40)
     reader.draw([0, 1])
     batch = reader(0, 2)

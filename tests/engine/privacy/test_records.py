@@ -66,9 +66,7 @@ def whole(gradients: dict[str, Tensor]) -> Tensor:
 
 
 @given(units=st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), cap=st.none() | st.integers(1, 4))
-def test_records_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(
-    units: list[str], cap: int | None
-) -> None:
+def test_records_rows_of_unit_up_to_cap(units: list[str], cap: int | None) -> None:
     records = Records.of_units(np.array(units), cap)
 
     in_order = list(dict.fromkeys(units))
@@ -80,14 +78,14 @@ def test_records_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(
     assert records.rows_of_each(chosen).tolist() == [row for record in chosen for row in expected[record]]
 
 
-def test_records_row_may_be_a_record() -> None:
+def test_records_one_row_each() -> None:
     records = Records.of_rows(7)
     assert (len(records), records.longest) == (7, 1)
     assert records.rows_of(4).tolist() == [4]
     assert records.rows_of_each(np.array([1, 5])).tolist() == [1, 5]
 
 
-def test_records_unit_of_many_rows_needs_a_cap() -> None:
+def test_records_unit_of_many_rows_without_cap_refused() -> None:
     units = np.array(["eve"] * 1001 + ["bob"])
     with pytest.raises(DataError) as caught:
         Records.of_units(units)
@@ -97,7 +95,7 @@ def test_records_unit_of_many_rows_needs_a_cap() -> None:
     assert Records.of_units(units[1:]).longest == 1000
 
 
-def test_records_another_unit_changes_no_unit() -> None:
+def test_records_units_independent() -> None:
     def rows(units: list[str]) -> dict[str, list[int]]:
         records = Records.of_units(np.array(units), 2)
         return {units[found[0]]: found.tolist() for found in map(records.rows_of, range(len(records)))}
@@ -111,7 +109,7 @@ def test_records_another_unit_changes_no_unit() -> None:
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_records_gradient_is_that_of_the_rows_before_the_clipping(name: str, combine: str) -> None:
+def test_records_gradient_sums_rows_before_clipping(name: str, combine: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
@@ -131,7 +129,7 @@ def test_records_gradient_is_that_of_the_rows_before_the_clipping(name: str, com
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_records_rows_are_positions_and_nothing_is_materialised(name: str) -> None:
+def test_records_rows_are_positions_of_terms(name: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     inputs, target = architecture.batch(len(USERS))
     reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
@@ -140,7 +138,7 @@ def test_records_rows_are_positions_and_nothing_is_materialised(name: str) -> No
     assert gradients.unfactored == []
 
 
-def test_records_layer_keeps_a_factor_of_each_side() -> None:
+def test_records_layer_stays_factored() -> None:
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 4))
     inputs, target = (torch.randn(14, 50),), torch.randint(4, (14,))
     reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
@@ -153,7 +151,7 @@ def test_records_layer_keeps_a_factor_of_each_side() -> None:
     ]  # users, 1, rows, features
 
 
-def test_records_of_one_row_are_read_the_plain_way() -> None:
+def test_records_of_one_row_reading() -> None:
     inputs, target = (torch.randn(6, 4),), torch.arange(6)
     reader = RecordReader(Records.of_rows(6), taking(inputs, target))
     reader.draw([1, 4, 5])
@@ -167,7 +165,7 @@ def test_records_of_one_row_are_read_the_plain_way() -> None:
     assert batch.target.tolist() == [1, 4]
 
 
-def test_records_what_is_read_depends_neither_on_chunks_nor_on_other_records() -> None:
+def test_records_reading_independent_of_chunks() -> None:
     x, y = torch.arange(14.0)[:, None] * torch.ones(3), torch.arange(14)
     reader = RecordReader(Records.of_units(USERS), taking((x,), y))
     reader.draw([1, 3, 0, 4])
@@ -202,7 +200,7 @@ def test_records_without_a_target() -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("row", [0, 13])
-def test_records_poisoned_row_spoils_its_own_record_alone(poison: float, row: int) -> None:
+def test_records_nonfinite_row_affects_own_record(poison: float, row: int) -> None:
     x = torch.randn(14, 6)
     x[row, 2] = poison
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -214,7 +212,7 @@ def test_records_poisoned_row_spoils_its_own_record_alone(poison: float, row: in
     assert sum(spoiled) == 1
 
 
-def test_records_rows_draw_at_random_each_for_itself() -> None:
+def test_records_rows_draw_independently() -> None:
     x = torch.ones(14, 400)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 1))
     reader = RecordReader(Records.of_units(USERS), taking((x,), None))
@@ -244,7 +242,7 @@ def test_records_loss_without_aux() -> None:
 # -- Augmentation --------------------------------------------------------------------------------------------
 
 
-def test_records_copies_are_averaged_inside_the_record() -> None:
+def test_records_copies_averaged() -> None:
     x, y = torch.randn(14, 3, dtype=torch.float64), torch.randn(14, 2, dtype=torch.float64)
     model = nn.Linear(3, 2, dtype=torch.float64)
     seen: list[Tensor] = []
@@ -278,7 +276,7 @@ def test_records_copies_are_averaged_inside_the_record() -> None:
             assert len(own) == 3 * records.sizes[record]
 
 
-def test_records_one_copy_takes_the_place_of_its_row() -> None:
+def test_records_one_copy_replaces_row() -> None:
     reader = RecordReader(
         Records.of_rows(3), taking((torch.arange(3.0)[:, None],), None), augment=lambda row: (row * 10,)
     )
@@ -287,7 +285,7 @@ def test_records_one_copy_takes_the_place_of_its_row() -> None:
     assert [x.tolist() for x in reader(0, 2).inputs] == [[[0.0], [20.0]]]
 
 
-def test_records_row_is_not_changed_by_its_copy() -> None:
+def test_records_copy_leaves_row() -> None:
     x = torch.ones(2, 3)
     reader = RecordReader(
         Records.of_rows(2), lambda rows: Block((x,), None), augment=lambda row: row.zero_(), copies=2
@@ -312,7 +310,7 @@ def test_records_row_is_not_changed_by_its_copy() -> None:
         ),
     ],
 )
-def test_records_augmentations_invalid_used(augment: Callable[..., Any], expected: str) -> None:
+def test_records_augmentation_refused(augment: Callable[..., Any], expected: str) -> None:
     x = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     reader = RecordReader(Records.of_rows(2), taking((x,), None), augment=augment, source="my.py:crop")
     reader.draw([0, 1])
@@ -326,7 +324,7 @@ def test_records_augmentations_invalid_used(augment: Callable[..., Any], expecte
 
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_records_what_is_clipped_is_a_user(name: str, combine: str) -> None:
+def test_records_clipping_of_users(name: str, combine: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
@@ -350,7 +348,7 @@ def test_records_what_is_clipped_is_a_user(name: str, combine: str) -> None:
     torch.testing.assert_close(found.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)
 
 
-def test_records_poisoned_row_takes_its_user_out_of_the_sum() -> None:
+def test_records_nonfinite_row_removes_user_from_sum() -> None:
     x, y = torch.randn(14, 6), torch.randint(4, (14,))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     objective = Objective(model, nn.functional.cross_entropy)
@@ -380,7 +378,7 @@ class Summed:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, "auto"])
-def test_records_stream_draws_again_and_again(chunk_size: Any) -> None:
+def test_records_stream_draws_repeatedly(chunk_size: Any) -> None:
     architecture: Architecture = ARCHITECTURES[1]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)

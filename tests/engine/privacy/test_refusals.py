@@ -32,7 +32,7 @@ from tests.models import ARCHITECTURES, Architecture
 # -- Numbers -------------------------------------------------------------------------------------------------
 
 
-def test_refusal_delta_is_below_one_over_the_records() -> None:
+def test_refusal_delta_above_one_over_records() -> None:
     require_small_delta(1e-5, 50_000)
     with pytest.raises(ConfigError) as caught:
         require_small_delta(1e-3, 1000)
@@ -49,7 +49,7 @@ def test_refusal_delta_is_below_one_over_the_records() -> None:
 
 
 @given(delta=st.floats(1e-12, 0.999), records=st.integers(1, 10**9))
-def test_refusal_what_is_advised_for_delta_is_let_pass(delta: float, records: int) -> None:
+def test_refusal_advised_delta_passes(delta: float, records: int) -> None:
     try:
         require_small_delta(delta, records)
     except ConfigError as error:
@@ -74,7 +74,7 @@ TRUNCATED = Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=50, da
         (110, TRUNCATED, "batches will have about 50 records (max_batch_size 50)"),
     ],
 )
-def test_refusal_divisor_that_is_far_from_the_batches(
+def test_refusal_expected_batch_size_far_from_sampling(
     divisor: float, sampling: Sampling, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -86,7 +86,7 @@ def test_refusal_divisor_that_is_far_from_the_batches(
 @pytest.mark.parametrize(
     ("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)]
 )
-def test_refusal_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> None:
+def test_refusal_expected_batch_size_near_sampling_passes(divisor: float, sampling: Sampling) -> None:
     require_expected_batch_size(divisor, sampling, 1000)
 
 
@@ -107,7 +107,7 @@ def test_refusal_divisor_that_is_near_enough(divisor: float, sampling: Sampling)
         ([(0.0, 5)], 1e-12, 0.1, False),
     ],
 )
-def test_refusal_require_tail_refuses_noise_that_ends_too_early(
+def test_refusal_tail_of_noise(
     steps: list[tuple[float, int]], delta: float, reach: float, refused: bool
 ) -> None:
     exact = sum(count * mpmath.erfc((reach - 1 / z) / mpmath.sqrt(2)) / 2 for z, count in steps if z)
@@ -212,7 +212,7 @@ def refusal(model: nn.Module, loss: Callable[..., Tensor] = F.cross_entropy, **o
 
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
-def test_refusal_networks_that_people_train_pass(architecture: Architecture, mode: bool) -> None:
+def test_refusal_architectures_pass(architecture: Architecture, mode: bool) -> None:
     inputs, target = architecture.batch(4)
     require_separate_records(Objective(architecture.build().train(mode), architecture.loss), inputs, target)
 
@@ -230,7 +230,7 @@ def test_refusal_networks_that_people_train_pass(architecture: Architecture, mod
     ids=["batch-norm-in-eval", "dropout", "cache", "layer-norm", "spectral-norm-in-eval", "nan"],
 )
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_refusal_what_leaves_records_apart_passes(middle: nn.Module, rows: int) -> None:
+def test_refusal_separate_records_pass(middle: nn.Module, rows: int) -> None:
     check(Around(middle), rows=rows)
 
 
@@ -273,7 +273,7 @@ def test_refusal_statistics_of_the_batch(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_refusal_buffer_that_the_data_updates(replace: bool) -> None:
+def test_refusal_buffer_updated_by_data(replace: bool) -> None:
     model = Around(RunningMean(replace=replace))
     buffer = model.middle.mean
     assert "a forward pass changes the buffer middle.mean of the layer middle (RunningMean)" in refusal(model)
@@ -281,7 +281,7 @@ def test_refusal_buffer_that_the_data_updates(replace: bool) -> None:
     assert not buffer.any()
 
 
-def test_refusal_buffer_that_the_first_batch_makes() -> None:
+def test_refusal_buffer_initialised_by_first_batch() -> None:
     model = Around(FirstBatch())
     assert "a forward pass changes the buffer middle.scale of the layer middle (FirstBatch)" in refusal(model)
     assert not dict(model.named_buffers())
@@ -295,7 +295,7 @@ def test_refusal_power_iteration_in_train_mode(old: bool) -> None:
     assert "power iteration (spectral norm) in train mode" in message
 
 
-def test_refusal_parameter_that_a_forward_pass_changes() -> None:
+def test_refusal_parameter_changed_by_forward_pass() -> None:
     class Projected(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.weight.data.div_(self.weight.data.norm() + x.data.norm())
@@ -371,7 +371,7 @@ class Balanced(nn.Module):
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
-def test_refusal_loss_over_the_batch_that_the_model_computes(drop: float) -> None:
+def test_refusal_batch_loss_of_model(drop: float) -> None:
     def balanced(output: dict[str, Tensor], target: Tensor) -> Tensor:
         return F.cross_entropy(output["logits"], target) + output["balance"]
 
@@ -381,7 +381,7 @@ def test_refusal_loss_over_the_batch_that_the_model_computes(drop: float) -> Non
     )  # of which the loss makes no use
 
 
-def test_refusal_number_for_each_row() -> None:
+def test_refusal_output_of_one_number_per_row() -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
 
@@ -403,7 +403,7 @@ def test_refusal_number_for_each_row() -> None:
             require_separate_records(Objective(score, constant), (x,), y)
 
 
-def test_refusal_what_fails_alone_is_reported_and_what_takes_no_batch_passes() -> None:
+def test_refusal_error_on_one_row() -> None:
     message = refusal(Around(nn.Linear(5, 6)))
     assert (
         "the model or the loss raised RuntimeError on row 0 of the rows looked at: mat1 and mat2 shapes"
@@ -418,7 +418,7 @@ def test_refusal_what_fails_alone_is_reported_and_what_takes_no_batch_passes() -
     check(Around(Function(one)))
 
 
-def test_refusal_output_that_is_an_object_of_its_own_passes() -> None:
+def test_refusal_custom_output_class_passes() -> None:
     class Output:
         def __init__(self, logits: Tensor) -> None:
             self.logits = logits
@@ -430,7 +430,7 @@ def test_refusal_output_that_is_an_object_of_its_own_passes() -> None:
     check(Wrapped(6, 3), lambda output, target: F.cross_entropy(output.logits, target[None]))
 
 
-def test_refusal_generators_and_weights_are_left_as_they_were() -> None:
+def test_refusal_check_restores_generators_and_weights() -> None:
     model = Around(nn.Dropout(0.5))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = torch.get_rng_state()
@@ -460,7 +460,7 @@ class LayerDrop(nn.Module):
     ("rate", "by_an_if", "training"),
     [(0.5, True, True), (0.0, True, True), (0.5, True, False), (0.5, False, True)],
 )
-def test_refusal_branch_on_a_random_draw_is_no_harm(rate: float, by_an_if: bool, training: bool) -> None:
+def test_refusal_branch_on_random_draw_passes(rate: float, by_an_if: bool, training: bool) -> None:
     """A record's draws are its own, also where the batch splits by what was drawn: see
     test_record_draws.py.
     """
@@ -471,7 +471,7 @@ def test_refusal_branch_on_a_random_draw_is_no_harm(rate: float, by_an_if: bool,
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_refusal_numbers_from_numpy_and_python_are_no_memory() -> None:
+def test_refusal_numpy_and_python_draws_pass() -> None:
     """What a model draws there is the same in each of its runs in a step."""
 
     def noisy(x: Tensor) -> Tensor:

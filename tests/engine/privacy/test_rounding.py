@@ -125,7 +125,7 @@ def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     ("released", "dtype"),
     [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float64)],
 )
-def test_released_bits_do_not_tell_membership(
+def test_noisy_bits_do_not_reveal_membership(
     released: Released, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A column that one record alone fills: without the rounding, its finest bits tell in nearly every game
@@ -137,7 +137,7 @@ def test_released_bits_do_not_tell_membership(
 
 
 @given(st.floats(-3, 3), st.sampled_from([0.4, 1.0, 1.94, 37.0]), st.integers(-3000, 3000))
-def test_noisy_every_step_within_reach_comes_out(value: float, deviation: float, wanted: int) -> None:
+def test_noisy_reaches_every_step(value: float, deviation: float, wanted: int) -> None:
     """The values that can come out are those of the grid, whatever is summed: some draw leads from any value
     to any step.
     """
@@ -161,7 +161,7 @@ def test_noisy_zero_has_no_sign(value: float) -> None:
     st.floats(1e-3, 1e3),
     st.integers(0, 2**32),
 )
-def test_noisy_is_the_nearest_step_to_sum_and_noise(values: list[float], deviation: float, seed: int) -> None:
+def test_noisy_rounds_to_nearest_step(values: list[float], deviation: float, seed: int) -> None:
     """Beside exact arithmetic, where the sum is nearer to one step than rounding can have moved it."""
     drawn = make_generator("aes", seed=seed).normal((len(values),), torch.float64)
     grid = grid_of(deviation)
@@ -172,7 +172,7 @@ def test_noisy_is_the_nearest_step_to_sum_and_noise(values: list[float], deviati
         assert (found / grid).is_integer()
 
 
-def test_noisy_probability_of_each_step_is_the_gaussians() -> None:
+def test_noisy_step_probabilities() -> None:
     """Sums between two steps move no probability: the share of each step is that of the Gaussian around the
     sum itself.
     """
@@ -190,7 +190,7 @@ def test_noisy_probability_of_each_step_is_the_gaussians() -> None:
         assert stats.chisquare(counts, n * probabilities).pvalue > ALPHA
 
 
-def test_to_nearest_large_sum_leaves_the_noise_its_precision() -> None:
+def test_to_nearest_large_sum_precision() -> None:
     """A sum of 2^40 steps is set aside before the noise is rounded."""
     for grid in (1.0, 2.0**-900, 2.0**880):
         for off, expected in ((-(2.0**-50), 2.0**40), (2.0**-50, 2.0**40 + 1)):
@@ -203,9 +203,7 @@ def test_to_nearest_large_sum_leaves_the_noise_its_precision() -> None:
     st.lists(st.tuples(st.floats(-(2.0**18), 2.0**18), st.floats(-1e5, 1e5)), min_size=1, max_size=20),
     st.sampled_from([2.0**-880, 2.0**-13, 1.0, 2.0**880]),
 )
-def test_to_nearest_small_sums_and_large_ones_are_rounded_alike(
-    numbers: list[tuple[float, float]], grid: float
-) -> None:
+def test_to_nearest_small_and_large_sums(numbers: list[tuple[float, float]], grid: float) -> None:
     """A sum below 2^18 steps is not taken apart, one above it is: the same step comes out, but where two are
     as near. On any device.
     """
@@ -246,14 +244,14 @@ def test_grid_of_is_a_power_of_two_near_a_4096th(deviation: float, grid: float) 
 
 
 @pytest.mark.parametrize("deviation", [0.0, -1.0, 1e-320, math.inf, math.nan])
-def test_grid_of_refuses_what_has_no_grid(deviation: float) -> None:
+def test_grid_of_refused(deviation: float) -> None:
     with pytest.raises(ConfigError) as caught:
         grid_of(deviation)
     assert "standard deviation" in caught.value.arrived
     assert caught.value.next_step
 
 
-def test_adaptive_count_is_released_on_a_grid() -> None:
+def test_adaptive_count_on_grid() -> None:
     """The bound that follows tells the noisy count, which has no bits of the noise's own."""
     adaptive = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0)
     grid = grid_of(adaptive.standard_deviation("add_or_remove_one"))
@@ -266,7 +264,7 @@ def test_adaptive_count_is_released_on_a_grid() -> None:
         ) == adaptive.updated(count, 8.0)
 
 
-def test_residual_epsilon_grows_as_a_root_and_is_small() -> None:
+def test_residual_epsilon_grows_as_square_root() -> None:
     digits = residual_epsilon(29_914 * 150, 1e-5)
     assert 1e-6 < digits < 4e-5
     assert residual_epsilon(4 * 29_914 * 150, 1e-5) == pytest.approx(2 * digits, rel=1e-6)
@@ -274,7 +272,7 @@ def test_residual_epsilon_grows_as_a_root_and_is_small() -> None:
     assert residual_epsilon(0, 1e-5) == 0
 
 
-def test_residual_epsilon_bounds_steps_that_are_off_by_the_stated_factor() -> None:
+def test_residual_epsilon_bounds_relative_error() -> None:
     """Probabilities of steps that are all off by a factor 1 +- eta, alternately: the ratio of 4,000 of them
     keeps to the bound.
     """

@@ -47,7 +47,7 @@ def of(scheme: str, count: int) -> Sampling:
 
 
 @given(st.sampled_from(["poisson", "truncated_poisson", "fixed"]), st.integers(1, 300), st.integers(0, 10**6))
-def test_sampling_records_come_once_and_in_order(scheme: str, count: int, seed: int) -> None:
+def test_sampling_records_unique_and_ordered(scheme: str, count: int, seed: int) -> None:
     drawn = of(scheme, count).draw(count, make_generator("aes", seed=seed))
     assert drawn.dtype == np.int64
     assert (np.diff(drawn) > 0).all()
@@ -58,7 +58,7 @@ def test_sampling_records_come_once_and_in_order(scheme: str, count: int, seed: 
         assert len(drawn) <= max(1, count // 3)
 
 
-def test_sampling_poisson_draws_each_record_with_its_rate() -> None:
+def test_sampling_poisson_rate() -> None:
     rate, count, steps = 0.07, 500, 2000
     drawn = draws(Sampling("poisson", sample_rate=rate), count, steps)
     # All records together, the spread over the records, and that of the sizes of the batches.
@@ -70,7 +70,7 @@ def test_sampling_poisson_draws_each_record_with_its_rate() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["poisson", "truncated_poisson", "fixed"])
-def test_sampling_steps_are_independent(scheme: str) -> None:
+def test_sampling_independent_steps(scheme: str) -> None:
     drawn = draws(of(scheme, 40), 40, 4000)
     for lag in (1, 2):
         table = np.array([[(~drawn[:-lag] & ~drawn[lag:]).sum(), (~drawn[:-lag] & drawn[lag:]).sum()]])
@@ -80,7 +80,7 @@ def test_sampling_steps_are_independent(scheme: str) -> None:
         assert stats.chi2_contingency(table, correction=False).pvalue > ALPHA
 
 
-def test_sampling_poisson_draws_records_independently() -> None:
+def test_sampling_poisson_independent_records() -> None:
     drawn = draws(Sampling("poisson", sample_rate=0.4), 6, 20_000)
     # Every one of the 64 batches, with its own probability.
     seen = Counter((drawn * 2 ** np.arange(6)).sum(1).tolist())
@@ -88,14 +88,14 @@ def test_sampling_poisson_draws_records_independently() -> None:
     assert stats.chisquare([seen[batch] for batch in range(64)], expected).pvalue > ALPHA
 
 
-def test_sampling_fixed_draws_every_batch_alike() -> None:
+def test_sampling_fixed_uniform_over_batches() -> None:
     for size in (2, 5):  # below and above the half, which are drawn in two ways
         drawn = draws(Sampling("fixed", batch_size=size), 7, 8000)
         seen = Counter(tuple(np.flatnonzero(step).tolist()) for step in drawn)
         assert stats.chisquare([seen[batch] for batch in combinations(range(7), size)]).pvalue > ALPHA
 
 
-def test_sampling_truncated_poisson_keeps_every_subset_alike() -> None:
+def test_sampling_truncated_poisson_uniform_over_subsets() -> None:
     scheme = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
     seen = Counter(tuple(np.flatnonzero(step).tolist()) for step in draws(scheme, 5, 8000))
     # Batches of 0 and 1 as they are, and of 2 what Poisson leaves: 26 of 32, shared by ten pairs.
@@ -123,19 +123,19 @@ def test_sampling_subsets_of_any_size(count: int, size: int) -> None:
 @pytest.mark.parametrize(
     "scheme", [Sampling("poisson", sample_rate=0.5), Sampling("poisson", sample_rate=1.0)]
 )
-def test_sampling_no_records_are_an_empty_batch(scheme: Sampling) -> None:
+def test_sampling_empty_batch(scheme: Sampling) -> None:
     drawn = scheme.draw(0, make_generator("aes"))
     assert (drawn.shape, drawn.dtype) == ((0,), np.int64)
 
 
-def test_sampling_rate_of_one_draws_all_and_a_tiny_one_nearly_none() -> None:
+def test_sampling_extreme_rates() -> None:
     generator = make_generator("aes", seed=4)
     assert Sampling("poisson", sample_rate=1.0).draw(50, generator).tolist() == list(range(50))
     assert len(Sampling("poisson", sample_rate=1e-30).draw(5000, generator)) == 0
     assert len(Sampling("poisson", sample_rate=1e-4).draw(5000, generator)) < 10
 
 
-def test_sampling_dataset_larger_than_a_piece_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_large_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5))
     monkeypatch.setattr(sampling, "_LOTS", 32)  # pieces of whole cipher blocks, so that the bits are the same
     assert (
@@ -148,13 +148,13 @@ def test_sampling_dataset_larger_than_a_piece_is_drawn_whole(monkeypatch: pytest
 # -- exact bits ----------------------------------------------------------------------------------------------
 
 
-def test_sampling_lot_below_the_rate_is_in() -> None:
+def test_sampling_threshold_of_rate() -> None:
     lots = [0, 2**62 - 1, 2**62, 2**64 - 1]
     assert Sampling("poisson", sample_rate=0.25).draw(4, PlantedGenerator(lots)).tolist() == [0, 1]
 
 
 @given(st.floats(1e-18, 1.0))
-def test_sampling_no_record_is_drawn_more_often_than_accounted(rate: float) -> None:
+def test_sampling_rate_rounded_down(rate: float) -> None:
     """The probability in integers: the smallest lot that is out, over 2^64, is at most the rate, and less
     than one lot below it.
     """
@@ -170,7 +170,7 @@ def test_sampling_no_record_is_drawn_more_often_than_accounted(rate: float) -> N
     assert drawn.tolist() == expected
 
 
-def test_sampling_lots_beyond_the_last_whole_multiple_are_left_out() -> None:
+def test_sampling_rejects_biased_integers() -> None:
     # 2^64 = 1 mod 3: the largest lot would make 0 likelier than 1 and 2.
     words = [2**64 - 1, 2, *[0] * 8]
     assert random_subset(3, 1, PlantedGenerator(words)).tolist() == [2]
@@ -213,20 +213,20 @@ def test_sampling_lots_beyond_the_last_whole_multiple_are_left_out() -> None:
         ),
     ],
 )
-def test_sampling_numbers_that_do_not_make_a_scheme(fields: dict[str, Any], says: str) -> None:
+def test_sampling_arguments_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(**fields)
     assert caught.value.arrived.removesuffix(" sampling") == says.removesuffix(" sampling")
     assert caught.value.expected or caught.value.next_step
 
 
-def test_sampling_batch_size_given_as_a_rate_is_explained() -> None:
+def test_sampling_batch_size_as_rate_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling("poisson", sample_rate=128)
     assert caught.value.cause == "the number of records in a batch was given"
 
 
-def test_sampling_dataset_that_does_not_fit() -> None:
+def test_sampling_small_dataset_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling("fixed", batch_size=5).draw(4, make_generator("aes"))
     assert caught.value.arrived == "batch_size is 5, and the dataset has 4 records"
@@ -238,6 +238,6 @@ def test_sampling_dataset_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["poisson", "truncated_poisson", "fixed"])
-def test_sampling_description_makes_the_scheme_again(scheme: str) -> None:
+def test_sampling_description_round_trip(scheme: str) -> None:
     assert Sampling(**of(scheme, 30).describe()) == of(scheme, 30)
     assert set(of(scheme, 30).describe()) == {"scheme", *sampling.FIELDS[scheme]}  # type: ignore[index]

@@ -22,7 +22,7 @@ SCHEDULES = [
 ]
 
 
-def test_schedule_each_kind_s_multipliers() -> None:
+def test_schedule_multipliers_of_each_kind() -> None:
     assert [Schedule().multiplier(1.5, step) for step in range(3)] == [1.5, 1.5, 1.5]
     assert [SCHEDULES[1].multiplier(2.0, step) for step in (0, 2, 3, 5, 6)] == [2.0, 2.0, 1.0, 1.0, 0.5]
     assert [SCHEDULES[2].multiplier(2.0, step) for step in (0, 1, 2)] == pytest.approx([2.0, 1.8, 1.62])
@@ -32,7 +32,7 @@ def test_schedule_each_kind_s_multipliers() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.kind)
 @given(steps=st.integers(0, 7))
-def test_schedule_runs_are_the_steps_in_order(schedule: Schedule, steps: int) -> None:
+def test_schedule_runs(schedule: Schedule, steps: int) -> None:
     runs = schedule.runs(1.25, steps)
     assert [multiplier for multiplier, count in runs for _ in range(count)] == [
         schedule.multiplier(1.25, step) for step in range(steps)
@@ -42,7 +42,7 @@ def test_schedule_runs_are_the_steps_in_order(schedule: Schedule, steps: int) ->
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.kind)
-def test_schedule_description_gives_the_schedule_back(schedule: Schedule) -> None:
+def test_schedule_description_round_trip(schedule: Schedule) -> None:
     assert Schedule(**json.loads(json.dumps(schedule.describe()))) == schedule
     assert hash(Schedule(**schedule.describe())) == hash(schedule)
 
@@ -65,19 +65,19 @@ def test_schedule_description_gives_the_schedule_back(schedule: Schedule) -> Non
         ({"kind": "list", "multipliers": (1.0, -1.0)}, "the schedule lists the multiplier -1.0"),
     ],
 )
-def test_schedule_what_is_no_schedule_is_refused(fields: dict[str, Any], wording: str) -> None:
+def test_schedule_arguments_refused(fields: dict[str, Any], wording: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Schedule(**fields)
     assert str(caught.value).startswith(wording)
 
 
-def test_schedule_step_beyond_the_list_is_refused() -> None:
+def test_schedule_step_beyond_list_refused() -> None:
     with pytest.raises(ConfigError, match="lists 7 multipliers, and step number 8 was asked for"):
         SCHEDULES[3].runs(1.0, 8)
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
-def test_schedule_multiplier_stays_a_positive_number(factor: float) -> None:
+def test_schedule_multiplier_positive(factor: float) -> None:
     # Noise that fades to nothing would be a step without noise that nobody asked for.
     with pytest.raises(ConfigError, match="makes the noise multiplier of step number 401"):
         Schedule("exponential", factor=factor).multiplier(1.0, 400)

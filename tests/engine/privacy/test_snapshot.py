@@ -91,7 +91,7 @@ def identical(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_snapshot_training_goes_on_as_if_it_had_never_stopped(
+def test_snapshot_resumed_training_equals_uninterrupted(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     model = Net().to(device, dtype)
@@ -110,7 +110,7 @@ def test_snapshot_training_goes_on_as_if_it_had_never_stopped(
     assert identical(resumed.state_dict(), optimizer.state_dict())
 
 
-def test_snapshot_optimiser_without_state_is_kept_too() -> None:
+def test_snapshot_optimiser_without_state() -> None:
     model = Net()
     optimizer = torch.optim.Adam(trainable(model))
     snapshot = Snapshot.from_bytes(Snapshot.take(tensors_of(model), optimizer, {}).to_bytes())
@@ -140,7 +140,7 @@ values = st.recursive(
         max_size=3,
     ),
 )
-def test_snapshot_round_trip_is_exact(
+def test_snapshot_round_trip(
     shapes: list[tuple[list[int], torch.dtype]], state: Any, metadata: dict[str, Any]
 ) -> None:
     tensors = {f"t/{i}.ü": (10 * torch.randn(shape)).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
@@ -154,7 +154,7 @@ def test_snapshot_round_trip_is_exact(
     assert (after.optimizer, after.trained) == ("x", [["a"]])
 
 
-def test_snapshot_special_values_keep_their_bits() -> None:
+def test_snapshot_special_values() -> None:
     tensor = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     state = {"lr": float("inf"), "low": float("-inf"), "zero": -0.0, "none": None}
     after = Snapshot.from_bytes(Snapshot({"t": tensor}, "x", [], state, {}).to_bytes())
@@ -163,7 +163,7 @@ def test_snapshot_special_values_keep_their_bits() -> None:
     assert str(after.state["zero"]) == "-0.0"
 
 
-def test_snapshot_views_of_one_memory_are_kept_as_what_they_show() -> None:
+def test_snapshot_views() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     tensors = {
         "whole": whole,
@@ -179,7 +179,7 @@ def test_snapshot_views_of_one_memory_are_kept_as_what_they_show() -> None:
     }
 
 
-def test_snapshot_tied_weight_stays_tied() -> None:
+def test_snapshot_tied_weight() -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
         model[1].weight = model[0].weight
@@ -192,7 +192,7 @@ def test_snapshot_tied_weight_stays_tied() -> None:
     assert torch.equal(other[1].weight, model[1].weight)
 
 
-def test_snapshot_what_is_no_plain_value_is_refused() -> None:
+def test_snapshot_other_values_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"the optimiser's state, 'schedule' is of type function"
     ) as refusal:
@@ -212,7 +212,7 @@ def a_file(**metadata: Any) -> bytes:
     return Snapshot.take(tensors_of(model), optimizer, metadata).to_bytes()
 
 
-def test_snapshot_file_cut_short_anywhere_is_refused() -> None:
+def test_snapshot_truncated_file_refused() -> None:
     data = a_file()
     for length in [*range(0, 64), *range(64, len(data), 97), len(data) - 1]:
         with pytest.raises(CheckpointError, match=r"run/checkpoint.safetensors is damaged, or no checkpoint"):
@@ -221,7 +221,7 @@ def test_snapshot_file_cut_short_anywhere_is_refused() -> None:
         Snapshot.from_bytes(data + b"\0")
 
 
-def test_snapshot_changed_bit_anywhere_is_refused() -> None:
+def test_snapshot_flipped_bit_refused() -> None:
     data = a_file(step=7)
     for place in range(0, len(data), 41):
         changed = bytearray(data)
@@ -230,7 +230,7 @@ def test_snapshot_changed_bit_anywhere_is_refused() -> None:
             Snapshot.from_bytes(bytes(changed))
 
 
-def test_snapshot_part_that_the_disk_lost_is_refused() -> None:
+def test_snapshot_zeroed_part_refused() -> None:
     data = a_file()
     with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
         Snapshot.from_bytes(data[:-64] + bytes(64))
@@ -239,12 +239,12 @@ def test_snapshot_part_that_the_disk_lost_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"PK\x03\x04", b"not a checkpoint at all", bytes(100), json.dumps({"a": 1}).encode()]
 )
-def test_snapshot_other_files_are_refused(data: bytes) -> None:
+def test_snapshot_other_file_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="is damaged, or no checkpoint"):
         Snapshot.from_bytes(data)
 
 
-def test_snapshot_weights_alone_are_no_checkpoint() -> None:
+def test_snapshot_weights_only_refused() -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint of private training") as refusal:
         Snapshot.from_bytes(save({"weight": torch.ones(2)}), "model.safetensors")
     assert "don't say where training stood" in str(refusal.value)
@@ -282,9 +282,7 @@ def set_(name: str, value: Any) -> Callable[[Any], None]:
         ),
     ],
 )
-def test_snapshot_another_model_is_refused_and_left_as_it_is(
-    change: Callable[[Any], None], words: str
-) -> None:
+def test_snapshot_other_model_refused(change: Callable[[Any], None], words: str) -> None:
     snapshot = Snapshot.from_bytes(a_file())
     model = Other(change)
     optimizer = torch.optim.Adam(trainable(model))
@@ -296,14 +294,14 @@ def test_snapshot_another_model_is_refused_and_left_as_it_is(
     assert not optimizer.state
 
 
-def test_snapshot_many_differences_are_counted() -> None:
+def test_snapshot_many_differences() -> None:
     with pytest.raises(CheckpointError, match="; and 5 more"):
         Snapshot.from_bytes(a_file()).restore(
             {f"x{i}": torch.ones(1) for i in range(2)}, torch.optim.SGD([torch.ones(1)])
         )
 
 
-def test_snapshot_another_optimiser_is_refused() -> None:
+def test_snapshot_other_optimiser_refused() -> None:
     model = Net()
     with pytest.raises(
         CheckpointError, match=r"made with torch.optim.adam.Adam, and the optimiser is torch.optim.sgd.SGD"
@@ -311,7 +309,7 @@ def test_snapshot_another_optimiser_is_refused() -> None:
         Snapshot.from_bytes(a_file()).restore(tensors_of(model), torch.optim.SGD(trainable(model)))
 
 
-def test_snapshot_layers_that_changed_places_are_refused() -> None:
+def test_snapshot_swapped_layers_refused() -> None:
     # their names and shapes are the same, but the optimiser would give each the other's state
     model = Net()
     parameters = trainable(model)
@@ -319,6 +317,6 @@ def test_snapshot_layers_that_changed_places_are_refused() -> None:
         Snapshot.from_bytes(a_file()).restore(tensors_of(model), torch.optim.Adam(parameters[::-1]))
 
 
-def test_snapshot_optimiser_of_a_strange_parameter_is_a_mistake() -> None:
+def test_snapshot_optimiser_of_unknown_parameter() -> None:
     with pytest.raises(ValueError, match="not among the tensors"):
         Snapshot.take(tensors_of(Net()), torch.optim.SGD([torch.ones(1)]), {})

@@ -75,7 +75,7 @@ def assert_same(found: ClippedSum, expected: dict[str, Tensor], tolerance: float
 
 
 @pytest.mark.parametrize("grid", [None, 2.0**-20])
-def test_clipped_source_empty_batch_is_zeros_of_the_parameters_shapes(
+def test_clipped_source_empty_batch(
     model: nn.Module, batch: tuple[Tensor, Tensor], grid: float | None
 ) -> None:
     nothing = (batch[0][:0], batch[1][:0])
@@ -94,9 +94,7 @@ def test_clipped_source_empty_batch_is_zeros_of_the_parameters_shapes(
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, "auto"])
-def test_clipped_source_columns_tell_of_each_record_in_order(
-    model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any
-) -> None:
+def test_clipped_source_columns(model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any) -> None:
     clipping = Clipping.per_layer(names_of(model), 2.2)
     found = stream_source(stream_of(model, batch, chunk_size=chunk_size), RECORDS)(clipping)
     gradients = one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1])
@@ -120,7 +118,7 @@ def test_clipped_source_columns_tell_of_each_record_in_order(
 
 
 @pytest.mark.parametrize("chunk_size", [3, "auto"])
-def test_clipped_source_stream_goes_on_with_parameters_that_an_optimiser_has_changed(
+def test_clipped_source_updated_parameters(
     model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any
 ) -> None:
     stream, clipping = stream_of(model, batch, chunk_size=chunk_size), Clipping.flat(names_of(model), 0.5)
@@ -131,15 +129,13 @@ def test_clipped_source_stream_goes_on_with_parameters_that_an_optimiser_has_cha
                 parameter.mul_(1.5)
 
 
-def test_clipped_source_small_first_batch_does_not_make_small_chunks_of_later_ones(
-    model: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
+def test_clipped_source_chunk_size_after_small_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     stream, clipping = stream_of(model, batch, memory=1 << 20), Clipping.flat(names_of(model), 0.5)
     stream_source(stream, 2)(clipping)
     assert stream.chunk_size > RECORDS
 
 
-def test_clipped_source_after_many_batches_the_chunk_size_is_predicted_once(
+def test_clipped_source_chunk_size_predicted_once(
     model: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for the first one, which may be the only one; and the sums go on."""
@@ -155,7 +151,7 @@ def test_clipped_source_after_many_batches_the_chunk_size_is_predicted_once(
     assert sizes == [1024, 1024, 5, 5, 5]
 
 
-def test_clipped_source_chunk_that_runs_out_of_memory_counts_once(
+def test_clipped_source_out_of_memory(
     model: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = clipped_sums.per_sample_weighted_sum
@@ -175,13 +171,13 @@ def test_clipped_source_chunk_that_runs_out_of_memory_counts_once(
     assert len(found.records.norms) == RECORDS
 
 
-def test_clipped_source_record_that_fails_is_named(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+def test_clipped_source_failing_record(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     batch[1][7] = 99
     with pytest.raises(ModelError, match="row 7"):
         stream_source(stream_of(model, batch, chunk_size=4), RECORDS)(Clipping.flat(names_of(model), 1.0))
 
 
-def test_clipped_source_sums_of_half_precision_parameters_are_float64() -> None:
+def test_clipped_source_half_precision() -> None:
     params = {"w": torch.randn(4, 3).bfloat16(), "unused": torch.zeros(2).bfloat16()}
     source = batch_source(lambda p, x: (p["w"] @ x).square().sum(), params, torch.randn(5, 3).bfloat16())
     found = source(Clipping.flat(params, 1e-3))
@@ -232,7 +228,7 @@ MONSTERS: dict[str, tuple[list[float], list[float], bool]] = {
 @pytest.mark.parametrize("memory", [None, 0], ids=["kept", "two passes"])
 @pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_parameter], ids=["flat", "per parameter"])
 @pytest.mark.parametrize("monster", list(MONSTERS))
-def test_clipped_source_whatever_a_record_holds_it_adds_no_more_than_the_bound(
+def test_clipped_source_bound_for_any_record(
     monster: str, clip: Callable[..., Clipping], memory: float | None
 ) -> None:
     left, right, adds = MONSTERS[monster]
@@ -257,9 +253,7 @@ def test_clipped_source_whatever_a_record_holds_it_adds_no_more_than_the_bound(
         assert not math.isfinite(found.records.norms[PLACE])
 
 
-def test_clipped_source_batch_of_nothing_but_bad_records_sums_to_zero(
-    model: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
+def test_clipped_source_all_records_nonfinite(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     spoilt = (batch[0] * math.nan, batch[1])
     clipping = Clipping.per_layer(names_of(model), 1.0)
     for source in (
@@ -272,7 +266,7 @@ def test_clipped_source_batch_of_nothing_but_bad_records_sums_to_zero(
         assert not found.records.below.any()
 
 
-def test_clipped_source_only_a_record_that_cancels_is_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipped_source_cancelling_record_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 records one cancels: it takes a pass of its own, and the others one together."""
     x, k = planted([1e38, 1e38], [1e30, -1e30])
     rows = torch.tensor([0] * 40 + [PLACE] + [1] * 23)
@@ -289,7 +283,7 @@ def test_clipped_source_only_a_record_that_cancels_is_computed_alone(monkeypatch
     assert sizes == {"per_sample_weighted_sum": [64], "per_sample_gradients": [1]}
 
 
-def test_clipped_source_records_that_disagree_on_a_branch_are_clipped_like_others() -> None:
+def test_clipped_source_branching_model() -> None:
     weight, rows = {"w": torch.randn(3, dtype=torch.float64)}, torch.randn(6, 3, dtype=torch.float64)
 
     def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
@@ -307,7 +301,7 @@ def test_clipped_source_records_that_disagree_on_a_branch_are_clipped_like_other
 
 
 @pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_layer])
-def test_clipped_source_on_a_grid_records_are_rounded_one_by_one_and_sums_are_integers(
+def test_clipped_source_grid_integer_sums(
     model: nn.Module, batch: tuple[Tensor, Tensor], clip: Callable[..., Clipping]
 ) -> None:
     grid = 2.0**-7
@@ -330,9 +324,7 @@ def test_clipped_source_on_a_grid_records_are_rounded_one_by_one_and_sums_are_in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clipped_source_on_a_grid_the_sum_is_exactly_that_of_its_records_in_any_company(
-    dtype: torch.dtype, device: torch.device
-) -> None:
+def test_clipped_source_grid_sum_is_exact(dtype: torch.dtype, device: torch.device) -> None:
     """A kernel that rounds a record's gradient by the size of the batch would move the sum by more than one
     record.
     """
@@ -353,7 +345,7 @@ def test_clipped_source_on_a_grid_the_sum_is_exactly_that_of_its_records_in_any_
 
 
 @given(st.integers(0, 2**20), st.sampled_from([1e-3, 1.0, 1e4, 1e30]), st.integers(4, 24))
-def test_clipped_source_rounded_record_keeps_to_the_bound_exactly(seed: int, scale: float, fine: int) -> None:
+def test_clipped_source_grid_bound_is_exact(seed: int, scale: float, fine: int) -> None:
     torch.manual_seed(seed)
     params = {"w": torch.randn(7, 5), "b": torch.zeros(7)}
     x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 7) * scale
@@ -367,7 +359,7 @@ def test_clipped_source_rounded_record_keeps_to_the_bound_exactly(seed: int, sca
 
 
 @pytest.mark.parametrize("monster", [name for name, (_, _, adds) in MONSTERS.items() if not adds])
-def test_clipped_source_record_that_is_no_number_leaves_the_integers_alone(monster: str) -> None:
+def test_clipped_source_grid_nonfinite_record(monster: str) -> None:
     x, k = planted(*MONSTERS[monster][:2])
     clipping = Clipping.per_parameter(WIDE, 1.0, grid=2.0**-20)
     others = [i for i in range(6) if i != PLACE]
@@ -377,9 +369,7 @@ def test_clipped_source_record_that_is_no_number_leaves_the_integers_alone(monst
     assert not found.records.factors[PLACE].any() or monster == "huge contributions that cancel to nothing"
 
 
-def test_clipped_source_grid_changes_the_sum_by_no_more_than_its_rounding(
-    model: nn.Module, batch: tuple[Tensor, Tensor]
-) -> None:
+def test_clipped_source_grid_rounding_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     grid = 2.0**-24
     clipping = Clipping.flat(names_of(model), 0.5, grid=grid)
     sums = in_memory(model, batch)(clipping).sums
@@ -392,7 +382,7 @@ def test_clipped_source_grid_changes_the_sum_by_no_more_than_its_rounding(
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_clipped_source_no_product_of_a_clipped_sum_has_its_factors_rounded(precision: str) -> None:
+def test_clipped_source_products_in_full_precision(precision: str) -> None:
     """A norm and a sum of factors that a GPU rounds to TF32, as it does in convolutions unless told
     otherwise, differ by a thousandth.
     """
@@ -428,7 +418,7 @@ def test_clipped_source_no_product_of_a_clipped_sum_has_its_factors_rounded(prec
     assert all(seen == ("highest", False, ["ieee"] * len(ops)) for seen in during)
 
 
-def test_clipped_source_frozen_switches_are_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipped_source_frozen_backend_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.backends.disable_global_flags()` was called, as importing PyTorch's own test tools does."""
     monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
     before = torch.backends.cudnn.allow_tf32
@@ -441,7 +431,7 @@ def test_clipped_source_frozen_switches_are_no_hindrance(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("shape", [(6,), (7, 6)], ids=["vectors", "sequences"])
-def test_clipped_source_autocast_around_a_source_is_the_losss_alone(shape: tuple[int, ...]) -> None:
+def test_clipped_source_autocast(shape: tuple[int, ...]) -> None:
     """Sums in bfloat16 were longer than the bound by a thousandth."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16))

@@ -45,7 +45,7 @@ def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Modu
     )
 
 
-def test_private_step_optimiser_of_more_than_is_noised_is_refused() -> None:
+def test_private_step_optimiser_of_other_parameters_refused() -> None:
     with pytest.raises(
         ConfigError,
         match="the optimiser has 2 trainable parameters that are not among those of the private training",
@@ -54,7 +54,7 @@ def test_private_step_optimiser_of_more_than_is_noised_is_refused() -> None:
 
 
 @pytest.mark.parametrize("optimizer_has_all", [False, True])
-def test_private_step_what_is_not_noised_does_not_change(optimizer_has_all: bool) -> None:
+def test_private_step_other_tensors_unchanged(optimizer_has_all: bool) -> None:
     model, training = training_of_the_head(optimizer_has_all, frozen=optimizer_has_all)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     training.step()
@@ -89,7 +89,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="what is kept of freed memory is the C library's choice"
 )
-def test_private_step_private_sum_new_pages_of_memory() -> None:
+def test_private_sum_new_pages_of_memory() -> None:
     """A step gets the memory of the step before: new pages from the system would take a fifth of its time."""
     found = subprocess.run(
         [sys.executable, "-c", STEPS_OF_TEN_MEBIBYTES], capture_output=True, text=True, check=True

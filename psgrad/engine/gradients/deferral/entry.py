@@ -1,4 +1,6 @@
-"""Operators that make deferred values: they would materialise the gradient of a weight for each sample."""
+"""The operators that make deferred values, because they would materialise the gradient of a weight for each
+sample.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Products of deferred values with what all samples share, element by element and as matrices.
-
-Parts of deferred values, and deferred values that are parts of larger ones.
+"""Products of deferred values with shared tensors, element by element and as matrices; slices of deferred
+values and their embedding into larger ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Linear maps of deferred gradients: of each term by itself. NotImplemented where a term would have to be
-materialised.
-
-Sums of deferred values, with others and over their own axes.
-
-Casts, reshapes and transposes of deferred values.
+"""Linear maps of deferred gradients, term by term: sums, casts, reshapes and transposes. They return
+NotImplemented where a term would have to be materialised.
 """
 
 from __future__ import annotations

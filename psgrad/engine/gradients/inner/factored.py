@@ -3,14 +3,13 @@ of samples, multiplied.
 
     <sum_t l_t r_t^T, sum_s l'_s r'_s^T> = sum_ts (l_t . l'_s) (r_t . r'_s)
 
-For rows of a table l_t is one-hot: (l_t . l'_s) asks whether two indices are the same, or picks from the
-other side's factor.
+For rows of a table l_t is one-hot: (l_t . l'_s) compares two indices, or selects from the other side's
+factor.
 
-Factors brought near one, so that the products of four of them stay inside the range of float32.
-
-Powers of two are moved between the factors of a term, position by position, and taken out sample by sample
-where a gradient as a whole is far from one. No digit is lost, but for what is negligible beside the same
-sample's other positions.
+The factors are scaled near one first, so that products of four of them stay inside the range of float32.
+Powers of two are moved between the factors of a term, position by position, and taken out sample by sample if
+a whole gradient is far from one. Only digits that are negligible beside the same sample's other positions are
+lost.
 """
 
 from __future__ import annotations

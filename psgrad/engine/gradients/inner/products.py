@@ -1,8 +1,5 @@
-"""The inner products of two sets of deferred gradients: a way for each region, and the samples that rounding
-may have spoilt again.
-
-What each way to a region's inner products costs, from sizes alone: the constants are those of the machine
-(costs.py).
+"""The inner products of two sets of deferred gradients: an order of contraction for each region, chosen by
+its price, and a second computation of the samples that rounding may have made wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Where terms of two gradients meet: sets of elements of a parameter that no other term reaches into.
-
-Gradients that are materialised, all of a parameter or some of its rows at a time.
-
-How the samples of two sides are cut, so that what is made of them fits.
+"""Regions of a parameter, sets of elements that no other term reaches into, and the cuts of both sides'
+samples by which a region's intermediates fit in memory.
 """
 
 from __future__ import annotations

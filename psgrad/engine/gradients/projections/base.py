@@ -1,17 +1,11 @@
-"""What all random projections have in common: their description, their columns, and sums that don't lose
-digits.
+"""The base of random projections: their description, their columns, sums in a safe precision, and their
+random numbers.
 
-Memory that is kept between the blocks of a walk: fresh pages cost more than most of what is written into
-them.
-
-Random numbers by position: the entries of a projection matrix, the same on every machine, in whatever order
-they are asked for.
-
-An entry is a pure function of the seed, the parameter's name, the entry's place in the parameter and its row
-of the matrix. Nothing is drawn in turn, so that chunks, batches and devices can't change it, and a matrix
-that never exists as a whole can be asked for any part. The generator is SplitMix64's finaliser over a counter
-(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, section 5), in int64 tensor
-arithmetic, which wraps around alike everywhere.
+An entry of a projection matrix is a pure function of the seed, the parameter's name, the entry's place in the
+parameter and its row of the matrix. So chunks, batches and devices can't change it, and any part of the
+matrix can be computed alone. The generator is SplitMix64's finaliser over a counter (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", 2014, section 5), in int64 tensor arithmetic, which wraps
+around alike everywhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Dense projections: every entry of the matrix is random, and no more than a block of it ever exists.
-
-Sparse projections: each entry of a gradient is added to, or taken from, a few of the columns.
+"""Projections entry by entry: dense ones, whose matrix is random everywhere and of which only a block exists
+at a time, and sparse ones, which add each entry of a gradient to a few columns or subtract it.
 """
 
 from __future__ import annotations

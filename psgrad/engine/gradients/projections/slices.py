@@ -1,7 +1,5 @@
-"""Walking over a deferred gradient in slices: a few entries of all samples' gradients at a time, never one
-sample's whole gradient.
-
-Where a term's elements stand in the parameter, counted in the parameter's own row-major order.
+"""Walks over a deferred gradient in slices: a few entries of all samples' gradients at a time, with their
+places in the parameter's row-major order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stored value: biases, affine parameters, and whatever has no factors."""
+"""A stored value: the gradient of a bias, of an affine parameter, or of any parameter without factors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A product whose factors' axes are cut into the atoms of a layout: what is done along an atom is done to its
-factor.
+"""A product whose factors' axes are cut into the atoms of a layout, so that a map along an atom is a map of
+its factor.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Matrices of second derivatives, and what stands in for them."""
+"""Matrices of second derivatives, and their approximations."""

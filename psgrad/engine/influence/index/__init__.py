@@ -1,3 +1,3 @@
-"""Rows of (projected) gradients: made once, kept in memory or on the disk, and asked by the methods that need
-no more than them.
+"""Rows of (projected) gradients: computed once, kept in memory or on the disk, and read by the methods that
+need no more than them.
 """

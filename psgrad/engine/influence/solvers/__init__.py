@@ -1,1 +1,1 @@
-"""Ways to multiply by the inverse of a curvature."""
+"""Solvers: products with the inverse of a curvature."""

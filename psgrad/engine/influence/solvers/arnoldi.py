@@ -1,5 +1,5 @@
-"""Arnoldi influence: the inverse along the leading eigenvectors alone, and zero across them. Another estimand
-than a solve.
+"""Arnoldi influence: the inverse along the leading eigenvectors, and zero across them. It estimates another
+quantity than a solve does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Complex values and their parts. Cotangents follow PyTorch's convention: of z they are d/d re(z) + i d/d
-im(z).
+"""Complex values, their parts, and Fourier transforms.
 
-Fourier transforms. Each is linear; its VJP is its adjoint, which is the transform the other way, with the
-same scaling.
-
-A transform of real values keeps half of the spectrum: the other half is its mirror image, conjugated.
+Cotangents follow PyTorch's convention: of z they are d/d re(z) + i d/d im(z). A Fourier transform is linear;
+its VJP is its adjoint, which is the inverse transform with the same scaling. A transform of real values keeps
+half of the spectrum: the other half is its mirror image, conjugated.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Composite operators that come down to one other operator: they go there at once, in place of through
-PyTorch's own definition of them.
+"""Composite operators that call one other operator directly instead of PyTorch's own definition; and Python
+numbers that are read from batched values, where all samples have the same.
 
-What PyTorch does besides, with arguments out of the ordinary (shapes that don't fit, a cast), is left to it.
-Convolutions are in their own file.
-
-Python numbers and lengths that are taken from batched values: where all samples give the same, that is it.
+PyTorch's definition is used for unusual arguments (shapes that don't fit, a cast). Convolutions are in their
+own file.
 """
 
 from __future__ import annotations

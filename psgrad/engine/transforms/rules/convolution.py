@@ -1,12 +1,10 @@
 """Convolution: the sample axis is folded into the kernel's batch axis; the per-sample weight gradient is one
 kernel call a chunk.
 
-A convolution's weight gradient for every sample.
-
-Three ways to the same numbers. `as_groups`: the samples are groups of one convolution, whose kernel knows
-what to do. `shifted`: one batched matrix product for each place of the kernel, of the cotangents with the
-input moved by so much; patches are never written out. `as_matrices`: patches written out, for thin inputs,
-and for whoever needs the positions. And `grams`, from which come the norms alone.
+The weight gradient of every sample has three orders of computation. `as_groups`: the samples are groups of
+one convolution. `shifted`: one batched matrix product for each place of the kernel, of the cotangents with
+the shifted input; patches are never materialised. `as_matrices`: patches are materialised, for thin inputs,
+and where positions are needed. `grams` computes only the norms.
 """
 
 from __future__ import annotations

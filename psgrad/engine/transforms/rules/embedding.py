@@ -1,8 +1,7 @@
 """EmbeddingBag: a lookup, and one sum, mean or maximum a bag.
 
-PyTorch's kernel does both at once and tells samples apart by nothing. Written as two steps, the lookup is
-`embedding`, whose weight gradient a per-sample query never has to build, and the bags are segments of its
-rows.
+PyTorch's kernel does both at once and can't separate samples. As two steps, the lookup is `embedding`, whose
+weight gradient a per-sample query never materialises, and the bags are segments of its rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families: combinators that make the rules of most operators out of one line each."""
+"""Families: functions that make the rules of most operators from one line each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How random operators draw where each sample draws by a label of its own: see transforms/random_draws.py.
+"""Random operators where each sample draws by a label of its own: see transforms/random_draws.py.
 
-An operator that draws and is not here is decomposed into others, or refused by name.
+A random operator that is not here is decomposed into others, or refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Matrix products. A product with a matrix that all samples share runs as one product over all rows of all
-samples.
-
-Pairs of vectors: distances between two sets, bilinear forms.
+"""Matrix products and pairs of vectors (distances, bilinear forms). A product with a matrix that all samples
+share runs as one product over all rows of all samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Variances, standard deviations, norms of vectors, and what is scaled by them."""
+"""Variances, standard deviations, norms of vectors, and operators that rescale by them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Recurrent layers as programs: one matrix product for the inputs of all times, then a step for each time.
 
-PyTorch has kernels for whole layers (oneDNN, cuDNN), which keep to themselves what a per-sample gradient
-needs. Here a recurrent weight meets each time's state in a product of its own, and those products collect as
-one term with a position for each time.
+PyTorch's kernels for whole layers (oneDNN, cuDNN) do not return what a per-sample gradient needs. Here a
+recurrent weight is multiplied by each time's state in a product of its own, and those products collect as one
+term with a position for each time.
 
 Time is packed throughout: a piece for each time holds the sequences that are still running, the longest
-first, as PyTorch packs them. Sequences of equal length are the case in which all pieces are alike.
+first, as PyTorch packs them. If all sequences have equal length, all pieces are alike.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The table of rules: for each operator its VJP and its batching, declared side by side by the operator's
-family.
+family; and the facts behind `psgrad ops`.
 
 A VJP is given argument by argument, as a function that sees the result and the arguments and returns the
 closure from the result's cotangent to the argument's: `lambda out, x, y: lambda g: g * y`. The closure keeps
@@ -7,11 +7,9 @@ alive what it mentions and nothing else, so what a rule saves can be read off it
 has no derivative (its cotangent is zero). For a list argument the closure takes the place in the list first.
 Cotangents have the argument's shape and dtype.
 
-A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batching.Batch) knows which arguments
+A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batch_values.Batch) knows which arguments
 carry the sample axis and gives their physical values, sample axis in front; the rule returns physical results
 with that axis in front.
-
-What the table of rules says of each operator: the facts behind `psgrad ops`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Several values into one place: scatter_reduce and what is written with it, and writes to places that a mask
-or an index names.
+"""Operators that combine several values in one place: scatter_reduce and its relatives, writes to places that
+a mask or an index names, and histograms.
 
-Counts in bins, each sample's by itself. They are constants: a count does not change with a value, but where
-it jumps.
+Histograms count each sample's values separately. Their derivative is zero.
 """
 
 from __future__ import annotations

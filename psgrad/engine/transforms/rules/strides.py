@@ -1,7 +1,7 @@
 """as_strided: other sizes and strides over a tensor's memory.
 
-A traced value has no memory that a caller may count in. What its strides say of where its elements would lie
-is enough, as long as only its own elements are asked for: then the operator is a lookup.
+A traced value has no memory. Its strides say where its elements would lie. That is enough as long as only its
+own elements are read: the operator is then a lookup.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def trained_alone(job: Job, recipe: Recipe) -> torch.Tensor:
     ],
     ids=["adam", "adamw", "momentum", "sgd"],
 )
-def test_trainer_ensemble_is_its_members_trained_one_by_one(recipe: Recipe) -> None:
+def test_trainer_ensemble_equals_single_trainings(recipe: Recipe) -> None:
     wanted = jobs(4)
     together = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
     for number, job in enumerate(wanted):
@@ -100,7 +100,7 @@ def test_trainer_ensemble_is_its_members_trained_one_by_one(recipe: Recipe) -> N
     sizes=st.lists(st.sampled_from([9, 14]), min_size=5, max_size=5),
     together=st.integers(1, 5),
 )
-def test_trainer_neither_order_nor_company_matters(order: list[int], sizes: list[int], together: int) -> None:
+def test_trainer_independent_of_order_and_group(order: list[int], sizes: list[int], together: int) -> None:
     """Jobs of several sizes, in any order, so many at a time."""
     wanted = [jobs(1, size, seed)[0] for seed, size in enumerate(sizes)]
     wanted = [replace(job, seed=number) for number, job in enumerate(wanted)]
@@ -112,7 +112,7 @@ def test_trainer_neither_order_nor_company_matters(order: list[int], sizes: list
         )
 
 
-def test_trainer_long_trainings_are_captured_and_replayed() -> None:
+def test_trainer_long_training_uses_capture() -> None:
     recipe, wanted = replace(RECIPE, epochs=26), jobs(2)
     assert recipe.epochs * 4 >= _CAPTURED_FROM
     found = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
@@ -120,7 +120,7 @@ def test_trainer_long_trainings_are_captured_and_replayed() -> None:
         torch.testing.assert_close(member(found, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
 
 
-def test_trainer_labels_of_a_job_take_the_place_of_the_datasets() -> None:
+def test_trainer_labels_of_a_job() -> None:
     wanted = jobs(3)
     wanted[1] = replace(wanted[1], target=(LABELS + 1) % 3)
     found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(wanted)
@@ -129,7 +129,7 @@ def test_trainer_labels_of_a_job_take_the_place_of_the_datasets() -> None:
     assert not torch.allclose(member(found, 1), trained_alone(jobs(3)[1], RECIPE))
 
 
-def test_trainer_same_seed_gives_the_same_model_and_another_another() -> None:
+def test_trainer_seed() -> None:
     one, same, other = (Job("a", np.arange(20), seed) for seed in (1, 1, 2))
     found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
     torch.testing.assert_close(member(found, 0), member(found, 1), rtol=1e-12, atol=0)
@@ -149,7 +149,7 @@ def test_trainer_frozen_parameters_stay() -> None:
     assert not torch.allclose(found.state["2.weight"][0], start[2].weight)  # type: ignore[index]
 
 
-def test_trainer_model_that_diverges_is_named() -> None:
+def test_trainer_diverged_model_refused() -> None:
     wanted = jobs(3)
     inputs = INPUTS.clone()
     inputs[39] = torch.inf
@@ -160,7 +160,7 @@ def test_trainer_model_that_diverges_is_named() -> None:
     assert "learning_rate" in str(caught.value)
 
 
-def test_trainer_batch_normalisation_is_refused() -> None:
+def test_trainer_batch_norm_refused() -> None:
     with pytest.raises(ModelError, match=r"layer 1 \(batch normalisation\)") as caught:
         EnsembleTrainer(
             lambda seed: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double(),
@@ -171,7 +171,7 @@ def test_trainer_batch_normalisation_is_refused() -> None:
     assert "file.py:train" in str(caught.value)
 
 
-def test_trainer_dropout_draws_in_training_and_not_in_what_is_measured() -> None:
+def test_trainer_dropout_in_training_only() -> None:
     def dropping(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 30), nn.Dropout(0.5), nn.Linear(30, 3)).double()
 
@@ -186,7 +186,7 @@ def test_trainer_dropout_draws_in_training_and_not_in_what_is_measured() -> None
     assert not torch.allclose(found.state["0.weight"], plain.state["0.weight"])
 
 
-def test_trainer_what_members_say_is_what_each_model_says() -> None:
+def test_trainer_outputs_of_members() -> None:
     found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(jobs(3))
     measured, outputs = found.measured(ROWS, cross_entropy), found.outputs(ROWS)
     assert measured.shape == (3, 40)
@@ -203,7 +203,7 @@ def test_trainer_what_members_say_is_what_each_model_says() -> None:
 # -- a function of the user's --------------------------------------------------------------------------------
 
 
-def test_trainer_training_function_sees_the_rows_that_are_left_and_their_labels() -> None:
+def test_trainer_training_function_arguments() -> None:
     seen: list[tuple[Any, ...]] = []
 
     def train(
@@ -227,7 +227,7 @@ def test_trainer_training_function_sees_the_rows_that_are_left_and_their_labels(
     assert not found.model.training
 
 
-def test_trainer_models_of_another_shape_are_refused() -> None:
+def test_trainer_other_model_shape_refused() -> None:
     with pytest.raises(ModelError, match="number 1 has other weights"):
         Members.of([nn.Linear(3, 2), nn.Linear(3, 4)])
 
@@ -242,7 +242,7 @@ def linear(seed: int) -> nn.Module:
     return nn.Linear(6, 3).double()
 
 
-def test_trainer_newton_finds_the_minimum_with_the_penalty_of_the_whole_training_set() -> None:
+def test_trainer_newton_minimum_with_weight_decay() -> None:
     """The same as by numpy, whichever rows are left out."""
     whole = SoftmaxRegression.of(INPUTS, LABELS, DECAY)
     everything = np.arange(40)
@@ -257,7 +257,7 @@ def test_trainer_newton_finds_the_minimum_with_the_penalty_of_the_whole_training
         )
 
 
-def test_trainer_newton_trains_halves_from_where_the_last_one_ended() -> None:
+def test_trainer_newton_warm_start() -> None:
     wanted = jobs(6, 20)
     found = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, job in enumerate(wanted):
@@ -279,7 +279,7 @@ def test_trainer_newton_trains_halves_from_where_the_last_one_ended() -> None:
     ],
     ids=["no decay", "not convex", "float32", "large"],
 )
-def test_trainer_newton_refuses_what_it_cannot_do(model: Any, recipe: Recipe, words: str) -> None:
+def test_trainer_newton_refused(model: Any, recipe: Recipe, words: str) -> None:
     rows = LoadedRows((INPUTS.to(next(model(0).parameters()).dtype),), LABELS)
     with pytest.raises(InfluenceError, match=words) as caught:
         EnsembleTrainer(model, rows, cross_entropy, recipe)(jobs(1))

@@ -60,7 +60,7 @@ def with_ties(random: np.random.Generator, shape: tuple[int, ...], levels: int) 
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")
 @given(seed=st.integers(0, 1000), levels=st.sampled_from([2, 5, 10**9]), items=st.integers(3, 25))
-def test_metrics_correlations_of_columns_are_scipys(seed: int, levels: int, items: int) -> None:
+def test_metrics_correlations_equal_scipy(seed: int, levels: int, items: int) -> None:
     random = np.random.default_rng(seed)
     x, y = with_ties(random, (items, 4), levels), with_ties(random, (items, 4), levels)
     ranked = [stats.spearmanr(x[:, q], y[:, q]).statistic for q in range(4)]
@@ -72,7 +72,7 @@ def test_metrics_correlations_of_columns_are_scipys(seed: int, levels: int, item
 @pytest.mark.filterwarnings("ignore:An input array is constant")
 @settings(max_examples=15)
 @given(seed=st.integers(0, 1000), levels=st.sampled_from([3, 10**9]))
-def test_metrics_resamples_are_what_scipy_says_of_the_rows_materialised(seed: int, levels: int) -> None:
+def test_metrics_bootstrap_correlations_equal_scipy(seed: int, levels: int) -> None:
     random = np.random.default_rng(seed)
     x, y = with_ties(random, (12, 10), levels), with_ties(random, (12, 10), levels)
     counts = drawn_counts(12, seed, 4)
@@ -86,7 +86,7 @@ def test_metrics_resamples_are_what_scipy_says_of_the_rows_materialised(seed: in
         assert ranked[number] == pytest.approx(np.nan_to_num(expected).mean(), abs=1e-12)
 
 
-def test_metrics_resamples_are_as_large_as_the_sample_and_seeded() -> None:
+def test_metrics_bootstrap_size_and_seed() -> None:
     counts = drawn_counts(30, 1)
     assert (counts.sum(1) == 30).all()
     assert np.array_equal(counts, drawn_counts(30, 1))
@@ -96,7 +96,7 @@ def test_metrics_resamples_are_as_large_as_the_sample_and_seeded() -> None:
     assert counts.var() == pytest.approx(1 - 1 / 30, rel=0.05)
 
 
-def test_metrics_interval_of_a_mean_is_scipys_bootstrap() -> None:
+def test_metrics_interval_of_mean_equals_scipy() -> None:
     values = np.random.default_rng(0).exponential(size=40)
     reference = stats.bootstrap(
         (values,), np.mean, n_resamples=5000, method="basic", random_state=0
@@ -105,7 +105,7 @@ def test_metrics_interval_of_a_mean_is_scipys_bootstrap() -> None:
 
 
 @pytest.mark.parametrize("noise", [1.0, 0.4])
-def test_metrics_intervals_cover_the_true_score_as_often_as_they_say(noise: float) -> None:
+def test_metrics_interval_coverage(noise: float) -> None:
     """Over 60 truths with a known score a 95 % interval misses as seldom as it says, but for one chance in
     10^3; percentiles would not.
     """
@@ -125,7 +125,7 @@ def test_metrics_intervals_cover_the_true_score_as_often_as_they_say(noise: floa
 # -- linear datamodeling score -------------------------------------------------------------------------------
 
 
-def test_metrics_true_datamodel_scores_one_its_opposite_minus_one_and_chance_nothing() -> None:
+def test_metrics_lds_of_true_and_opposite_and_random_datamodel() -> None:
     scores, subsets, outcomes = datamodel(80, 0.0)
     random = np.random.default_rng(1).normal(size=scores.shape)
     found = lds({"true": scores, "opposite": -scores, "random": random}, subsets, outcomes, "true")
@@ -137,7 +137,7 @@ def test_metrics_true_datamodel_scores_one_its_opposite_minus_one_and_chance_not
     assert found["true"].ahead is None
 
 
-def test_metrics_score_is_the_mean_of_scipys_correlations_with_minus_the_mean_loss() -> None:
+def test_metrics_lds_equals_scipy() -> None:
     scores, subsets, outcomes = datamodel(30, 2.0, seeds=3)
     expected = [
         stats.spearmanr(subsets @ scores[:, q], -outcomes[:, :, q].mean(1)).statistic for q in range(M)
@@ -148,7 +148,7 @@ def test_metrics_score_is_the_mean_of_scipys_correlations_with_minus_the_mean_lo
     assert lds_mean(scores, subsets, outcomes) == pytest.approx(found.mean)
 
 
-def test_metrics_queries_without_a_correlation_count_as_nothing_and_are_counted() -> None:
+def test_metrics_lds_undefined_correlation_counts_zero() -> None:
     scores, subsets, outcomes = datamodel(30, 0.0)
     spoilt = scores.copy()
     spoilt[:, 0] = 1.0  # every subset of one size has the same sum
@@ -160,7 +160,7 @@ def test_metrics_queries_without_a_correlation_count_as_nothing_and_are_counted(
     assert found.interval == pytest.approx(((M - 2) / M, (M - 2) / M))
 
 
-def test_metrics_difference_of_two_methods_is_paired() -> None:
+def test_metrics_lds_paired_difference() -> None:
     """Two methods that share their noise: the interval of the difference is far narrower than each by
     itself.
     """
@@ -175,7 +175,7 @@ def test_metrics_difference_of_two_methods_is_paired() -> None:
 
 
 @pytest.mark.parametrize(("seeds", "noise"), [(2, 1.0), (3, 0.7), (4, 1.5), (5, 1.0)])
-def test_metrics_ceiling_is_what_the_expected_outcome_scores(seeds: int, noise: float) -> None:
+def test_metrics_lds_ceiling(seeds: int, noise: float) -> None:
     """Of normal outcomes with known variances: one seed agrees with another to s / (s + e), the mean of R to
     s / (s + e / R).
     """
@@ -191,18 +191,18 @@ def test_metrics_ceiling_is_what_the_expected_outcome_scores(seeds: int, noise: 
     assert found.best == pytest.approx(np.sqrt(found.reliability))
 
 
-def test_metrics_one_seed_has_no_ceiling() -> None:
+def test_metrics_lds_ceiling_one_seed() -> None:
     assert ceiling(datamodel(10, 1.0)[2]) is None
 
 
-def test_metrics_subsets_have_one_size_and_differ() -> None:
+def test_metrics_subsets() -> None:
     drawn = half_subsets(21, 50, 0.5, np.random.default_rng(0))
     assert (drawn.sum(1) == 10).all()
     assert len(np.unique(drawn, axis=0)) == 50
     assert half_subsets(20, 3, 0.25, np.random.default_rng(0)).sum() == 15
 
 
-def test_metrics_sums_are_over_the_rows_that_are_in() -> None:
+def test_metrics_sums_of_subsets() -> None:
     scores = np.arange(6.0).reshape(3, 2)
     assert subset_sums(scores, np.array([[True, False, True], [False, True, False]])).tolist() == [
         [4, 6],
@@ -213,7 +213,7 @@ def test_metrics_sums_are_over_the_rows_that_are_in() -> None:
 # -- leave-one-out -------------------------------------------------------------------------------------------
 
 
-def test_metrics_leave_one_out_is_scipys_correlation_and_line() -> None:
+def test_metrics_leave_one_out_equals_scipy() -> None:
     random = np.random.default_rng(0)
     scores, removed = random.normal(size=(N, M)), np.arange(0, N, 2)
     rises = 1.7 * scores[removed] + 0.2 + 0.3 * random.normal(size=(len(removed), M))
@@ -235,7 +235,7 @@ def test_metrics_leave_one_out_is_scipys_correlation_and_line() -> None:
     assert found["half"].pearson == pytest.approx(found["a"].pearson)
 
 
-def test_metrics_scores_that_say_nothing_have_no_slope() -> None:
+def test_metrics_leave_one_out_constant_scores() -> None:
     found = leave_one_out(
         {"flat": np.ones((5, 3)), "missing": np.full((5, 3), np.nan)},
         np.arange(5),
@@ -247,7 +247,7 @@ def test_metrics_scores_that_say_nothing_have_no_slope() -> None:
         assert np.isnan(score.slope)
 
 
-def test_metrics_removals_are_the_highest_and_others_at_random() -> None:
+def test_metrics_removals() -> None:
     own = np.random.default_rng(0).permutation(100).astype(float)
     own[7] = np.nan
     found = choose_removals(own, 30, 10, np.random.default_rng(1))
@@ -261,7 +261,7 @@ def test_metrics_removals_are_the_highest_and_others_at_random() -> None:
 # -- mislabels -----------------------------------------------------------------------------------------------
 
 
-def test_metrics_flips_are_as_many_as_asked_each_to_another_class_that_occurs() -> None:
+def test_metrics_label_flips() -> None:
     labels = np.repeat([2, 5, 9], 200)
     given_labels, flipped = flip(labels, 0.1, np.random.default_rng(0))
     assert flipped.sum() == 60
@@ -278,7 +278,7 @@ def test_metrics_flips_are_as_many_as_asked_each_to_another_class_that_occurs() 
 
 
 @given(seed=st.integers(0, 1000), levels=st.sampled_from([4, 10**9]))
-def test_metrics_detection_is_sklearns(seed: int, levels: int) -> None:
+def test_metrics_detection_equals_sklearn(seed: int, levels: int) -> None:
     random = np.random.default_rng(seed)
     flipped = random.permutation(50) < 5
     score = with_ties(random, (50,), levels) + 2.0 * flipped
@@ -289,7 +289,7 @@ def test_metrics_detection_is_sklearns(seed: int, levels: int) -> None:
         assert found.recall == pytest.approx(flipped[np.argsort(-score)[:5]].sum() / 5)
 
 
-def test_metrics_missing_and_infinite_scores() -> None:
+def test_metrics_detection_missing_and_infinite_scores() -> None:
     flipped = np.array([True] * 2 + [False] * 18)
     score = np.r_[np.inf, np.nan, np.arange(18.0)]
     found = detect(score, flipped)
@@ -298,7 +298,7 @@ def test_metrics_missing_and_infinite_scores() -> None:
     assert found.auc == pytest.approx(0.5)
 
 
-def test_metrics_means_and_deviations_over_flips() -> None:
+def test_metrics_detection_mean_and_deviation_over_flips() -> None:
     flipped = np.array([True, False, False, False])
     found = over_flips(
         [
@@ -312,14 +312,14 @@ def test_metrics_means_and_deviations_over_flips() -> None:
     assert np.isnan(over_flips([detect(np.arange(4.0), flipped)]).auc_deviation)
 
 
-def test_metrics_each_row_is_left_out_of_one_fold() -> None:
+def test_metrics_folds() -> None:
     found = folds(23, np.random.default_rng(0))
     assert len(found) == 5
     assert sorted(np.concatenate(found)) == list(range(23))
     assert {len(part) for part in found} == {4, 5}
 
 
-def test_metrics_suspicion_is_what_the_formulas_say() -> None:
+def test_metrics_suspicion_formulas() -> None:
     random = np.random.default_rng(0)
     outputs, labels = random.normal(size=(6, 3)), random.integers(0, 3, 6)
     found = suspicion(outputs, labels)
@@ -333,13 +333,13 @@ def test_metrics_suspicion_is_what_the_formulas_say() -> None:
 # -- removals ------------------------------------------------------------------------------------------------
 
 
-def test_metrics_strongest_are_those_with_the_largest_scores() -> None:
+def test_metrics_strongest_rows() -> None:
     scores = np.array([[0.1, 5.0], [3.0, np.nan], [-4.0, 6.0], [2.0, 7.0]])
     assert strongest(scores, 0, 2).tolist() == [1, 3]
     assert strongest(scores, 1, 3).tolist() == [0, 2, 3]
 
 
-def test_metrics_removal_is_the_mean_over_queries_with_paired_differences() -> None:
+def test_metrics_removal_mean_and_paired_differences() -> None:
     random = np.random.default_rng(0)
     shared = random.exponential(size=15)
     rises: dict[str, dict[int, Any]] = {"a": {10: shared + 1, 20: shared + 2}, "b": {10: shared, 20: shared}}

@@ -53,7 +53,7 @@ QUERIES, ASKED = classified(5, seed=2)
 # -- controls ------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_controls_are_what_sklearn_and_a_loop_say() -> None:
+def test_evaluation_controls_equal_sklearn_and_the_loop() -> None:
     model = mlp()
     found, notes = controls(
         examples(model, cross_entropy, INPUTS, LABELS), examples(model, cross_entropy, QUERIES, ASKED)
@@ -75,7 +75,7 @@ def test_evaluation_controls_are_what_sklearn_and_a_loop_say() -> None:
     assert abs(found[RANDOM].mean()) < 0.5
 
 
-def test_evaluation_what_goes_into_the_last_layer_that_runs_is_penultimate() -> None:
+def test_evaluation_penultimate_layer() -> None:
     class Backwards(nn.Module):
         """Its layers are named in another order than they run in."""
 
@@ -98,7 +98,7 @@ def test_evaluation_what_goes_into_the_last_layer_that_runs_is_penultimate() -> 
     torch.testing.assert_close(taken, deep[:-1](pictures).detach())  # type: ignore[index]
 
 
-def test_evaluation_controls_that_there_are_none_of_are_named() -> None:
+def test_evaluation_missing_controls_refused() -> None:
     tokens, values = torch.arange(6).reshape(3, 2), torch.randn(3, 1, dtype=torch.float64)
     model = nn.Sequential(nn.Embedding(6, 1), nn.Flatten(), nn.Linear(2, 1)).double()
     found, notes = controls(*[examples(model, squared_error, tokens, values)] * 2)
@@ -155,7 +155,7 @@ SAID = [[len(job.rows), job.seed, int(job.rows[0])] for job in JOBS]
 
 
 @pytest.mark.parametrize("together", [1, 3, 4, 100])
-def test_evaluation_numbers_come_in_the_order_of_the_jobs(together: int) -> None:
+def test_evaluation_order_of_jobs(together: int) -> None:
     train, told = Counting(), list[int]()
     found = measured(JOBS, train, as_is, Memory(), "", together, told.append)
     assert found.tolist() == SAID
@@ -163,7 +163,7 @@ def test_evaluation_numbers_come_in_the_order_of_the_jobs(together: int) -> None
     assert sum(len(set(batch)) > 1 for batch in train.batches) <= 1  # models of one size are trained together
 
 
-def test_evaluation_what_was_stopped_goes_on_where_it_was() -> None:
+def test_evaluation_resume() -> None:
     store = Memory()
     with pytest.raises(KeyboardInterrupt):
         measured(JOBS, Counting(fail_at=2), as_is, store, "", 3)
@@ -173,7 +173,7 @@ def test_evaluation_what_was_stopped_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("change", ["fingerprint", "rows", "seed", "target", "damage"])
-def test_evaluation_what_is_no_longer_true_is_trained_again(change: str) -> None:
+def test_evaluation_resume_after_change_trains_again(change: str) -> None:
     store, jobs, fingerprint = Memory(), list(JOBS), "one model"
     measured(jobs, Counting(), as_is, store, fingerprint, 100)
     other = {
@@ -192,7 +192,7 @@ def test_evaluation_what_is_no_longer_true_is_trained_again(change: str) -> None
     assert len(train.batches) == 1
 
 
-def test_evaluation_seeds_of_places_are_all_different() -> None:
+def test_evaluation_seeds_differ() -> None:
     assert (
         len({seed_of(0, s, r) for s in range(100) for r in range(5)} | {seed_of(1, s, 0) for s in range(100)})
         == 600
@@ -227,7 +227,7 @@ class CheaplyDamped(GradientProducts):
         return GradientProducts(self.training, 1 / relative)
 
 
-def test_evaluation_matrix_is_the_method_over_all_checkpoints() -> None:
+def test_evaluation_scores_over_all_checkpoints() -> None:
     models = [mlp(seed) for seed in (0, 1)]
     training = [examples(model, cross_entropy, INPUTS, LABELS, chunk_size=4) for model in models]
     queries = [examples(model, cross_entropy, QUERIES, ASKED) for model in models]
@@ -246,7 +246,7 @@ def test_evaluation_matrix_is_the_method_over_all_checkpoints() -> None:
     )
 
 
-def test_evaluation_another_damping_comes_of_the_factorisation_at_hand_or_of_another_fit() -> None:
+def test_evaluation_damping_sweep() -> None:
     training, queries = (
         examples(mlp(), cross_entropy, INPUTS, LABELS),
         examples(mlp(), cross_entropy, QUERIES, ASKED),

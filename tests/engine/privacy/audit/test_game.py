@@ -81,7 +81,7 @@ def verdict(game: Game) -> AuditVerdict:
         "much noise",
     ],
 )
-def test_audit_game_correct_mechanism_passes_and_the_bound_means_something(game: Game) -> None:
+def test_audit_game_correct_mechanism(game: Game) -> None:
     found, played = verdict(game), game.play()
     assert found.declared
     assert played.noise.alarms == []
@@ -90,7 +90,7 @@ def test_audit_game_correct_mechanism_passes_and_the_bound_means_something(game:
     assert all(bound.epsilon <= found.epsilon for bound in found.bounds)
 
 
-def test_audit_game_false_alarms_are_as_rare_as_is_said() -> None:
+def test_audit_game_false_alarm_rate() -> None:
     """At a confidence of 80 % up to a fifth of correct runs may be refuted; more than 18 of 40 would be one
     chance in 10^4.
     """
@@ -100,7 +100,7 @@ def test_audit_game_false_alarms_are_as_rare_as_is_said() -> None:
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
-def test_audit_game_scores_of_canaries_that_are_in_and_out_lie_a_sensitivity_apart(
+def test_audit_game_scores_differ_by_sensitivity(
     relation: Relation,
 ) -> None:
     """In units of the sensitivity, whatever the relation: the log likelihood ratio of N(far, z^2) to N(near,
@@ -117,7 +117,7 @@ def test_audit_game_scores_of_canaries_that_are_in_and_out_lie_a_sensitivity_apa
 # -- what is wrong is found ----------------------------------------------------------------------------------
 
 
-def test_audit_game_half_the_noise_is_found() -> None:
+def test_audit_game_finds_half_noise() -> None:
     game = Game(FLAT, noise=HalfNoise)
     found, played = verdict(game), game.play()
     assert not found.declared
@@ -130,14 +130,14 @@ def test_audit_game_half_the_noise_is_found() -> None:
     assert played.noise.spread == pytest.approx(0.5, abs=0.02)
 
 
-def test_audit_game_half_the_noise_is_found_under_amplification() -> None:
+def test_audit_game_finds_half_noise_under_amplification() -> None:
     game = Game(FLAT, noise=HalfNoise, sampling=Sampling("poisson", sample_rate=0.2), steps=10)
     found, played = verdict(game), game.play()
     assert not found.declared
     assert "spread" in played.noise.alarms
 
 
-def test_audit_game_forgotten_noise_is_found() -> None:
+def test_audit_game_finds_missing_noise() -> None:
     game = Game(FLAT, noise=NoNoise)
     found, played = verdict(game), game.play()
     assert not found.declared
@@ -146,7 +146,7 @@ def test_audit_game_forgotten_noise_is_found() -> None:
     assert played.noise.spread == 0
 
 
-def test_audit_game_bound_that_is_not_kept_to_is_found() -> None:
+def test_audit_game_finds_missing_clipping() -> None:
     found = verdict(Game(Unclipped.flat(PARAMETERS, 0.5)))
     assert not found.declared
     assert found.epsilon > 30
@@ -159,15 +159,15 @@ class Repeating:
         return make_generator("torch", seed=7)
 
 
-def test_audit_game_noise_that_is_replayed_after_a_resume_is_found() -> None:
+def test_audit_game_finds_repeated_noise() -> None:
     assert "alike in two steps" in Game(FLAT, generator=Repeating(), steps=2).play().noise.alarms
 
 
-def test_audit_game_noise_that_is_the_same_for_two_tensors_is_found() -> None:
+def test_audit_game_finds_equal_noise_of_two_tensors() -> None:
     assert "alike in two tensors" in Game(FLAT, noise=SameNoise).play().noise.alarms
 
 
-def test_audit_game_count_that_says_nothing_is_no_alarm() -> None:
+def test_audit_game_no_alarm_without_declared_noise() -> None:
     """A step without noise declares none."""
     game = Game(FLAT, multiplier=0.0)
     played = game.play()
@@ -191,7 +191,7 @@ def records_source(rows: np.ndarray) -> GradientSource:
     return batch_source(loss, PARAMETERS, draws)
 
 
-def test_audit_game_records_beside_the_canaries_do_not_hide_them() -> None:
+def test_audit_game_scores_independent_of_other_records() -> None:
     """The auditor knows their sums: the scores are the same with them and without, up to one step of the grid
     of what is released.
     """
@@ -207,7 +207,7 @@ def test_audit_game_records_beside_the_canaries_do_not_hide_them() -> None:
     assert found.epsilon > 0.3
 
 
-def test_audit_game_canaries_add_to_the_records_and_leave_the_source_alone() -> None:
+def test_audit_game_canaries_added_to_records() -> None:
     base = records_source(np.arange(4))
     canaries = Canaries.plant(PARAMETERS, FLAT, 30, np.random.default_rng(0))
     plain, mixed = base(FLAT), with_canaries(base, canaries, np.array([3, 7]))(FLAT)
@@ -226,7 +226,7 @@ def test_audit_game_canaries_add_to_the_records_and_leave_the_source_alone() -> 
     [FLAT, PER_PARAMETER, ON_A_GRID, replace(FLAT, rule="automatic")],
     ids=["flat", "groups", "grid", "auto"],
 )
-def test_audit_game_canary_has_the_norm_of_the_worst_record(clipping: Clipping) -> None:
+def test_audit_game_norm_of_canary(clipping: Clipping) -> None:
     canaries = Canaries.plant(PARAMETERS, clipping, 60, np.random.default_rng(1))
     assert canaries.reach(clipping) == 1.0
     sums = with_canaries(None, canaries, np.array([11]))(clipping).sums
@@ -236,7 +236,7 @@ def test_audit_game_canary_has_the_norm_of_the_worst_record(clipping: Clipping) 
     assert sum(int(value.count_nonzero()) for value in sums.values()) == len(clipping.groups)
 
 
-def test_audit_game_canaries_keep_their_reach_when_the_bound_adapts() -> None:
+def test_audit_game_canaries_with_adaptive_bound() -> None:
     """They drive the bound up by a half or more at each step, until it is near their own norm, and stays
     there.
     """
@@ -251,7 +251,7 @@ def test_audit_game_canaries_keep_their_reach_when_the_bound_adapts() -> None:
     assert told_apart(AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0)) > 0.85 * told_apart(None)
 
 
-def test_audit_game_each_canary_is_read_by_itself() -> None:
+def test_audit_game_scores_of_single_canaries() -> None:
     canaries = Canaries.plant(PARAMETERS, PER_PARAMETER, 70, np.random.default_rng(2))
     drawn = np.array([0, 5, 69])
     sums = with_canaries(None, canaries, drawn, np.array([1.0, 1.0, -1.0]))(PER_PARAMETER).sums
@@ -260,7 +260,7 @@ def test_audit_game_each_canary_is_read_by_itself() -> None:
     assert canaries.read(sums, PER_PARAMETER) == pytest.approx(expected, abs=1e-5)
 
 
-def test_audit_game_groups_that_are_too_small_stay_without_spikes() -> None:
+def test_audit_game_small_groups_without_canaries() -> None:
     canaries = Canaries.plant(PARAMETERS, PER_PARAMETER, 81, np.random.default_rng(3))
     assert canaries.reach(PER_PARAMETER) == pytest.approx(np.sqrt(2 / 3))
     sums = with_canaries(None, canaries, np.array([4]))(PER_PARAMETER).sums
@@ -271,13 +271,13 @@ def test_audit_game_groups_that_are_too_small_stay_without_spikes() -> None:
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "an audit with 0 canaries"), (20_000, "at most 9680 canaries")]
 )
-def test_audit_game_numbers_of_canaries_invalid_are_refused(count: int, words: str) -> None:
+def test_audit_game_number_of_canaries_refused(count: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Canaries.plant(PARAMETERS, FLAT, count, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("rate", [0.1, 1.0])
-def test_audit_game_evidence_is_the_log_likelihood_ratio(rate: float) -> None:
+def test_audit_game_score_is_log_likelihood_ratio(rate: float) -> None:
     from scipy.stats import norm
 
     seen = np.linspace(-6, 6, 13)

@@ -41,7 +41,7 @@ def normal(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return random.normal(size=shape)
 
 
-def test_noise_check_noise_as_declared_raises_no_alarm_and_its_p_values_are_uniform() -> None:
+def test_noise_check_declared_noise_no_alarm() -> None:
     """Of 60 seeds, the least p-value of each question is above 1e-4 but for one chance in 160; half of them
     are below a half, nearly.
     """
@@ -87,17 +87,17 @@ OTHERS: dict[str, tuple[Draw, str]] = {
 
 
 @pytest.mark.parametrize(("draw", "question"), OTHERS.values(), ids=OTHERS)
-def test_noise_check_other_noise_raises_the_alarm(draw: Draw, question: str) -> None:
+def test_noise_check_other_noise_alarm(draw: Draw, question: str) -> None:
     assert question in logged(draw, steps=8).alarms
 
 
-def test_noise_check_noise_of_the_opposite_sign_is_a_repetition_too() -> None:
+def test_noise_check_repetition_with_opposite_sign() -> None:
     signs = iter([1.0, -1.0] * len(SHAPES) * 2)
     kept = {shape: np.random.default_rng(sum(shape)).normal(size=shape) for shape in SHAPES.values()}
     assert "alike in two steps" in logged(lambda _, shape: next(signs) * kept[shape], steps=2).alarms
 
 
-def test_noise_check_one_step_of_one_tensor_has_nothing_to_compare() -> None:
+def test_noise_check_one_step_of_one_tensor() -> None:
     log, random = NoiseLog(), np.random.default_rng(0)
     clean: dict[str, Tensor] = {"only": torch.zeros(500, dtype=torch.float64)}
     log.add({"only": on_grid(torch.from_numpy(random.normal(size=500)), 1.0)}, clean, 1.0)
@@ -119,7 +119,7 @@ def test_noise_check_one_number_off_the_public_grid(grid: float | None) -> None:
         assert log.check().alarms == alarms
 
 
-def test_noise_check_integers_on_a_grid_are_put_to_scale_and_coarse_ones_not_asked_for_their_shape() -> None:
+def test_noise_check_integers_on_a_grid() -> None:
     random = np.random.default_rng(1)
     for grid, asked in ((1e-6, True), (0.5, False)):
         steps = np.round(STD / grid * random.normal(size=4000)).astype(np.int64)
@@ -132,11 +132,11 @@ def test_noise_check_integers_on_a_grid_are_put_to_scale_and_coarse_ones_not_ask
         assert not set(check.alarms) - {"spread"}
 
 
-def test_noise_check_no_noise_that_is_declared_is_no_question() -> None:
+def test_noise_check_without_declared_noise() -> None:
     check = NoiseLog().check()
     assert (check.numbers, check.p_values, check.alarms) == (0, {}, [])
 
 
-def test_noise_check_probability_of_a_false_alarm_is_shared_out() -> None:
+def test_noise_check_false_alarm_probability_shared() -> None:
     check = NoiseCheck(10, 1.0, {"a": FALSE_ALARM / 3, "b": FALSE_ALARM / 1.5})
     assert check.alarms == ["a"]

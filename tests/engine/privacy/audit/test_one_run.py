@@ -53,16 +53,14 @@ def epsilon_of_gaussian(mu: float) -> float:
 
 
 @given(st.integers(1, 200), st.data(), st.floats(0, 6))
-def test_one_run_without_delta_the_limit_is_a_binomial_tail(
-    guesses: int, data: st.DataObject, epsilon: float
-) -> None:
+def test_one_run_limit_without_delta(guesses: int, data: st.DataObject, epsilon: float) -> None:
     right = data.draw(st.integers(0, guesses))
     chance = 1 / (1 + math.exp(-epsilon))
     tail = math.fsum(binom.pmf(range(right, guesses + 1), guesses, chance))
     assert p_value(Guesses(300, guesses, right), epsilon, 0.0) == pytest.approx(min(tail, 1.0), rel=1e-9)
 
 
-def test_one_run_delta_adds_what_the_theorem_says() -> None:
+def test_one_run_limit_with_delta() -> None:
     """Theorem 5.2 of arXiv 2305.08846, term by term."""
     m, r, v, epsilon, delta = 100, 40, 36, 1.2, 1e-4
     mass = binom.pmf(np.arange(r + 1), r, 1 / (1 + math.exp(-epsilon)))
@@ -73,7 +71,7 @@ def test_one_run_delta_adds_what_the_theorem_says() -> None:
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-3])
-def test_one_run_limit_holds_for_randomised_response_which_attains_it(delta: float) -> None:
+def test_one_run_limit_attained_by_randomised_response(delta: float) -> None:
     """Each canary's coin is told truly with probability e^eps / (1 + e^eps), or with probability delta given
     away: nothing leaks more.
 
@@ -89,21 +87,21 @@ def test_one_run_limit_holds_for_randomised_response_which_attains_it(delta: flo
             assert exact == pytest.approx(limit, rel=1e-9)
 
 
-def test_one_run_bound_is_the_epsilon_that_is_just_refuted() -> None:
+def test_one_run_epsilon_bound() -> None:
     found = [Guesses(1000, 100, 95), Guesses(1000, 400, 300)]
     bound, best = epsilon_for_any_mechanism(found, DELTA, 0.05)
     assert best is found[0]
     assert p_value(best, bound, DELTA) <= 0.025 < p_value(best, bound + 1e-6, DELTA)
 
 
-def test_one_run_guesses_like_coin_tosses_refute_nothing() -> None:
+def test_one_run_random_guesses() -> None:
     assert epsilon_for_any_mechanism([Guesses(1000, 500, 251), Guesses(1000, 20, 11)], DELTA, 0.05) == (
         0.0,
         None,
     )
 
 
-def test_one_run_counts_invalid_are_refused() -> None:
+def test_one_run_counts_refused() -> None:
     with pytest.raises(ConfigError, match="5 right guesses out of 4, about 9 canaries"):
         Guesses(9, 4, 5)
 
@@ -146,17 +144,17 @@ def level_that_is_just_refuted(profile: Profile, found: Guesses) -> float:
     ("m", "r", "v", "mu"),
     [(8, 8, 6, 0.8), (8, 4, 4, 1.0), (20, 6, 6, 1.0), (20, 20, 15, 0.5), (30, 10, 8, 1.5), (12, 12, 12, 1.0)],
 )
-def test_one_run_limit_is_that_of_the_linear_program(m: int, r: int, v: int, mu: float) -> None:
+def test_one_run_limit_equals_linear_program(m: int, r: int, v: int, mu: float) -> None:
     profile = gaussian(mu)
     found = level_that_is_just_refuted(profile, Guesses(m, r, v))
     assert found == pytest.approx(largest_probability(profile, m, r, v), rel=1e-6)
 
 
-def test_one_run_nothing_is_refuted_by_no_right_guess() -> None:
+def test_one_run_no_right_guess() -> None:
     assert not is_refuted(gaussian(0.1), Guesses(100, 20, 0), 0.5)
 
 
-def test_one_run_least_error_is_that_of_the_best_test() -> None:
+def test_one_run_least_error() -> None:
     """For a Gaussian release it is Phi(Phi^-1(success) - mu); a profile at finitely many epsilons stays a
     little below.
     """
@@ -169,7 +167,7 @@ def test_one_run_least_error_is_that_of_the_best_test() -> None:
 # -- attacks -------------------------------------------------------------------------------------------------
 
 
-def test_one_run_guesses_go_by_the_scores() -> None:
+def test_one_run_guesses_by_score() -> None:
     scores = np.array([0.3, -1.0, 2.0, 0.1, -0.2])
     inside = np.array([True, False, True, False, True])
     assert guess(scores, inside, (2, 1)) == Guesses(5, 3, 3)
@@ -178,14 +176,14 @@ def test_one_run_guesses_go_by_the_scores() -> None:
 
 
 @given(st.integers(1, 5000))
-def test_one_run_strategies_depend_on_the_number_of_canaries_alone(canaries: int) -> None:
+def test_one_run_strategies(canaries: int) -> None:
     for ins, outs in strategies(canaries):
         assert ins >= 1
         assert ins + outs <= max(canaries, 2)
     assert tails(canaries)
 
 
-def test_one_run_rates_count_both_sides_of_the_threshold() -> None:
+def test_one_run_rates() -> None:
     found = rates(np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, False, False, True]), 2.5)
     assert (found.hits, found.inside, found.alarms, found.outside) == (1, 2, 1, 2)
 
@@ -194,7 +192,7 @@ MU = 1.0
 TRIALS = 250
 
 
-def test_one_run_correct_mechanism_is_rarely_refuted_and_half_its_noise_is_always() -> None:
+def test_one_run_false_alarm_rate_and_power() -> None:
     """At a level of 20 % each, the methods may be wrong in a fifth of the trials; more than one in 10^4
     suites would see is a mistake.
     """
@@ -221,7 +219,7 @@ def test_one_run_correct_mechanism_is_rarely_refuted_and_half_its_noise_is_alway
     assert any(is_refuted(gaussian(MU / 2), guess(leaking, inside, s), 0.001) for s in strategies(4000))
 
 
-def test_one_run_rates_without_hits_or_without_outsiders_refute_nothing() -> None:
+def test_one_run_rates_without_hits_or_outsiders() -> None:
     claimed = gaussian(0.01)
     assert not rates(np.zeros(4), np.array([True] * 4), -1.0).is_refuted_by(claimed, 0.5)
     assert not rates(np.zeros(4), np.array([True, False] * 2), 1.0).is_refuted_by(claimed, 0.5)

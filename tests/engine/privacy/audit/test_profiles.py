@@ -42,7 +42,7 @@ def test_profile_one_poisson_step(relation: Relation, rate: float, multiplier: f
         assert exact * (1 - 1e-6) - 1e-9 <= delta <= exact * 1.01 + 1e-7
 
 
-def test_profile_steps_without_amplification_are_one_gaussian() -> None:
+def test_profile_of_steps_without_amplification() -> None:
     events = [(StepEvent(1.0, FIXED, "replace_one"), 2), (StepEvent(2.0, FIXED, "replace_one"), 4)]
     assert distance(events) == pytest.approx(math.sqrt(3.0))
     profile = profile_of(events)
@@ -72,13 +72,13 @@ def test_profile_steps_without_amplification_are_one_gaussian() -> None:
         [(StepEvent(2.0, poisson(0.1), "zero_out"), 5), (StepEvent(1.6, poisson(0.1), "zero_out"), 3)],
     ],
 )
-def test_profile_composed_steps_agree_with_the_accountant(events: list[tuple[StepEvent, int]]) -> None:
+def test_profile_of_composed_steps_equals_accountant(events: list[tuple[StepEvent, int]]) -> None:
     accounted = epsilon_pld(events, 1e-5).value
     assert accounted is not None
     assert accounted * (1 - 5e-3) <= smallest_epsilon(profile_of(events), 1e-5) <= accounted * 1.05
 
 
-def test_profile_less_noise_promises_less() -> None:
+def test_profile_of_less_noise() -> None:
     events = [(StepEvent(1.0, poisson(0.1), "add_or_remove_one"), 4)]
     assert [event.noise_multiplier for event, _ in scaled(events, 0.5)] == [0.5]
     found = [smallest_epsilon(profile_of(scaled(events, share)), 1e-5) for share in (2.0, 1.0, 0.5)]

@@ -98,9 +98,7 @@ def replayed(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_neighbours_record_more_or_less_keeps_to_the_sensitivity(
-    change: Any, clipping: Any, dtype: torch.dtype
-) -> None:
+def test_neighbours_added_or_removed_record(change: Any, clipping: Any, dtype: torch.dtype) -> None:
     found = replayed(change, clipping, "add_or_remove_one", dtype)
     assert found.holds
     assert found.differing == ()
@@ -109,13 +107,13 @@ def test_neighbours_record_more_or_less_keeps_to_the_sensitivity(
 
 @pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
 @pytest.mark.parametrize("change", REPLACEMENTS.values(), ids=REPLACEMENTS)
-def test_neighbours_another_record_in_its_place_keeps_to_twice_the_bound(change: Any, clipping: Any) -> None:
+def test_neighbours_replaced_record(change: Any, clipping: Any) -> None:
     found = replayed(change, clipping, "replace_one")
     assert found.holds
     assert found.sensitivity == pytest.approx(0.6)
 
 
-def test_neighbours_measured_sensitivity_is_the_distance() -> None:
+def test_neighbours_measured_sensitivity() -> None:
     """A record that is longer than the bound: all of it; one that is not finite, nothing; one in another's
     place, more than a bound.
     """
@@ -126,7 +124,7 @@ def test_neighbours_measured_sensitivity_is_the_distance() -> None:
     assert replayed(REPLACEMENTS["another"], CLIPPINGS["flat"], "replace_one").ratio > 0.5
 
 
-def test_neighbours_empty_batch_is_a_step_like_any_other() -> None:
+def test_neighbours_empty_batch() -> None:
     def two_of_one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return batch(torch.float64)[0][:1], batch(torch.float64)[1][:1]
 
@@ -135,7 +133,7 @@ def test_neighbours_empty_batch_is_a_step_like_any_other() -> None:
     assert found.ratio == pytest.approx(1, abs=1e-6)
 
 
-def test_neighbours_record_of_several_rows_counts_once() -> None:
+def test_neighbours_record_of_several_rows() -> None:
     """A user of three rows is removed, and with them no more than one bound; row by row it would be up to
     three.
     """
@@ -160,7 +158,7 @@ def test_neighbours_record_of_several_rows_counts_once() -> None:
 
 
 @pytest.mark.parametrize("change", [*CHANGES.values()], ids=[*CHANGES])
-def test_neighbours_count_of_an_adaptive_bound_keeps_to_its_own(change: Any) -> None:
+def test_neighbours_count_of_adaptive_bound(change: Any) -> None:
     adaptive = AdaptiveBound(0.3, count_multiplier=3.0)
     found = replayed(
         change, CLIPPINGS["flat"], "add_or_remove_one", adaptive=adaptive, expected_batch_size=10.0
@@ -172,20 +170,20 @@ def test_neighbours_count_of_an_adaptive_bound_keeps_to_its_own(change: Any) -> 
 # -- mistakes ------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_bound_that_is_not_kept_to_is_found() -> None:
+def test_neighbours_finds_missing_clipping() -> None:
     found = replayed(CHANGES["removed"], lambda params: Unclipped.flat(params, 0.3), "add_or_remove_one")
     assert not found.holds
     assert found.ratio > 2
 
 
-def test_neighbours_replaced_record_under_the_sensitivity_of_a_removed_one_is_found() -> None:
+def test_neighbours_finds_wrong_relation() -> None:
     def opposite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return REPLACEMENTS["another"](x, y)
 
     assert not replayed(opposite, CLIPPINGS["flat"], "add_or_remove_one").holds
 
 
-def test_neighbours_sum_that_a_record_makes_infinite_is_found() -> None:
+def test_neighbours_finds_nonfinite_sum() -> None:
     def poisoned(clipping: Clipping) -> ClippedSum:
         found = plain(clipping)
         return replace(found, sums={name: value * math.nan for name, value in found.sums.items()})
@@ -200,7 +198,7 @@ def test_neighbours_sum_that_a_record_makes_infinite_is_found() -> None:
     assert math.isnan(found.ratio)
 
 
-def test_neighbours_public_values_that_the_data_decide_are_found() -> None:
+def test_neighbours_finds_data_dependent_public_value() -> None:
     """A divisor that is the size of the batch, as is common."""
     found = replayed(
         CHANGES["removed"],
@@ -225,7 +223,7 @@ class SkipsEmpty(Noise):
 
 
 @pytest.mark.parametrize("empty_first", [False, True])
-def test_neighbours_draws_that_the_data_decide_are_found(empty_first: bool) -> None:
+def test_neighbours_finds_data_dependent_draws(empty_first: bool) -> None:
     params, (x, y) = parameters(torch.float64), batch(torch.float64)
     sources = [
         batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))
@@ -237,7 +235,7 @@ def test_neighbours_draws_that_the_data_decide_are_found(empty_first: bool) -> N
     assert not found.holds
 
 
-def test_neighbours_half_the_noise_is_not_for_this_check_to_find() -> None:
+def test_neighbours_half_noise_not_detected() -> None:
     """Frozen noise says nothing of its size: the game of canaries does."""
     assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one", noise=HalfNoise(1.3)).holds
 
@@ -255,7 +253,7 @@ def numbers_of(generator: Generator) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["aes", "torch"])
-def test_neighbours_log_gives_the_numbers_again(kind: Any) -> None:
+def test_draw_log_replays_numbers(kind: Any) -> None:
     log = DrawLog()
     first = numbers_of(log.logging(make_generator(kind)))
     for _ in range(2):
@@ -264,7 +262,7 @@ def test_neighbours_log_gives_the_numbers_again(kind: Any) -> None:
         assert replaying.left == 0
 
 
-def test_neighbours_what_a_step_does_to_its_numbers_does_not_reach_the_log() -> None:
+def test_draw_log_keeps_copies() -> None:
     log = DrawLog()
     drawn = log.logging(make_generator("aes")).normal((5,))
     kept = drawn.clone()
@@ -272,7 +270,7 @@ def test_neighbours_what_a_step_does_to_its_numbers_does_not_reach_the_log() -> 
     assert torch.equal(log.replaying().normal((5,)), kept)
 
 
-def test_neighbours_other_draws_than_the_logged_ones_are_refused() -> None:
+def test_draw_log_other_draws_refused() -> None:
     log = DrawLog()
     log.logging(make_generator("aes")).uint64(3)
     with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
@@ -283,6 +281,6 @@ def test_neighbours_other_draws_than_the_logged_ones_are_refused() -> None:
         replaying.uniform(1)
 
 
-def test_neighbours_seeded_numbers_are_the_generators_own() -> None:
+def test_draw_log_seeded_generator() -> None:
     plain, logged = make_generator("aes", seed=1), DrawLog().logging(make_generator("aes", seed=1))
     assert np.array_equal(plain.uint64(8), logged.uint64(8))
