@@ -82,6 +82,7 @@ def analyze(
     config: AnyConfig,
     *,
     limit: int | float | None = None,
+    sample: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     report: bool = True,
@@ -94,7 +95,13 @@ def analyze(
     from psgrad.workflows.analyze import analyze as run_analyze
 
     return run_analyze(
-        load_config(config), limit=limit, resume=resume, overwrite=overwrite, report=report, progress=progress
+        load_config(config),
+        limit=limit,
+        sample=sample,
+        resume=resume,
+        overwrite=overwrite,
+        report=report,
+        progress=progress,
     )
 
 

@@ -51,7 +51,7 @@ def select(run: Path, where: str, *, output: Path, drop: bool = False, overwrite
     chosen = rows_where(frame, where, "--where") ^ drop
     count = int((manifest.get("counts") or {}).get("in_dataset") or len(frame))
     kept = np.zeros(count, bool)
-    kept[frame["index"][chosen]] = True
+    kept[frame["dataset_row" if "dataset_row" in frame else "index"][chosen]] = True
     try:
         with written_atomically(output) as file:
             write_selected(files, kept, output, file)
