@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from psgrad.config import Config, config_from
 from psgrad.config import load_config as _load
@@ -205,7 +205,7 @@ def evaluate_influence(
 def dp_step(
     config: AnyConfig,
     *,
-    steps: int = 1,
+    steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
     moved: bool = False,

@@ -208,5 +208,6 @@ def test_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
             file.write(b"half")
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, fail)
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert list(tmp_path.iterdir()) == []
