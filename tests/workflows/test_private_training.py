@@ -956,7 +956,7 @@ class Model(nn.Module):
 
 
 def test_steps_all_takes_those_that_are_left_and_no_more(private: PrivateWorkplace) -> None:
-    private.privacy |= {"steps": 3}
+    private.privacy.update(steps=3)
     private.succeeded("--steps", "1")
     private.succeeded("--steps", "all", "--resume")
     assert len(private.ledger("step")) == 3
