@@ -23,6 +23,7 @@ from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
+from psgrad.inputs.drawn import DrawnSamples, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
@@ -103,6 +104,12 @@ class Setup(Loaded):
 
     objective: Objective
     reader: CheckedReader
+
+    def with_drawn_rows(self, count: int, seed: int) -> Setup:
+        """The same on so many rows of the dataset, drawn at random."""
+        samples = DrawnSamples(self.samples, drawn_rows(len(self.samples), count, seed))
+        reader = CheckedReader(samples, self.criterion, self.reader.classes)
+        return replace(self, samples=samples, reader=reader)
 
     def with_rows_described(self) -> Setup:
         """The same, with a reader that keeps what the table of samples says of each row: a digest where it
