@@ -316,8 +316,8 @@ def users_program() -> Iterator[None]:
             exits.enter_context(switched())
         if not isinstance(current_mode(), Interpreter):
             exits.enter_context(Interpreter())
-        going_back, state.going_back = state.going_back, False
+        in_backward_pass, state.in_backward_pass = state.in_backward_pass, False
         try:
             yield
         finally:
-            state.going_back = going_back
+            state.in_backward_pass = in_backward_pass

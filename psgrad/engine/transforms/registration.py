@@ -45,8 +45,8 @@ def register_rule(
         constant: the result has zero derivative in all arguments.
         replace: whether rules that are there already give way.
 
-    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were
-    told for a `custom_op`.
+    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap`
+    registered for a `custom_op`.
     """
     overload = _overload(op)
     name = overload.name()

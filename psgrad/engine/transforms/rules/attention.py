@@ -52,8 +52,8 @@ def _nan_of_scores(
     """[..., t, 1]: NaN for the queries of which one score is NaN, else zero.
 
     PyTorch has NaN for them, as it takes matrix products for ranks other than four. The fused kernel takes a
-    query all of whose scores are NaN for one without keys: then that of the first key is NaN. And it does not
-    look at later keys, from whose scores infinity is taken.
+    query all of whose scores are NaN for one without keys, and the output at the first key is NaN. It does
+    not find later keys whose scores are NaN by a subtraction of infinities.
     """
     if not key.shape[-2]:
         return 0
@@ -131,8 +131,8 @@ def _attention_batch(
     folded = [batch.fold(t) for t in lifted]
     if (
         state.attached
-        # the kernel keeps its arguments and its result for the caller's autograd; the function may write into
-        # its own
+        # the kernel keeps its arguments and its result for outer autograd; the function may write into its
+        # own
     ):
         folded = [t.clone() for t in folded]
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
@@ -185,9 +185,7 @@ def _cpu_back(
 
 
 def _of_result(kernel: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
-    """The way back through the attended values alone: nothing else that a fused kernel returns has a
-    derivative.
-    """
+    """The VJP through the attended values only: no other result of a fused kernel has a derivative."""
 
     def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
         if gs[0] is None:
@@ -263,8 +261,7 @@ torch.library.register_fake(
 )
 define(_backward_for_cpu, batch=_mask_keyword)
 
-# The backward kernels have no derivative of their own: where one is asked for, they are written with matrix
-# products.
+# The backward kernels have no derivative. A second derivative is written with matrix products.
 
 
 def _back_by_matrix_products(
@@ -277,8 +274,8 @@ def _back_by_matrix_products(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key, value and of the scores. Fewer heads of keys than of queries: each stands
-    for a group of them.
+    """The cotangents of query, key, value and of the scores. With fewer heads of keys than of queries, each
+    belongs to a group of them.
     """
     if dropout_p > 0:
         raise UnsupportedOperatorError(
@@ -387,17 +384,15 @@ def _cuda_efficient_back(
 
 
 def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward kernel needs the log-sum-exp, which the forward call leaves out where it sees no tensor
-    that requires grad.
-    """
+    """The backward kernel needs the log-sum-exp, which the forward call omits if no tensor requires grad."""
     if args[4]:
         return None
     return aten._scaled_dot_product_efficient_attention.default(*args[:4], True, *args[5:], **kwargs)
 
 
 def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
-    """Fold the mapped tensors of a fused CUDA kernel; random state and sequence tables have no batch axis and
-    stay.
+    """Fold the mapped tensors of a fused CUDA kernel; random states and sequence tables have no batch axis
+    and stay.
     """
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -485,7 +480,7 @@ def _by_flash_attention(
     *,
     scale: Any = None,
 ) -> tuple[Any, ...]:
-    """In place of cuDNN's kernel the one that has rules both ways; it has no mask, and with one these are
+    """The kernel with rules in both directions, in place of cuDNN's; it has no mask, so with one these are
     matrix products.
     """
     if bias is None:

@@ -33,7 +33,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], axes: int) -> Geometry:
-        """PyTorch lets one number stand for all spatial axes. The result can be a key."""
+        """PyTorch lets one number stand for all spatial axes. The result is hashable."""
         spread: list[Any] = [
             tuple(a) * (axes if len(a) == 1 else 1) if isinstance(a, (list, tuple)) else a for a in args
         ]
@@ -85,8 +85,8 @@ def grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size, geometry: Geometr
 
 
 def writes_patches(g: torch.Tensor, shape: torch.Size, geometry: Geometry) -> bool:
-    """Whether patches are written out, for a few samples at a time: so few channels that a product for each
-    place would be thin.
+    """Whether patches are materialised, for a few samples at a time: if a product for each place would be
+    thin.
     """
     return not grouped_kernel_is_fast(g, shape, geometry) and shape[1] < _THIN
 
@@ -97,7 +97,7 @@ def as_groups(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geo
     folded = [t.movedim(0, 1).flatten(1, 2) for t in (g, x)]  # [b, n * channels, *]
     weight = torch.empty((), dtype=g.dtype, device=g.device).expand(
         n * shape[0], *shape[1:]
-    )  # asked for its shape alone
+    )  # only its shape is used
     only = [False, True, False]
     grouped = aten.convolution_backward.default(
         *folded, weight, [0], *geometry[:-1], geometry.groups * n, only
@@ -147,7 +147,7 @@ def grams(
     g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gram matrices over positions, [n * groups, t, t] each: of the cotangents, and of the patches, which are
-    not written out.
+    not materialised.
 
     The inner product of two patches is a sum over the places of the kernel of inner products of pixels, so it
     is the pixels' Gram matrix, added up along its diagonals, one axis of the kernel after the other.
@@ -216,8 +216,8 @@ def as_matrices(
     n, b, groups = x.shape[0], x.shape[1], geometry.groups
     patches = windows(
         x.flatten(0, 1), kernel, positions, geometry
-    )  # [n * b, i, *kernel, *positions], nothing copied yet
-    # Written out with the positions last: whole rows of the input are copied at once.
+    )  # [n * b, i, *kernel, *positions], a view so far
+    # Copied with the positions last, so that whole rows of the input are copied at once.
     patches = (
         patches.reshape(n, b, groups, -1, positions.numel())
         .permute(0, 2, 3, 1, 4)
@@ -232,9 +232,7 @@ def as_matrices(
 
 
 def windows(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:
-    """[m, i, *kernel, *positions]: a view of the padded input x [m, i, *in] in which no patch is
-    written out.
-    """
+    """[m, i, *kernel, *positions]: a view of the padded input x [m, i, *in], without materialised patches."""
     spatial = len(kernel)
     x = padded(x, kernel, positions, geometry)
     for d in range(spatial):
@@ -400,9 +398,7 @@ define(
 
 
 def _ordinary(op: Op, axes: int) -> None:
-    """A layer's convolution is the general one, without the way through PyTorch's composite definition at
-    each level.
-    """
+    """A layer's convolution as the general operator, without PyTorch's composite definition at each level."""
 
     def convolution(
         x: Any,
@@ -416,8 +412,8 @@ def _ordinary(op: Op, axes: int) -> None:
         spread = [
             [value] * axes if isinstance(value, int) else value for value in (stride, padding, dilation)
         ]
-        # one image without a batch axis; complex numbers, which PyTorch takes apart; dtypes of which it says
-        # that they differ
+        # one image without a batch axis; complex numbers, which PyTorch decomposes; dtypes that PyTorch
+        # refuses
         if x.dim() != axes + 2 or x.dtype.is_complex or x.dtype != weight.dtype:
             return op.decompose(x, weight, bias, *spread, groups)
         return run(aten.convolution.default, x, weight, bias, *spread, False, [0] * axes, groups)

@@ -39,7 +39,7 @@ def _embedding_bag(
             next_step="build the embedding bag with scale_grad_by_freq=False",
         )
     bags, positions = offsets.shape[0], index.shape[0]
-    # The last bag that starts at or before a position is its bag: where several start there, all but that one
+    # A position belongs to the last bag that starts at or before it: if several start there, all but that one
     # are empty.
     order = torch.arange(positions, dtype=offsets.dtype, device=offsets.device)
     bag = torch.searchsorted(offsets.contiguous(), order, right=True) - 1
@@ -54,7 +54,7 @@ def _embedding_bag(
         rows = torch.where(counted.unsqueeze(1), rows, 0)
         out = torch.zeros(bags, rows.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
         out = out / sizes.clamp(min=1).unsqueeze(1) if mode == MEAN else out
-    real = slice(bags - include_last_offset)  # the last offset may say where the last bag ends
+    real = slice(bags - include_last_offset)  # the last offset may be the end of the last bag
     return out[real], bag, sizes[real], sizes[real]
 
 
@@ -77,11 +77,11 @@ def _embedding_renorm(
 
 
 def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags: int) -> torch.Tensor:
-    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it;
-    zero in an empty bag.
+    """For each bag and feature the largest value, whose cotangent goes to its first position; zero in an
+    empty bag.
 
-    NaN counts as PyTorch's kernel has it, which goes through a bag and takes what is greater than all before:
-    NaN at the first position is the result, elsewhere it is passed over.
+    NaN is treated as in PyTorch's kernel, which keeps a value if it is greater than all before: NaN at the
+    first position is the result, elsewhere it is skipped.
     """
     positions, features = rows.shape
     if not positions:

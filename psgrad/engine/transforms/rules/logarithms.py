@@ -56,8 +56,8 @@ elementwise(
 
 
 def _logit_back(g: torch.Tensor, x: torch.Tensor, eps: float | None) -> torch.Tensor:
-    """Zero beyond the bounds, and for NaN, as where PyTorch keeps a graph; its kernel has NaN there, or zero,
-    by the place in memory.
+    """Zero beyond the bounds, and for NaN, as if PyTorch keeps a graph; its kernel gives NaN or zero there,
+    depending on the place in memory.
     """
     low, beyond = (0, torch.nan) if eps is None else (eps, 0)
     inside = (x >= low) & (x <= 1 - low)

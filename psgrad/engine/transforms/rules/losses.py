@@ -91,7 +91,7 @@ def _cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """With labels: log-softmax and the negative log-likelihood. PyTorch's own way, for the rest, goes over
+    """With labels: log-softmax and the negative log-likelihood. PyTorch's own definition of the rest runs
     many more operators.
     """
     if target.is_floating_point() or label_smoothing or x.dim() not in (1, 2, 4):
@@ -106,8 +106,8 @@ def _cross_entropy_loss(
 
 
 class _Labels:
-    """What the likelihood of labels is made of: classes on `axis` of the log-probabilities, the other axes
-    are positions.
+    """The arguments of a likelihood of labels: classes on `axis` of the log-probabilities, the other axes are
+    positions.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class _Labels:
         )
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
-        """One a position; zero where the label is ignored, whatever stands there."""
+        """One loss a position; zero if the label is ignored, whatever its value."""
         picked = torch.gather(log_probabilities, self.axis, self.labels).squeeze(self.axis)
         return self.counted_only(-picked * self.weights)
 
     def counted_only(self, each: torch.Tensor) -> torch.Tensor:
-        """Zero where the label is ignored: also where all are, and the mean of none is nan."""
+        """Zero if the label is ignored, also if all labels are, whose mean is nan."""
         return torch.where(self.counted, each, 0)
 
 
@@ -181,7 +181,7 @@ def _nll_batch(
 def _nll_by_kernel(
     batch: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
 ) -> Any:
-    """All positions of all samples as one batch of PyTorch's own kernel, which is told not to add them up."""
+    """All positions of all samples as one batch of PyTorch's own kernel, without a reduction."""
     values, labels = batch.physical(x), batch.physical(target).long()
     flat = values.reshape(labels.numel(), values.shape[-1])
     losses = aten.nll_loss_forward.default(flat, labels.reshape(-1), None, 0, ignore_index)[0]
@@ -232,7 +232,7 @@ def _nll_backward_by_kernel(
     if each.dim() < labels.dim():
         each = each.unsqueeze(1).expand(labels.shape)
     flat = values.reshape(labels.numel(), values.shape[-1])
-    nothing = flat.new_zeros(())  # the weight of all labels, which is asked for only where the mean is taken
+    nothing = flat.new_zeros(())  # the weight of all labels, which only the mean needs
     found = aten.nll_loss_backward.default(
         each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing
     )
@@ -276,8 +276,8 @@ def _mse_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> torch.Ten
 
 
 def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
-    """Rules for a loss of pairs: that of each element has derivatives, weights and reductions are operators
-    of their own.
+    """Rules for a loss of pairs: each element's loss has derivatives, weights and reductions are other
+    operators.
     """
     names = [argument.name for argument in schema_of(op).arguments]
     defaults = [argument.default_value for argument in schema_of(op).arguments]
@@ -287,7 +287,7 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
         return [args[i] if i < len(args) else kwargs.get(name, defaults[i]) for i, name in enumerate(names)]
 
     def written(args: list[Any]) -> torch.Tensor | None:
-        """The loss, where there are weights or a reduction."""
+        """The loss, with weights or a reduction."""
         weights = None if weight is None else args[weight]
         if weights is None and args[reduction] == 0:
             return None
@@ -319,7 +319,7 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
 
 
 def _bounded(distance: torch.Tensor, bound: float) -> torch.Tensor:
-    """The distance, no further than the bound. Its derivative is zero at the bound, and for NaN."""
+    """The distance, at most the bound. Its derivative is zero at the bound, and for NaN."""
     return torch.where(distance.abs() < bound, distance, distance.detach().clamp(-bound, bound))
 
 
@@ -396,8 +396,8 @@ def _multi_margin_loss(
     weight: Any = None,
     reduction: int = 1,
 ) -> torch.Tensor:
-    """As PyTorch's kernel has it: what is not above zero, NaN too, counts for nothing, a target without axes
-    has a loss without.
+    """As PyTorch's kernel: terms that are not above zero, NaN too, are zero; the loss has axes if the target
+    has.
     """
     refuse_shapes(aten.multi_margin_loss.default, (x, target, p, margin, weight, reduction), {})
     rows, labels = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
@@ -456,7 +456,9 @@ def _ctc_back(
 
 
 def _ctc_backward_back(out: torch.Tensor, g: torch.Tensor, *args: Any) -> Any:
-    """The kernel multiplies each sequence's part with its cotangent: at ones, it says with what."""
+    """The kernel multiplies each sequence's part by its cotangent: with cotangents of one it returns the
+    factor.
+    """
     op = (
         aten._ctc_loss_backward.Tensor
         if isinstance(args[2], torch.Tensor)
@@ -517,8 +519,8 @@ def _linear_cross_entropy(
     ignore_index: int,
     smoothing: float,
 ) -> torch.Tensor:
-    """The kernels compute gradients as they go, for the batch as a whole; a sample has few enough logits to
-    have them at once.
+    """The kernels compute gradients in the forward pass, for the batch as a whole; here all logits are
+    computed at once, as a sample has few.
     """
     logits = aten.linear.default(x, layer, bias)
     refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
@@ -528,7 +530,9 @@ def _linear_cross_entropy(
 
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"
-if importlib.util.find_spec(_MODULE) is not None:  # not in older versions of PyTorch
+if (
+    importlib.util.find_spec(_MODULE) is not None
+):  # missing in older versions of PyTorch; the import registers the operators
     importlib.import_module(_MODULE)  # which makes the operators known
 
     @replace(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)

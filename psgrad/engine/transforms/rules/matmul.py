@@ -163,7 +163,7 @@ def _addr(
 
 def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any) -> torch.Tensor:
     product = product if alpha == 1 else product * alpha
-    if beta == 0:  # the bias is not even looked at: it may hold anything
+    if beta == 0:  # the bias is not read: it may hold anything
         return product
     return (bias if beta == 1 else bias * beta) + product
 
@@ -205,8 +205,8 @@ def _vector_matmul(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Physical operands broadcast over the sample axis; vectors become matrices first, as a sample axis would
-    make them one.
+    """Physical operands broadcast over the sample axis; vectors become matrices first, because a sample axis
+    would make them matrices.
     """
     if a.dim() == 1 and b.dim() == 1:
         return (batch.raw(a) * batch.raw(b)).sum(-1)
@@ -295,8 +295,8 @@ define(aten._cdist_backward.default, batch=_cdist_backward_batch)
 def _cdist_backward(
     g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor
 ) -> torch.Tensor:
-    """What the kernel sums, spelled out pair by pair, for its own derivative. At distance zero the derivative
-    is taken as zero.
+    """The sum of the kernel, pair by pair, for its own derivative. At distance zero the derivative is
+    zero.
     """
     apart = x.unsqueeze(-2) - y.unsqueeze(-3)
     g, distances = g.unsqueeze(-1), distances.unsqueeze(-1)
@@ -316,8 +316,8 @@ def _cdist_backward(
 
 @replace(aten._pdist_forward.default)
 def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """The pairs above the diagonal; by differences, as the way through a matrix product loses digits where
-    two points are close.
+    """The pairs above the diagonal, by differences: a matrix product would lose digits if two points are
+    close.
     """
     first, second = torch.triu_indices(len(x), len(x), 1, device=x.device).unbind()
     by_differences = 2

@@ -68,8 +68,8 @@ def _elman(activation: Callable[[Tensor], Tensor]) -> Cell:
 def _over_time(
     step: Step, pieces: Sequence[Tensor], start: State, backwards: bool
 ) -> tuple[Sequence[Tensor], State]:
-    """The output at each time, and each sequence's state where it ends. Backwards, short sequences begin on
-    the way.
+    """The output at each time, and each sequence's state at its end. Backwards, short sequences begin
+    later.
     """
     state = tuple(first[: len(pieces[-1])] for first in start) if backwards else start
     outputs: list[Tensor] = []
@@ -174,9 +174,7 @@ def _gru_cell(x: Tensor, hidden: Tensor, *weights: Tensor | None) -> Tensor:
 
 @replace(aten._pack_padded_sequence.default)
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The sequences of [times, b, ...], longest first, time after time without what lies behind their
-    ends.
-    """
+    """The sequences of [times, b, ...], longest first, time after time, each up to its end."""
     running: list[int] = lengths.tolist()
     x = x.transpose(0, 1) if batch_first else x
     sizes = [sum(length > time for length in running) for time in range(running[0])]
