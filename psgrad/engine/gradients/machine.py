@@ -78,8 +78,7 @@ _in_force: dict[tuple[str, int | None, int], Machine] = {}
 def machine(device: torch.device) -> Machine:
     """The constants in force for a device.
 
-    Raises ConfigError where an override names a file that can't be used. A cache that can't be read is passed
-    over.
+    Raises ConfigError if an override names a file that can't be used. A cache that can't be read is ignored.
     """
     key = device.type, device.index, torch.get_num_threads()
     found = _in_force.get(key)
@@ -89,8 +88,8 @@ def machine(device: torch.device) -> Machine:
 
 
 def use(chosen: Path | Machine | None) -> None:
-    """Have these constants, or those of a file, in force for all devices; None for those of the environment,
-    the cache or built in.
+    """Use these constants, or those of a file, for all devices; None for those of the environment, the cache
+    or built in.
     """
     global _chosen
     _chosen = chosen
@@ -98,8 +97,8 @@ def use(chosen: Path | Machine | None) -> None:
 
 
 def keep(measured: Machine, device: torch.device) -> Path | None:
-    """Have these constants in force, and keep them for later runs. The file; None where it can't be written,
-    which is no error.
+    """Use these constants, and store them for later runs. Returns the file; None if it can't be written,
+    which is not an error.
     """
     if _overridden(device) is None:
         _in_force[device.type, device.index, torch.get_num_threads()] = measured
@@ -117,7 +116,7 @@ def keep(measured: Machine, device: torch.device) -> Path | None:
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether constants of this device are at hand, overridden or measured."""
+    """Whether constants of this device were measured or overridden."""
     return machine(device).origin != "built in" or os.environ.get(VARIABLE) == "default"
 
 
@@ -136,9 +135,7 @@ def built_in(device: torch.device) -> Machine:
 
 
 def cache_file(device: torch.device) -> Path:
-    """Where this device's constants are kept: one file for each device, number of threads and version of
-    PyTorch.
-    """
+    """The file of this device's constants: one for each device, number of threads and version of PyTorch."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{device_name(device)}-{torch.get_num_threads()}-threads-torch-{torch.__version__}"
     return base / "psgrad" / (re.sub(r"[^\w.+-]+", "-", name) + ".json")

@@ -15,8 +15,8 @@ from psgrad.engine.gradients.terms.placed import narrowed
 
 
 def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
-    """Both terms within the window that they share, of its shape; an empty list where they share none; None
-    where it would take materialising a term to see.
+    """Both terms within the window that they share, of its shape; an empty list if they share none; None if
+    this takes materialising a term.
     """
     if a.layout.window is None and b.layout.window is None:
         return [(a, b)]
@@ -46,12 +46,12 @@ def _are_apart(one: Run, one_length: int, other: Run, length: int) -> bool:
 
 
 def _within(placed: Placed, runs: Sequence[tuple[Run, int]]) -> list[Placed] | None:
-    """The part of a term that lies within a window, with no window of its own."""
+    """The part of a term within a window, with no window of its own."""
     for dim, (run, length) in enumerate(runs):
         own, count = _runs(placed)[dim]
         if own == run and count == length:
             continue
-        if own.step == run.step != 1:  # of steps that go together those that both have
+        if own.step == run.step != 1:  # of compatible steps the common places
             first, last = max(own.start, run.start), min(own.end(count), run.end(length))
             places = (first, own.step, len(range(first, last, own.step)))
         else:

@@ -29,12 +29,12 @@ Weights = Callable[[SquareNorms], torch.Tensor | WeightsByName]
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """A weighted sum of per-sample gradients, and what its weights were made from.
+    """A weighted sum of per-sample gradients, and the norms and weights behind it.
 
     Attributes:
         sums: name -> [*shape].
         norms: the samples' squared norms, losses and aux.
-        weights: what the weights were: [n], or name -> [n].
+        weights: [n], or name -> [n].
         recomputed: whether a second pass was needed, because the first one's factors did not fit.
     """
 
@@ -110,13 +110,13 @@ def per_sample_weighted_sum(
     return WeightedSum(sums, norms, given, recomputed=True)
 
 
-# Bytes that are kept without asking how much memory is free, which takes longer than a small network's pass.
+# Bytes that are kept without a query of the free memory, which takes longer than a small network's pass.
 _WITHOUT_ASKING = 64 << 20
 
 
 class _StoredGradients:
-    """Gradients that wait for their weights, up to so many bytes (None: half of what is free); past that
-    none.
+    """Gradients that are stored until their weights are known, up to so many bytes (None: half of what is
+    free); beyond that none is kept.
     """
 
     def __init__(self, memory: float | None, device: torch.device) -> None:
@@ -180,8 +180,8 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
 class _Summing:
     """How each parameter's gradient is summed: with its weights, over the samples that take part.
 
-    Nothing times infinity is no number: a sample whose weights are all zero is left out where its norm is not
-    finite, and of a bounded sum in any case.
+    Zero times infinity is NaN: a sample whose weights are all zero is left out if its norm is not finite, and
+    of a bounded sum in any case.
     """
 
     def __init__(self, weights: WeightsByName, norms: SquareNorms, bounded: bool) -> None:
@@ -214,11 +214,11 @@ class _Summing:
 def _sums(
     stored: dict[str, DeferredGradient], names: list[str], summing: _Summing
 ) -> dict[str, torch.Tensor]:
-    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
+    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is computed.
 
-    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and goes
-    with the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last
-    layers' factors.
+    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and is
+    freed with the last of the two, so that the first layers' sums, mostly computed last, don't coexist with
+    the last layers' factors.
     """
     sums = {name: summing.of(name, stored.pop(name)) for name in list(stored)}
     return {name: sums[name] for name in names}
@@ -233,8 +233,8 @@ def _summed_again(
     has_aux: bool,
     randomness: str,
 ) -> dict[str, torch.Tensor]:
-    """name -> [*shape], by a second pass, the same as the first, in which no two parameters'
-    gradients meet.
+    """name -> [*shape], by a second pass, the same as the first, in which the gradients of two parameters
+    never coexist.
     """
     dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
 
@@ -242,7 +242,7 @@ def _summed_again(
         return loss(params, *sample[:-1])
 
     def summed(*some: Any) -> dict[str, torch.Tensor]:
-        """The sum over some of the samples, whose places come with them: a branch may split them."""
+        """The sum over some of the samples, given with their places, because a branch may split them."""
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
         job = Pass(of_one, params, some, dims, has_aux, randomness)

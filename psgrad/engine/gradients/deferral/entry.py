@@ -66,7 +66,7 @@ def _embedding_backward(
 
 
 def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, step: int, size: int) -> Any:
-    """A stored value, in a window; for a vector it is not worth a term of its own."""
+    """A stored value in a window, unless it is a vector."""
     shape = list(g.shape)
     if not batch.is_mapped(g) or len(shape) < 2 or shape[dim] == size or not g.numel() or g.dtype.is_complex:
         return NotImplemented

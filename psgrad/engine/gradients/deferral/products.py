@@ -126,7 +126,7 @@ def _log_softmax(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> 
     return aten.sub.Tensor(g, aten.mul.Tensor(aten.sum.dim_IntList(g, [dim], True), aten.exp.default(out)))
 
 
-# -- contractions with what all samples share ----------------------------------------------------------------
+# -- contractions with shared tensors ------------------------------------------------------------------------
 
 
 def _matmul(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:

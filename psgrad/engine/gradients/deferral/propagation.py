@@ -28,7 +28,7 @@ def of_each(
     shape: Sequence[int],
     change: Callable[[Placed], list[Placed] | None],
 ) -> Any:
-    """The terms changed one by one, NotImplemented where one can't be."""
+    """The terms changed one by one, NotImplemented if one can't be."""
     terms: list[Placed] = []
     for placed in value.terms:
         changed = change(placed)
@@ -179,11 +179,10 @@ def _same(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any
 
 
 def _cast(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
-    """A weight that is cast to another precision on its way into a product (autocast): the factors stay in
-    theirs.
+    """A cast of a weight to another precision (autocast): the factors keep theirs.
 
-    So what is asked of the gradient sums products of halves in float32, and nothing is rounded to halves in
-    between.
+    So queries sum products of half-precision factors in float32, and no intermediate is rounded to half
+    precision.
     """
     value, dtype = waiting[0], kwargs.get("dtype")
     if value is None or kwargs.get("device") not in (None, value.device):

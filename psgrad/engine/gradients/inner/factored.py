@@ -31,7 +31,7 @@ _COMFORTABLE = 40
 
 @dataclass(frozen=True)
 class Balanced:
-    """Terms in the precision asked for, times 2^-exponents.
+    """Terms in the requested precision, times 2^-exponents.
 
     Attributes:
         terms: products and rows.
@@ -44,7 +44,9 @@ class Balanced:
     finite: torch.Tensor
 
     def scale(self) -> torch.Tensor | None:
-        """[n] float64: what a sample's terms are to be multiplied by to be what they were."""
+        """[n] float64: the factors by which a sample's balanced terms are multiplied to restore their
+        size.
+        """
         return None if self.exponents is None else torch.exp2(self.exponents.double())
 
 
@@ -77,14 +79,14 @@ def _bound(term: Term, first: torch.Tensor, second: torch.Tensor) -> torch.Tenso
     return positions.amax(1)
 
 
-# A tile is as wide as may be, but not less high than this: measured, matrix products like it better than
+# A tile is as wide as possible, but at least this high: measured, matrix products are faster so than as
 # squares.
 _TALL = 256
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The terms of two sets of samples that have factors to meet, and by which of the ways two tables do."""
+    """The terms of two sets of samples with factors, and the order of contraction for two tables."""
 
     left: Sequence[Term]
     right: Sequence[Term]
@@ -97,8 +99,7 @@ def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
 
 
 def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetric: bool) -> None:
-    """Add the inner products of `sides` to out [n, m] float64, of which the lower half is left alone where it
-    is symmetric.
+    """Add the inner products of `sides` to out [n, m] float64; if it is symmetric, not to its lower half.
 
     Factors are multiplied in `dtype`. A sample with a factor that is not finite has NaN in its row or column.
     """
@@ -116,7 +117,7 @@ def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetr
 
 
 def _bytes(terms: Sequence[Term], dtype: torch.dtype) -> int:
-    """Of one sample's factors in another precision."""
+    """The bytes of one sample's factors in another precision."""
     return sum(
         math.prod(f.shape[1:]) * dtype.itemsize
         for term in terms

@@ -19,12 +19,12 @@ from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 
-# Ways of a region.
+# Orders of contraction of a region.
 VALUES, GRAM, MATCHES = "values", "gram", "matches"
 
 
 def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
-    """The cheapest of the ways that a region's terms allow."""
+    """The cheapest of the orders of contraction that a region's terms allow."""
     left, right = [p.term for p in region.left], [p.term for p in region.right]
     if not region.is_aligned or not have_factors(left, right):
         return VALUES
@@ -47,7 +47,7 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
     (groups, t, a, b), (_, s, other, _) = x.sizes, y.sizes
     rows, columns = x.samples * t, y.samples * s
     left = machine.matmul_seconds(groups, rows, columns, a, dtype) if a and other else 0.0
-    # tiles are small enough for a cache: what is moved in them counts at the rate of small results
+    # tiles are small enough for a cache: their traffic has the rate of small results
     rate = machine.bandwidth(1 << 20)
     passes = 2 if t == s == groups == 1 else 4
     return (
@@ -58,8 +58,8 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
 
 
 def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
-    """Both rows of each match are gathered, multiplied and added up. It takes a look at the indices to know
-    how many there are.
+    """Both rows of each match are gathered, multiplied and added up. The indices are read to count the
+    matches.
     """
     width = x.sizes[3] * dtype.itemsize
     moved = x.count_matches(y) * (4 * width + 32)
@@ -96,11 +96,11 @@ def inner_products(
         samples: n and m.
         symmetric: both sets are one: half is computed.
 
-    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece,
-    whichever is priced less. Numbers are multiplied in at least float32 and added up over pieces and
-    parameters in float64. Samples whose positions or terms nearly cancel, or whose numbers are near the
-    limits of float32, are taken again in float64. A sample whose gradient is not finite has numbers that are
-    not finite in its row or column, and leaves those of others alone.
+    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece, by
+    price. Numbers are multiplied in at least float32 and added up over pieces and parameters in float64.
+    Samples whose positions or terms nearly cancel, or whose numbers are near the limits of float32, are
+    computed again in float64. A sample whose gradient is not finite has numbers that are not finite in its
+    row or column, and does not change those of others.
     """
     total = torch.zeros(samples, dtype=torch.float64, device=device)
     if not total.numel():
@@ -127,9 +127,7 @@ def inner_products(
 def _add_by_factors(
     total: torch.Tensor, region: Region, way: str, dtype: torch.dtype, symmetric: bool
 ) -> None:
-    """Add a region's inner products by factors; the lower half of a symmetric result is left alone,
-    or not.
-    """
+    """Add a region's inner products by factors. The lower half of a symmetric result is undefined."""
     sides = region.left, region.right
     again = [
         _cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)
@@ -192,8 +190,8 @@ def _replace(
 
 
 def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
-    """The samples [k] in which positions or terms nearly cancel: rounding of what meets between them would
-    show.
+    """The samples [k] in which positions or terms nearly cancel, so that rounding of their products
+    matters.
     """
     terms = [placed.term for placed in side]
     if len(terms) == 1 and terms[0].sizes[0] * terms[0].sizes[1] <= 1:

@@ -97,7 +97,7 @@ class Projector:
 
 def seed_of(seed: int, number: int) -> int:
     """The seed of checkpoint `number`'s projection: projections of different checkpoints, and of different
-    seeds, share nothing.
+    seeds, are independent.
     """
     return int.from_bytes(
         hashlib.sha256(f"psgrad checkpoint {number} of seed {seed}".encode()).digest()[:7], "little"

@@ -82,7 +82,7 @@ class Cut(Protocol):
 
 
 def cut_out(cut: Cut, layout: Layout, dim: int, start: int, step: int, length: int) -> bool:
-    """Keep `length` places of an axis: each of its atoms keeps a run of its own. False if the places are no
+    """Keep `length` places of an axis: each of its atoms keeps a run of its own. False if the places are not
     such runs.
     """
     runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])

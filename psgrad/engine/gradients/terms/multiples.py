@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Multiples(Term):
-    """Coefficients, one a sample or one a row of each sample's, times one shared tensor: what a norm of the
-    weight, its mean or a penalty on it adds to its gradient. The product is not materialised.
+    """Coefficients, one a sample or one a row of each sample's, times one shared tensor: the gradient of a
+    norm of the weight, its mean or a penalty on it. The product is not materialised.
     """
 
     coefficients: torch.Tensor  # [n, *shape], with ones for the axes along which a sample has one coefficient
@@ -57,7 +57,7 @@ class Multiples(Term):
 
     @property
     def _own_shape(self) -> torch.Size:
-        """The coefficients' shape: that to which what is shared may be summed."""
+        """The coefficients' shape, to which the shared tensor may be summed."""
         return self.coefficients.shape[1:]
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Multiples:
@@ -122,7 +122,7 @@ class Multiples(Term):
         return found[0].term.dot(found[0].layout.invert(own.shared, found[0].term.shape)).double()
 
     def slices(self, room: int, width: int) -> Iterator[Slice]:
-        """Some rows of what is shared, times all samples' coefficients."""
+        """Some rows of the shared tensor, times all samples' coefficients."""
         coefficients, shared = self.coefficients, self.shared
         if not shared.dim():
             coefficients, shared = coefficients.unsqueeze(1), shared.unsqueeze(0)
