@@ -76,14 +76,14 @@ def written(baseline: Baseline) -> dict[str, Any]:
 
 def mark_known(named: pd.DataFrame, baseline: Baseline) -> pd.DataFrame:
     """The named samples, with those that the baseline holds marked as known."""
-    known = named["fingerprint"].isin({each.fingerprint for each in baseline.findings})
-    return named.assign(state=named["state"].mask(known & (named["state"] == NEW), KNOWN))
+    is_known = named["fingerprint"].isin({each.fingerprint for each in baseline.findings})
+    return named.assign(state=named["state"].mask(is_known & (named["state"] == NEW), KNOWN))
 
 
 def gone(named: pd.DataFrame, baseline: Baseline) -> int:
     """How many entries of the baseline a run no longer finds."""
-    found = set(named["fingerprint"])
-    return sum(each.fingerprint not in found for each in baseline.findings)
+    present = set(named["fingerprint"])
+    return sum(each.fingerprint not in present for each in baseline.findings)
 
 
 def changed(
@@ -101,21 +101,21 @@ def changed(
     with every run would accept whatever comes.
     """
     acceptable = named[named["rule"].isin(ACCEPTABLE) & (named["state"].isin((NEW, KNOWN)))]
-    found = {
+    present = {
         fingerprint: Known(fingerprint, rule, str(each))
         for fingerprint, rule, each in zip(
             acceptable["fingerprint"], acceptable["rule"], acceptable["id"], strict=True
         )
     }
     had = {each.fingerprint: each for each in before.findings} if before is not None else {}
-    new = {fingerprint: each for fingerprint, each in found.items() if fingerprint not in had}
-    kept = {fingerprint: each for fingerprint, each in had.items() if fingerprint in found}
+    new = {fingerprint: each for fingerprint, each in present.items() if fingerprint not in had}
+    remaining = {fingerprint: each for fingerprint, each in had.items() if fingerprint in present}
     takes = before is None or grow
     scores = reference if takes or before is None or before.reference is None else before.reference
     return BaselineChange(
-        Baseline(tuple({**kept, **(new if takes else {})}.values()), run, scores),
+        Baseline(tuple({**remaining, **(new if takes else {})}.values()), run, scores),
         str(path),
-        dropped=len(had) - len(kept),
+        dropped=len(had) - len(remaining),
         taken=len(new) if takes else 0,
         refused=0 if takes else len(new),
         first=before is None,

@@ -121,7 +121,7 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
     )
     values = samples[score].to_numpy("float64", na_value=np.nan)
     finite = np.isfinite(values) & (samples["status"].to_numpy(object) != "nonfinite")
-    kept = {
+    columns = {
         "fingerprint": prints,
         "equal": equal,
         f"id{suffix}": samples["id"].astype(object),
@@ -130,11 +130,11 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
         f"listed{suffix}": samples["is_outlier_issue"].to_numpy(bool),
     }
     if group is None:
-        return pd.DataFrame(kept)
+        return pd.DataFrame(columns)
     labels = samples[group]
     # A class is 3, and not 3.0 where samples that came or went have none.
     return pd.DataFrame(
-        {**kept, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels}
+        {**columns, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels}
     )
 
 

@@ -45,8 +45,8 @@ def detector_from(name: str, options: Mapping[str, Any], base: Path = Path()) ->
     """The detector of a name with its options. Raises ConfigError for a name or options that are not known,
     or can't be.
     """
-    found: Detector = configured(DETECTORS, name, options, base)
-    return found
+    detector: Detector = configured(DETECTORS, name, options, base)
+    return detector
 
 
 def detect(detector: Detector, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:

@@ -148,22 +148,22 @@ def records(
     ]
     numbers = {column: rows[column].to_numpy("float64", na_value=np.nan).tolist() for column in columns}
     reasons, groups, indices = (_texts(rows, "reasons"), _texts(rows, "group"), rows["index"].tolist())
-    for place, found in enumerate(ordered.itertuples(index=False)):
+    for place, row in enumerate(ordered.itertuples(index=False)):
         values = {column: _finite(numbers[column][place]) for column in columns}
         index = int(indices[place])
         yield Finding(
-            rule=str(found.rule),
-            level=levels[str(found.rule)],
-            id=found.id if isinstance(found.id, int) and not isinstance(found.id, bool) else str(found.id),
+            rule=str(row.rule),
+            level=levels[str(row.rule)],
+            id=row.id if isinstance(row.id, int) and not isinstance(row.id, bool) else str(row.id),
             index=index,
-            fingerprint=str(found.fingerprint),
-            message=_message(str(found.rule), score, {column: numbers[column][place] for column in columns}),
+            fingerprint=str(row.fingerprint),
+            message=_message(str(row.rule), score, {column: numbers[column][place] for column in columns}),
             location=Location(location.path, lines.get(index, location.line)),
             reasons=tuple(part for part in (reasons[place] or "").split("; ") if part),
             group=groups[place],
             values=values,
-            state=found.state,  # type: ignore[arg-type]
-            ignored_because=found.ignored_because,  # type: ignore[arg-type]
+            state=row.state,  # type: ignore[arg-type]
+            ignored_because=row.ignored_because,  # type: ignore[arg-type]
         )
 
 

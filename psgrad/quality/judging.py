@@ -99,8 +99,8 @@ def rank_samples(
         reasons=reasons,
         status=np.select([~finite, ~ranked], ["nonfinite", "skipped"], default="ok"),
     )
-    known = [column for column in SAMPLE_COLUMNS if column in result]
-    return result[known + [column for column in result if column not in SAMPLE_COLUMNS]]
+    columns = [column for column in SAMPLE_COLUMNS if column in result]
+    return result[columns + [column for column in result if column not in SAMPLE_COLUMNS]]
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def judge(
     facts = _facts(ranked, config, reference, verdict, small)
     detectors = {each.name: _said(each, ranked, outliers.fdr) for each in detected}
     facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
-    known = [column for column in SAMPLE_COLUMNS if column in ranked]
-    return Judged(ranked[known + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
+    columns = [column for column in SAMPLE_COLUMNS if column in ranked]
+    return Judged(ranked[columns + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
     sizes = pd.Series(reference.labels, dtype=object).value_counts()
     flagged = ranked["is_outlier_issue"].to_numpy(bool) & ~unjudged
     for row in np.flatnonzero(flagged | verdict.in_both):
-        said = (
+        words = (
             "in the reference itself, and not tested"
             if verdict.in_both[row]
             else (
@@ -230,7 +230,7 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
                 " samples"
             )
         )
-        reasons[row] = "; ".join(filter(None, [said, reasons[row]]))
+        reasons[row] = "; ".join(filter(None, [words, reasons[row]]))
     return reasons
 
 
@@ -240,8 +240,8 @@ def _against(
     """A detector's p- and q-values; none without a reference."""
     if scores.reference is None:
         return {}
-    known = _joined(scores.reference.labels, small)
-    p = grouped_p_values(scores.scores, labels, scores.reference.scores, known)
+    trusted = _joined(scores.reference.labels, small)
+    p = grouped_p_values(scores.scores, labels, scores.reference.scores, trusted)
     return {f"{scores.name}_p": p, f"{scores.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
 
 
@@ -271,13 +271,13 @@ def _facts(
     groups = sorted(set(labels))
     sizes, of_group = labels.value_counts(), labels[tests].value_counts()
     counted = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
-    known = {str(group): int(count) for group, count in counted.items()}
-    limit = resolution({group: int(of_group.get(group, 0)) for group in groups}, known, outliers.fdr)
+    trusted = {str(group): int(count) for group, count in counted.items()}
+    limit = resolution({group: int(of_group.get(group, 0)) for group in groups}, trusted, outliers.fdr)
     each = {
         group: GroupFacts(
             samples=int(sizes[group]),
             tested=int(of_group.get(group, 0)),
-            reference=None if reference is None else known.get(group, 0),
+            reference=None if reference is None else trusted.get(group, 0),
             smallest_p=limit.smallest_p.get(group),
             smallest_flaggable=limit.smallest_of.get(group),
             evaluable=reference is not None

@@ -67,8 +67,8 @@ def join_small(labels: Labels, counted: Labels, least: int) -> tuple[Labels, set
 
 def _length_classes(values: pd.Series[Any]) -> Labels:
     lowest = 2 ** np.floor(np.log2(np.maximum(values.fillna(0).to_numpy("float64"), 1))).astype("int64")
-    known = {low: f"{low} to {2 * low - 1}" if low > 1 else "0 to 1" for low in np.unique(lowest).tolist()}
-    return np.array([known[low] for low in lowest.tolist()], dtype=object)
+    names = {low: f"{low} to {2 * low - 1}" if low > 1 else "0 to 1" for low in np.unique(lowest).tolist()}
+    return np.array([names[low] for low in lowest.tolist()], dtype=object)
 
 
 def _no_column(by: str, columns: list[str]) -> tuple[str]:
@@ -138,9 +138,9 @@ class Reference:
         A fingerprint is that of the id where there is one: a sample that was changed since has its old id and
         another score.
         """
-        known = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
-        known = known[~known.index.duplicated() & (known.index != "")]
-        mine = known.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
+        own_scores = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
+        own_scores = own_scores[~own_scores.index.duplicated() & (own_scores.index != "")]
+        mine = own_scores.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
         same: npt.NDArray[np.bool_] = np.isclose(mine, scores.astype("float64"), rtol=1e-4, atol=0.0)
         return same
 
@@ -251,10 +251,10 @@ def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
     """The keys in which two `measured_as` differ. What an older psgrad did not keep is no difference; nor is
     a checkpoint that was saved again with the same weights.
     """
-    known = bool(theirs.get("weights")) and bool(ours.get("weights"))
+    has_weights = bool(theirs.get("weights")) and bool(ours.get("weights"))
     unasked = (
         {"weights", *_OF_CODE}
-        if not known
+        if not has_weights
         else {"checkpoint"}
         if theirs["weights"] == ours["weights"]
         else set()
@@ -265,12 +265,12 @@ def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """In words, which code of two `measured_as` differs, and whether the model's modules do."""
     changed = changed_keys(theirs, ours)
-    found = []
+    changes = []
     for part, files in ours["code"].items() if "code" in changed else ():
         before = theirs["code"].get(part, {})
         names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
-        found += [f"{', '.join(names)} of {part}"] if names else []
-    return [*found, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
+        changes += [f"{', '.join(names)} of {part}"] if names else []
+    return [*changes, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
 
 
 def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,14 +288,14 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
     by = outliers.get("group_by")
     whole = reference_of(samples, score, by, "run", "")
     scored = np.flatnonzero(~np.isnan(whole.scores))
-    kept = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
+    chosen = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
     groups = {
         str(label): {
             "scores": whole.scores[rows].tolist(),
             "fingerprints": [str(each)[:_DIGITS] for each in whole.fingerprints[rows]],
         }
-        for label in sorted(set(whole.labels[kept].tolist()))
-        for rows in [kept[whole.labels[kept] == label]]
+        for label in sorted(set(whole.labels[chosen].tolist()))
+        for rows in [chosen[whole.labels[chosen] == label]]
     }
     return {
         "score": score,

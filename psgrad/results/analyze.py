@@ -183,6 +183,6 @@ def check_record(result: CheckResult) -> dict[str, Any]:
 
 def finding_record(finding: Finding) -> dict[str, Any]:
     """A finding as a line of findings.jsonl, as plain values."""
-    found = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
+    record = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
     location = {"path": finding.location.path, "line": finding.location.line}
-    return {**found, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}
+    return {**record, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}

@@ -93,14 +93,14 @@ class RemovalCheck:
             if self.converged
             else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
         )
-        said = (
+        text = (
             f"Found: training went on from these weights {how}, with all rows and without the one, by the"
             " scores' own inverse curvature; the difference between the two."
         )
         if self.converged or self.length >= _SHORT:
-            return said
+            return text
         return (
-            f"{said} Full steps raise the training loss, and those taken had {self.length:.1g} of their"
+            f"{text} Full steps raise the training loss, and those taken had {self.length:.1g} of their"
             " length: what was found is a small part of what training to the end would find."
         )
 
@@ -180,13 +180,13 @@ def ranked_pairs(
         }.items()
     }
     there = by_query["train_index"] >= 0
-    found = {name: array[there] for name, array in by_query.items()}
-    place = found.pop("query")
+    columns = {name: array[there] for name, array in by_query.items()}
+    place = columns.pop("query")
     names = np.asarray([str(each) for each in query_ids], dtype=object)
-    pairs = pd.DataFrame(found).assign(
+    pairs = pd.DataFrame(columns).assign(
         query_id=names[place],
         query_index=np.asarray(query_rows, dtype=np.int64)[place],
-        train_id=train_ids[found["train_index"]],
+        train_id=train_ids[columns["train_index"]],
     )
     if layer is not None:
         pairs["layer"] = layer

@@ -295,8 +295,8 @@ class RunManifest:
 
     def content(self) -> dict[str, Any]:
         """What the file holds. Parts of a run that has none of them are left out."""
-        found = content_of(self)
-        return {key: value for key, value in found.items() if value or key not in _PARTS}
+        result = content_of(self)
+        return {key: value for key, value in result.items() if value or key not in _PARTS}
 
 
 # Of the manifest: left out while they are empty.
@@ -309,15 +309,15 @@ def content_of(value: Any) -> Any:
         return {key: content_of(each) for key, each in value.items()}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    found = {}
+    result = {}
     for each in dataclasses.fields(value):
         inner = getattr(value, each.name)
         written = each.metadata.get("written")
         if written is not None and not written(value, inner):
             continue
         empty = dataclasses.is_dataclass(inner) and inner == each.default
-        found[each.name] = None if empty else content_of(inner)
-    return found
+        result[each.name] = None if empty else content_of(inner)
+    return result
 
 
 def read_manifest(content: Mapping[str, Any]) -> RunManifest:
@@ -334,8 +334,8 @@ def read(kind: type[T], content: Any) -> T:
     """
     given = content if isinstance(content, Mapping) else {}
     hints = get_type_hints(kind)
-    known = [each.name for each in dataclasses.fields(kind) if given.get(each.name) is not None]  # type: ignore[arg-type]
-    return kind(**{name: _value(hints[name], given[name]) for name in known})
+    given_names = [each.name for each in dataclasses.fields(kind) if given.get(each.name) is not None]  # type: ignore[arg-type]
+    return kind(**{name: _value(hints[name], given[name]) for name in given_names})
 
 
 def _value(hint: Any, value: Any) -> Any:

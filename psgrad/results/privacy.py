@@ -247,14 +247,14 @@ class DPAuditResult(ShortRepr):
     @property
     def violations(self) -> list[str]:
         """What contradicts the declared guarantee, a sentence each."""
-        found = []
+        result = []
         if not self.declared:
-            found.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
-        found += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
+            result.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
+        result += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
         for pair in self.pairs:
             if not pair.holds:
-                found.append(f"{pair.pair}: {_broken(pair)}")
-        return found
+                result.append(f"{pair.pair}: {_broken(pair)}")
+        return result
 
     def _excess(self) -> str:
         accounted = "none" if self.accounted is None else f"{self.accounted:.4g}"

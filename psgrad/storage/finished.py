@@ -236,8 +236,8 @@ def _arrays(path: Path) -> dict[str, Array]:
     from safetensors.numpy import load_file
 
     try:
-        found: dict[str, Array] = load_file(path)
-        return found
+        arrays: dict[str, Array] = load_file(path)
+        return arrays
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(path, error) from error
 

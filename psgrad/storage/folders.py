@@ -100,13 +100,13 @@ class RunFolder:
         run = cls(path)
         try:
             own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
-            found = [
+            leftovers = [
                 leftover
                 for folder in own
                 if folder.is_dir() and not folder.is_symlink()
                 for leftover in folder.rglob(".*.tmp")
             ]
-            for leftover in [*path.glob(".*.tmp"), *found]:
+            for leftover in [*path.glob(".*.tmp"), *leftovers]:
                 leftover.unlink()
         except OSError as error:
             raise _unusable(path, error) from error
@@ -275,11 +275,11 @@ class RunFolder:
                 f"{target} can't be written: {error.strerror or error}",
                 next_step="check the folder and its permissions",
             )
-        kept = self._kept()
+        what_is_kept = self._kept()
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror})",
             expected=f"{wanted:,} free bytes for this file",
-            cause=f"no space; what was written before is whole{f': {kept}' if kept else ''}",
+            cause=f"no space; what was written before is whole{f': {what_is_kept}' if what_is_kept else ''}",
             next_step=self.after_more_space,
         )
 

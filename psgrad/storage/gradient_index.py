@@ -161,11 +161,11 @@ class GradientIndex:
         if different:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
-            first, wanted, found = different[0]
+            first, wanted, actual = different[0]
             raise OutputError(
                 f"the index {self.path} is of something else: {names}{more}"
                 f" differ{'s' if len(different) == 1 else ''}",
-                expected=f"{first}: {_short(wanted)}; the index has {_short(found)}",
+                expected=f"{first}: {_short(wanted)}; the index has {_short(actual)}",
                 cause="model, data or settings were changed since it was built",
                 next_step=(
                     "put them back, or build an index of its own in another folder (influence.index.path), or"
@@ -253,8 +253,8 @@ class GradientIndex:
         if not path.exists():
             return False
         with self._opened(path) as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if _digest(found) != file.metadata()[_SEAL].rpartition(" ")[2]:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if _digest(arrays) != file.metadata()[_SEAL].rpartition(" ")[2]:
                 raise OutputError(
                     f"{path} holds other numbers than were written",
                     expected="the numbers that its own hash was made of",
@@ -294,11 +294,11 @@ class GradientIndex:
 
 
 def _digest(arrays: Arrays) -> str:
-    found = sha256()
+    digest = sha256()
     for name in sorted(arrays):
-        found.update(name.encode())
-        found.update(arrays[name].data if arrays[name].size else b"")
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(arrays[name].data if arrays[name].size else b"")
+    return digest.hexdigest()
 
 
 def _is_index(path: Path) -> bool:
@@ -315,13 +315,13 @@ def _plain(description: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _differences(expected: Any, found: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         for key, value in expected.items():
-            yield from _differences(value, found.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != found:
-        yield name, expected, found
+            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != actual:
+        yield name, expected, actual
 
 
 def _short(value: Any) -> str:

@@ -166,19 +166,19 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
         return
     position, digest = mark["ledger_position"], mark["ledger_sha256"]
     if position > content.position:
-        found = (
+        actual = (
             f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has"
             f" {content.position:,}"
         )
     elif content.digests[position - 1] != digest:
-        found = (
+        actual = (
             f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made"
             " after"
         )
     else:
         return
     raise LedgerError(
-        found,
+        actual,
         expected="the ledger that paid for the checkpoint: with another one the epsilon would be too small",
         cause="the ledger or the checkpoint was replaced by a copy, or edited",
         next_step="put back the ledger that belongs to the checkpoint",
@@ -204,14 +204,14 @@ def require_same(
     differing = [key for key, value in plain.items() if key not in there or there[key] != value]
     if not differing:
         return
-    told = [
+    differences = [
         words
         for key in differing
         for words in (_differences(key, there.get(key), plain[key]) if show else [key])
     ]
     raise ConfigError(
-        f"{what} is that of another run: {'; '.join(told)}"
-        + ("" if show else " differs" if len(told) == 1 else " differ"),
+        f"{what} is that of another run: {'; '.join(differences)}"
+        + ("" if show else " differs" if len(differences) == 1 else " differ"),
         expected="the data, the model, the sampling and the clipping that the run began with",
         cause=(
             "the config or a file that it names was changed; what was spent on one can't be carried over to"

@@ -70,23 +70,25 @@ class Shards:
         """What is whole, from the first row on; shards behind one that is damaged or missing are as if they
         were not there, and are written anew. `append` goes on from here.
         """
-        found: list[tuple[pd.DataFrame, Arrays]] = []
-        while (shard := self._shard(len(found), sum(len(table) for table, _ in found))) is not None:
-            found.append(shard)
+        result: list[tuple[pd.DataFrame, Arrays]] = []
+        while (shard := self._shard(len(result), sum(len(table) for table, _ in result))) is not None:
+            result.append(shard)
         # The state goes with the last shard alone: those before it have none, but for the moment of writing.
-        while found:
-            state = self._state(len(found) - 1, sum(len(table) for table, _ in found[:-1]), len(found[-1][0]))
+        while result:
+            state = self._state(
+                len(result) - 1, sum(len(table) for table, _ in result[:-1]), len(result[-1][0])
+            )
             if state is not None:
                 break
-            found.pop()
+            result.pop()
         else:
             state = {}
-        self._count = len(found)
-        self._took(sum(len(table) for table, _ in found))
-        if not found:
+        self._count = len(result)
+        self._took(sum(len(table) for table, _ in result))
+        if not result:
             return Kept()
-        table = pd.concat([table for table, _ in found], ignore_index=True)
-        arrays = {name: np.concatenate([parts[name] for _, parts in found]) for name in found[0][1]}
+        table = pd.concat([table for table, _ in result], ignore_index=True)
+        arrays = {name: np.concatenate([parts[name] for _, parts in result]) for name in result[0][1]}
         return Kept(self._rows, table, arrays, state or {})
 
     def _took(self, rows: int) -> None:
@@ -126,10 +128,10 @@ def _unpacked(path: Path, about: Mapping[str, str]) -> Arrays | None:
 
     try:
         with safe_open(path, framework="numpy") as file:
-            found = file.metadata() or {}
+            metadata = file.metadata() or {}
             # A file has its arrays in an order of its own, and sums depend on the order.
-            order = json.loads(found.pop(_ORDER, "null"))
-            if found != dict(about) or sorted(order) != sorted(file.keys()):
+            order = json.loads(metadata.pop(_ORDER, "null"))
+            if metadata != dict(about) or sorted(order) != sorted(file.keys()):
                 return None
             return {name: file.get_tensor(name) for name in order}
     except (OSError, ValueError, TypeError, SafetensorError):

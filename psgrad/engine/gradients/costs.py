@@ -166,10 +166,10 @@ def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
     """A machine from plain values (a JSON file's). Raises ValueError, which says what is missing, unknown or
     not a positive number.
     """
-    known = {field.name for field in dataclasses.fields(Machine)}
-    if unknown := sorted(set(values) - known):
+    fields = {field.name for field in dataclasses.fields(Machine)}
+    if unknown := sorted(set(values) - fields):
         raise ValueError(f"unknown key {unknown[0]!r}")
-    if missing := sorted(known - set(values) - {"origin", "asynchronous"}):
+    if missing := sorted(fields - set(values) - {"origin", "asynchronous"}):
         raise ValueError(f"{missing[0]!r} is missing")
     taken: dict[str, Any] = {**values, "origin": origin}
     for name in ("thin_rows", "thin_columns", "thin_inner"):
@@ -187,7 +187,7 @@ def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
     }
     if "float32" not in taken["product"] or not taken["stream"]:
         raise ValueError("'product' needs a rate for float32, and 'stream' at least one")
-    for name in known - {
+    for name in fields - {
         "name",
         "origin",
         "product",

@@ -89,13 +89,13 @@ class Layout:
     @property
     def without_ones(self) -> Layout:
         """The same without atoms of size one."""
-        kept = [atom for atom, size in enumerate(self.atoms) if size != 1]
-        if len(kept) == len(self.atoms):
+        atoms = [atom for atom, size in enumerate(self.atoms) if size != 1]
+        if len(atoms) == len(self.atoms):
             return self
-        place = {atom: number for number, atom in enumerate(kept)}
+        place = {atom: number for number, atom in enumerate(atoms)}
         return replace(
             self,
-            atoms=tuple(self.atoms[a] for a in kept),
+            atoms=tuple(self.atoms[a] for a in atoms),
             order=tuple(place[a] for a in self.order if a in place),
         )
 

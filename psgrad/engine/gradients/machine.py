@@ -81,10 +81,10 @@ def machine(device: torch.device) -> Machine:
     Raises ConfigError if an override names a file that can't be used. A cache that can't be read is ignored.
     """
     key = device.type, device.index, torch.get_num_threads()
-    found = _in_force.get(key)
-    if found is None:
-        found = _in_force[key] = _overridden(device) or _kept(device) or built_in(device)
-    return found
+    constants = _in_force.get(key)
+    if constants is None:
+        constants = _in_force[key] = _overridden(device) or _kept(device) or built_in(device)
+    return constants
 
 
 def use(chosen: Path | Machine | None) -> None:
@@ -122,15 +122,15 @@ def is_known(device: torch.device) -> bool:
 
 def built_in(device: torch.device) -> Machine:
     """Constants for a device that was never measured: those of some common one."""
-    found = _BUILT_IN["cpu" if device.type == "cpu" else "cuda"]
+    constants = _BUILT_IN["cpu" if device.type == "cpu" else "cuda"]
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return replace(
-        found,
-        product={dtype: rate * threads for dtype, rate in found.product.items()},
-        stream=tuple((size, rate * min(threads, 4)) for size, rate in found.stream),
-        scattered=found.scattered * min(threads, 4),
-        transcendental=found.transcendental * threads,
-        pooling=found.pooling * threads,
+        constants,
+        product={dtype: rate * threads for dtype, rate in constants.product.items()},
+        stream=tuple((size, rate * min(threads, 4)) for size, rate in constants.stream),
+        scattered=constants.scattered * min(threads, 4),
+        transcendental=constants.transcendental * threads,
+        pooling=constants.pooling * threads,
     )
 
 

@@ -84,8 +84,8 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     """
     if not terms:
         return []
-    found = [term.square_norms().double() for term in terms]
-    norms = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+    of_terms = [term.square_norms().double() for term in terms]
+    norms = torch.stack(of_terms) if len(of_terms) > 1 else of_terms[0].unsqueeze(0)
     if is_unchecked():
         return list(norms)
     if not is_flagging() and norms.numel() and _all_in_range(norms):

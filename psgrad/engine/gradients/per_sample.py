@@ -33,11 +33,11 @@ _ROOM_FOR_MANY = 2.0
 
 def materialised_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
     """The same gradients for many queries: materialised also where that takes up to twice the room."""
-    found = {
+    result = {
         name: materialised_if_smaller(gradient, _ROOM_FOR_MANY)
         for name, gradient in gradients.gradients.items()
     }
-    return PerSampleGradients(found, gradients.losses, gradients.aux)
+    return PerSampleGradients(result, gradients.losses, gradients.aux)
 
 
 def materialised_if_smaller(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
@@ -60,8 +60,8 @@ def _value_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
     if term.stored_value is not None or not term.samples:
         return False
     own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
-    kept = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
-    return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= room * kept
+    factor_bytes = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
+    return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= room * factor_bytes
 
 
 def per_sample_gradients(
@@ -92,11 +92,11 @@ def per_sample_gradients(
     If `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome,
     as under `vmap`.
     """
-    found: dict[str, DeferredGradient] = {}
+    gradients: dict[str, DeferredGradient] = {}
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(
-            lambda name, gradient: found.__setitem__(
+            lambda name, gradient: gradients.__setitem__(
                 name, materialised_if_smaller(gradient) if settle else gradient
             )
         )
@@ -111,7 +111,7 @@ def per_sample_gradients(
             settle=settle,
         )
         return job.split(divergence, again, PerSampleGradients.of_groups)
-    return PerSampleGradients({name: found[name] for name in params}, losses, aux)
+    return PerSampleGradients({name: gradients[name] for name in params}, losses, aux)
 
 
 def per_sample_square_norms(

@@ -72,10 +72,10 @@ class PerSampleGradients:
         into it.
         """
         zero = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
-        found = square_norms(list(self.gradients.values()))
+        results = square_norms(list(self.gradients.values()))
         return {
             name: norms if norms is not None else zero
-            for name, norms in zip(self.gradients, found, strict=True)
+            for name, norms in zip(self.gradients, results, strict=True)
         }
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -277,11 +277,11 @@ class SquareNorms:
         norms, losses, aux, absolute = _in_order(
             [(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups
         )
-        ways = {
+        computed_as = {
             name: " | ".join(dict.fromkeys(part.computed_as[name] for part in parts))
             for name in parts[0].computed_as
         }
-        return cls(norms, losses, aux, ways, absolute)
+        return cls(norms, losses, aux, computed_as, absolute)
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])
@@ -297,7 +297,7 @@ class SquareNorms:
     @property
     def unfactored(self) -> list[str]:
         """As PerSampleGradients.unfactored."""
-        return [name for name, way in self.computed_as.items() if "materialise after" in way]
+        return [name for name, order in self.computed_as.items() if "materialise after" in order]
 
 
 def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:

@@ -80,16 +80,16 @@ def per_sample_weighted_sum(
     stored = _StoredGradients(memory, next(iter(params.values())).device)
     before = random_draws.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
-    found = NormsByName(absolute=bounded)
+    norms_by_name = NormsByName(absolute=bounded)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
         gradient = gradient if stored.full else materialised_if_smaller(gradient)
-        found.add(name, gradient)
+        norms_by_name.add(name, gradient)
         stored.add(name, gradient)
 
     try:
         losses, aux = job.run(complete)
-        norms = found.of(params, losses, aux)
+        norms = norms_by_name.of(params, losses, aux)
     except Divergence:  # the transforms split the batch, in each of two passes
         stored.give_up()
         if before is not None:

@@ -50,8 +50,8 @@ class Continued:
         """
         inputs, target = examples.stream.load(row, row + 1)
         over = (None, 0, None if target is None else 0)
-        found = [_values(examples, params, inputs, target, over) for params in _each(self.params, examples)]
-        values = torch.stack(found)
+        results = [_values(examples, params, inputs, target, over) for params in _each(self.params, examples)]
+        values = torch.stack(results)
         return (values[1:] - values[0]).cpu()
 
 
@@ -132,7 +132,7 @@ class _Objectives:
         whether all of these are one.
         """
         whole: Any = None
-        found, weights = [], weights.to(self.training.device)
+        sums, weights = [], weights.to(self.training.device)
         for place, params in enumerate(_each(self.training.flat.split(weights), self.training)):
             if whole is None or not same:
                 whole = self._sums(params)
@@ -141,17 +141,17 @@ class _Objectives:
                 row_value, row_slope = self._row(params, self.rows[place - 1])
                 value, slope = value - row_value, slope - row_slope
             own = weights[place]
-            found.append((value.cpu() + self.decay / 2 * own.square().sum(), slope.cpu() + self.decay * own))
-        return torch.stack([value for value, _ in found]), torch.stack([slope for _, slope in found])
+            sums.append((value.cpu() + self.decay / 2 * own.square().sum(), slope.cpu() + self.decay * own))
+        return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
 
     def _sums(self, params: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-        def way(
+        def of_chunk(
             loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return self._slope(params, inputs, target, randomness)
 
-        found: tuple[torch.Tensor, torch.Tensor] = self.training.fold(lambda sums: sums, way)
-        return found
+        sums_and_count: tuple[torch.Tensor, torch.Tensor] = self.training.fold(lambda sums: sums, of_chunk)
+        return sums_and_count
 
     def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, target = self.training.stream.load(row, row + 1)

@@ -202,7 +202,7 @@ def output_products(training: Examples, half: Callable[[torch.Tensor], torch.Ten
         halves = halves.reshape(-1, rows.per_sample, halves.shape[1])
         return {"products": halves @ halves.transpose(1, 2)}
 
-    return torch.cat([found["products"] for _, found in rows.each(products)])
+    return torch.cat([part["products"] for _, part in rows.each(products)])
 
 
 def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
@@ -247,8 +247,8 @@ class Invertible(Preconditioned):
         eigenvalue.
         """
         fitted = self.refitted(self.problem.damped(damping, relative))
-        kept = {name: fact for name, fact in self.facts.items() if name in ("solver", "solver_because")}
-        fitted.facts = {**kept, **fitted.facts}
+        facts = {name: fact for name, fact in self.facts.items() if name in ("solver", "solver_because")}
+        fitted.facts = {**facts, **fitted.facts}
         return fitted
 
 

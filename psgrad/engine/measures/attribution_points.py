@@ -51,7 +51,7 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
     An embedding counts where it is given all of an input's ids, as they are: a view of them, no shifted,
     clipped or cut copy. Inputs of whole numbers that no embedding takes have none.
     """
-    found = [InputPlace(number) for number, x in enumerate(inputs) if x.is_floating_point()]
+    places = [InputPlace(number) for number, x in enumerate(inputs) if x.is_floating_point()]
     calls: dict[str, int] = {}
     handles = []
 
@@ -59,7 +59,7 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
         call = calls[name] = calls.get(name, -1) + 1
         for number, x in enumerate(inputs):
             if not x.is_floating_point() and args and _same_numbers(args[0], x):
-                found.append(InputPlace(number, name, call))
+                places.append(InputPlace(number, name, call))
 
     try:
         for name, module in _embeddings(objective.model).items():
@@ -70,7 +70,7 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
     finally:
         for handle in handles:
             handle.remove()
-    return sorted(found, key=lambda place: place.input)
+    return sorted(places, key=lambda place: place.input)
 
 
 @contextmanager
@@ -161,12 +161,12 @@ class Scalar:
                 self.objective.predict(self.objective.params, sample)
             return [noted[place] for place in self.places if place.module is not None]
 
-        found = iter(
+        embedded = iter(
             vmap(looked, randomness=self.randomness)(*inputs)
             if any(place.module for place in self.places)
             else ()
         )
-        return tuple(inputs[place.input] if place.module is None else next(found) for place in self.places)
+        return tuple(inputs[place.input] if place.module is None else next(embedded) for place in self.places)
 
     def classes(self, inputs: Inputs, target: torch.Tensor | None) -> torch.Tensor | None:
         """[k] int64: the classes whose outputs are attributed, the same all along a path; None for

@@ -79,9 +79,9 @@ class StackedModels:
         Where rounding may have spoilt a norm, the models pass one by one instead: which samples are to be
         taken again depends on data, and no two models need agree on it.
         """
-        found, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
+        result, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
         if not bool(unsafe.any()):
-            return found
+            return result
         one_by_one = [
             self._one(
                 {name: value[t] for name, value in self.params.items()}, self._fixed_of(t), inputs, target
@@ -98,11 +98,11 @@ class StackedModels:
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
             with flagging() as unsafe:
-                found = self._one(params, fixed, inputs, target)
-            return found, (
+                result = self._one(params, fixed, inputs, target)
+            return result, (
                 torch.stack(unsafe).any()
                 if unsafe
-                else torch.zeros((), dtype=torch.bool, device=found["loss"].device)
+                else torch.zeros((), dtype=torch.bool, device=result["loss"].device)
             )
 
         mapped: tuple[Arrays, torch.Tensor] = vmap(one, in_dims=(0, 0 if fixed else None, None, None))(

@@ -61,9 +61,9 @@ class SampleHessians:
             gradient = grad(lambda params: self.objective.loss(params, sample[:-1], sample[-1])[0])
             return vmap(lambda vector: jvp(gradient, (self.params,), (vector,))[1])(vectors)  # type: ignore[no-any-return]
 
-        found = vmap(of_one, (0, *[0] * len(inputs), None if target is None else 0))(split, *inputs, target)
+        result = vmap(of_one, (0, *[0] * len(inputs), None if target is None else 0))(split, *inputs, target)
         return self.flat.join(
-            {name: part.reshape(k * m, *part.shape[2:]) for name, part in found.items()}
+            {name: part.reshape(k * m, *part.shape[2:]) for name, part in result.items()}
         ).view(k, m, p)
 
 
@@ -115,12 +115,12 @@ def extreme_eigenvalues(
         # A space that has ended goes on with nothing, under its first entry: that lies between the ends, and
         # moves neither.
         inner[:, step, step] = torch.where(alive, (vector.double() * product.double()).sum(1), inner[:, 0, 0])
-        known = basis[:, : step + 1]
+        earlier = basis[:, : step + 1]
         for _ in range(2):
             row = product.unsqueeze(
                 1
             )  # as a row from the left: four times as fast on CPUs as a column from the right
-            product = torch.baddbmm(row, row @ known.transpose(1, 2), known, alpha=-1).squeeze(1)
+            product = torch.baddbmm(row, row @ earlier.transpose(1, 2), earlier, alpha=-1).squeeze(1)
         length = torch.linalg.vector_norm(product, dim=1, dtype=torch.float64)
         scale = torch.maximum(scale, torch.maximum(inner[:, step, step].abs(), length))
         alive = alive & ~(length <= ended * scale)

@@ -25,9 +25,9 @@ class Predictions(Measure):
         self._names: list[str] = []
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        said = {} if self._summary is None else self._summary(output, target)
-        self._names = list(said)
-        return said
+        values = {} if self._summary is None else self._summary(output, target)
+        self._names = list(values)
+        return values
 
     def columns(self, gradients: PerSampleGradients | SquareNorms) -> Arrays:
         return {name: accumulating(gradients.aux[name]) for name in self._names}

@@ -35,10 +35,10 @@ class Projected:
         """The finite ones of `rows`, name -> [n, ...], which are those of Measure.gather. parameters: p,
         numbers in a gradient.
         """
-        found = rows[COLUMN]
-        places = torch.nonzero(rows["ok"] & torch.isfinite(found).all(1)).squeeze(1)
+        column = rows[COLUMN]
+        places = torch.nonzero(rows["ok"] & torch.isfinite(column).all(1)).squeeze(1)
         return cls(
-            found if len(places) == len(found) else found[places], places, found.shape[1] == parameters
+            column if len(places) == len(column) else column[places], places, column.shape[1] == parameters
         )
 
     @property

@@ -165,7 +165,7 @@ class GradientSums:
         """A chunk. It counts from `keep` on."""
         if not self._is_new(gradients):
             return
-        found = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
+        total = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
         counts = torch.zeros(self.groups, dtype=torch.int64)
         values = [
             name for name, gradient in gradients.gradients.items() if self.groups > 1 and is_value(gradient)
@@ -175,27 +175,27 @@ class GradientSums:
             classes, whole = self.classes_of(gradients), len(order) == len(gradients)
             for name in values:
                 gradient = gradients.gradients[name] if whole else gradients.gradients[name].at(order)
-                found[:, self.flat.columns[name]] = sums_of_values(
+                total[:, self.flat.columns[name]] = sums_of_values(
                     gradient, classes if whole else classes[order], self.groups
                 ).double()
         for group, samples in groups:
             counts[group] = samples.stop - samples.start
             for name, gradient in sorted_gradients.items():
                 ones = torch.ones(samples.stop - samples.start, dtype=gradient.dtype, device=self.device)
-                found[group, self.flat.columns[name]] = (
+                total[group, self.flat.columns[name]] = (
                     gradient.at(samples).weighted_sum(ones).reshape(-1).double()
                 )
         finite = finite_rows(gradients)
         squares = torch.stack(
             [each[finite].sum() for each in gradients.square_norms(per="parameter").values()]
         )
-        self._pending = found, counts, squares
+        self._pending = total, counts, squares
 
     def keep(self) -> None:
         """The chunk of `add` is done."""
         if self._pending is not None:
-            found, counts, squares = self._pending
-            self._sums = found if self._sums is None else self._sums.add_(found)
+            sums, counts, squares = self._pending
+            self._sums = sums if self._sums is None else self._sums.add_(sums)
             self.counts = self.counts + counts
             self.squares = self.squares + squares.cpu()
         self._forget()
@@ -280,18 +280,20 @@ class GradientSums:
     def _class_dot(self, gradients: PerSampleGradients) -> torch.Tensor:
         small = [name for name, gradient in gradients.gradients.items() if is_value(gradient, small=True)]
         sorted_gradients, order, groups = self._sorted(gradients, small)
-        found = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
+        products = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
         for group, samples in groups:
             if group == self.groups - 1:
                 continue
             some = {name: gradient.at(samples) for name, gradient in sorted_gradients.items()}
             part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
             vectors = self._made()[1][group]
-            found[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
+            products[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
         for name in small:
             vectors_of_all = torch.stack([vectors[name].flatten() for vectors in self._made()[1]])
-            found += products_of_values(gradients.gradients[name], self.classes_of(gradients), vectors_of_all)
-        return found
+            products += products_of_values(
+                gradients.gradients[name], self.classes_of(gradients), vectors_of_all
+            )
+        return products
 
     def _made(self) -> tuple[torch.Tensor, list[Vectors]]:
         if self._means is None:
@@ -389,11 +391,11 @@ def resampled(sums: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
     samples.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    parts = []
     for start in range(0, resamples, 64):
         drawn = torch.randint(len(sums), (min(64, resamples - start), len(sums)), generator=generator)
-        found.append(sums[drawn].sum(1))
-    total = torch.cat(found)
+        parts.append(sums[drawn].sum(1))
+    total = torch.cat(parts)
     return total[:, :-1] / total[:, -1:]
 
 

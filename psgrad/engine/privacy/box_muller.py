@@ -215,11 +215,11 @@ def _buffers() -> Iterator[_Buffers]:
     """This thread's buffers, which it keeps: new memory takes as long as the noise that is made in it. New
     ones inside of another's use.
     """
-    found: _Buffers = _kept.__dict__.pop("buffers", None) or _Buffers()
+    buffers: _Buffers = _kept.__dict__.pop("buffers", None) or _Buffers()
     try:
-        yield found
+        yield buffers
     finally:
-        _kept.buffers = found
+        _kept.buffers = buffers
 
 
 def _further_bits(write: Write, further: int, before: int, pair: int) -> int:

@@ -286,10 +286,10 @@ class Clipper:
             others.extend(torch.nonzero(cancelling).flatten().tolist())
             return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
 
-        found = per_sample_weighted_sum(
+        weighted = per_sample_weighted_sum(
             loss, params, *batch, weights=weights, memory=self.memory, bounded=True, **options
         )
-        return found.sums, chosen[0].columns(found.norms.losses), others
+        return weighted.sums, chosen[0].columns(weighted.norms.losses), others
 
 
 def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:

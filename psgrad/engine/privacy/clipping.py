@@ -139,8 +139,8 @@ class Clipping:
                     next_step="end the groups with the pattern '*'",
                 )
             members[fitting].append(name)
-        for pattern, found in members.items():
-            if not found:
+        for pattern, matched in members.items():
+            if not matched:
                 raise ConfigError(
                     f"the clipping group {pattern!r} has no parameter",
                     expected=(
@@ -149,7 +149,7 @@ class Clipping:
                     cause="a misspelt name, or an order in which an earlier pattern takes all",
                 )
         return cls(
-            tuple(Group(pattern, tuple(found), bounds[pattern]) for pattern, found in members.items()),
+            tuple(Group(pattern, tuple(matched), bounds[pattern]) for pattern, matched in members.items()),
             **options,
         )
 
@@ -225,8 +225,8 @@ class Clipping:
         factors are numbers of this type, rounded towards zero. margin: what the bound is lowered by, relative
         to it; None for one of this precision.
         """
-        kept = 1 - (_MARGIN[precision] if margin is None else margin)
-        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * kept
+        room = 1 - (_MARGIN[precision] if margin is None else margin)
+        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * room
         factors = (
             bounds / (group_norms + self.stability)
             if self.rule == "automatic"

@@ -132,9 +132,9 @@ def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndar
     done = 0
     while done < count:
         # One or two in three are kept where sigma is large, fewer where it is small.
-        kept = _kept(min(_TRIED, 2 * (count - done) + 8), sigma, generator)[: count - done]
-        out[done : done + len(kept)] = kept
-        done += len(kept)
+        accepted = _kept(min(_TRIED, 2 * (count - done) + 8), sigma, generator)[: count - done]
+        out[done : done + len(accepted)] = accepted
+        done += len(accepted)
     return out
 
 
@@ -219,7 +219,7 @@ def _refine(
         margin = context.scaleb(context.add(low, Decimal(2)), 4 - context.prec)
         wide = context.divide(Decimal(1), Decimal(prefix)) if prefix else Decimal("Infinity")
         high = context.add(context.add(low, wide), margin)
-        found = decide(context.max(context.subtract(low, margin), Decimal(0)), high, context)
-        if found is not None:
-            return found
+        decision = decide(context.max(context.subtract(low, margin), Decimal(0)), high, context)
+        if decision is not None:
+            return decision
         prefix, bits = (prefix << 64) | int(generator.uint64(1)[0]), bits + 64

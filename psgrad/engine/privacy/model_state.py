@@ -358,8 +358,8 @@ class _KeptTensor:
 def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The memory of a tensor on the CPU as integers, shared with it."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    found: np.ndarray[Any, Any] = plain.view(_INTEGERS[plain.element_size()]).numpy()
-    return found
+    bits: np.ndarray[Any, Any] = plain.view(_INTEGERS[plain.element_size()]).numpy()
+    return bits
 
 
 def _differ(now: np.ndarray[Any, Any], was: np.ndarray[Any, Any]) -> bool:

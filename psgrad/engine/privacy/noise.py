@@ -100,13 +100,15 @@ class Noise:
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, value in sums.items():
             kinds.setdefault((value.dtype, value.device), []).append(name)
-        found: dict[str, Tensor] = {}
+        noisy_sums: dict[str, Tensor] = {}
         for names in kinds.values():
             flat = [sums[name].reshape(-1) for name in names]
             together = noisy(torch.cat(flat) if len(flat) > 1 else flat[0], deviation, generator)
             parts = together.split([part.numel() for part in flat])
-            found.update((name, part.view(sums[name].shape)) for name, part in zip(names, parts, strict=True))
-        return {name: found[name] for name in sums}
+            noisy_sums.update(
+                (name, part.view(sums[name].shape)) for name, part in zip(names, parts, strict=True)
+            )
+        return {name: noisy_sums[name] for name in sums}
 
     def _discrete(self, value: Tensor, sigma: float, grid: float, generator: Generator) -> Tensor:
         if self.multiplier:

@@ -82,11 +82,11 @@ def reached(roots: Sequence[object], most: int | None = None) -> Iterator[Step]:
         if most is None or not isinstance(value, _CONTAINERS) or len(value) <= most:
             waiting += _parts(where, value)
         if isinstance(value, types.FunctionType) and is_own(value):
-            for found in _globals_of(value):
-                found.names = [name for name in found.names if (id(found.content), name) not in named]
-                named.update((id(found.content), name) for name in found.names)
-                if found.names:
-                    waiting.append((f"the globals of {found.content.get('__name__', where)}", found))
+            for part in _globals_of(value):
+                part.names = [name for name in part.names if (id(part.content), name) not in named]
+                named.update((id(part.content), name) for name in part.names)
+                if part.names:
+                    waiting.append((f"the globals of {part.content.get('__name__', where)}", part))
 
 
 def _parts(where: str, value: Any) -> list[Step]:
@@ -116,11 +116,11 @@ def _parts(where: str, value: Any) -> list[Step]:
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         defaults = (value.__defaults__, value.__kwdefaults__)
-        found = [
+        parts = [
             *((f"{where}'s {name}", cell) for name, cell in cells),
             *((f"{where}'s defaults", item) for item in defaults),
         ]
-        return [] if is_foreign(value) else [*found, (f"{where}.", value.__dict__)]
+        return [] if is_foreign(value) else [*parts, (f"{where}.", value.__dict__)]
     inside = [
         (where, getattr(value, name))
         for kind, names in _WRAPPERS.items()
@@ -184,11 +184,11 @@ def attributes(value: Any, names: Sequence[str]) -> dict[str, Any]:
     """The attributes of these names that there are; of `Globals` the globals."""
     if isinstance(value, Globals):
         return {name: value.content[name] for name in names if name in value.content}
-    found = {}
+    result = {}
     for name in names:
         with suppress(AttributeError, ValueError, KeyError):  # an empty slot, an empty cell
-            found[name] = value.__dict__[name] if isinstance(value, type) else getattr(value, name)
-    return found
+            result[name] = value.__dict__[name] if isinstance(value, type) else getattr(value, name)
+    return result
 
 
 # -- Globals -------------------------------------------------------------------------------------------------
@@ -233,16 +233,16 @@ def _globals_of(function: types.FunctionType) -> list[Globals]:
     """Those that a function may read or write: of its own module, and of modules of the user's own that it
     names.
     """
-    names, found, met = sorted(_names(function.__code__)), [], set()
+    names, result, met = sorted(_names(function.__code__)), [], set()
     waiting = [function.__globals__]
     while waiting:
         content = waiting.pop()
         if id(content) not in met:
             met.add(id(content))
-            found.append(Globals(content, names))
+            result.append(Globals(content, names))
             modules = (content[name] for name in names if isinstance(content.get(name), types.ModuleType))
             waiting += [vars(module) for module in modules if is_own(module)]
-    return found
+    return result
 
 
 def _names(code: types.CodeType) -> set[str]:

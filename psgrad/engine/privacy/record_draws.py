@@ -69,7 +69,7 @@ class StepDraws:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         each = -(-size // 16)
-        found = np.empty(
+        result = np.empty(
             16 * each * len(labels) + 15, dtype=np.uint8
         )  # older versions of the library ask for room for one more block
         encryptor = Cipher(algorithms.AES(self._key), modes.ECB()).encryptor()
@@ -80,9 +80,9 @@ class StepDraws:
             some = labels[start : start + together]
             blocks[: len(some), :, 0] = some[:, None]
             encryptor.update_into(
-                blocks[: len(some)].reshape(-1).view(np.uint8).data, found[16 * each * start :].data
+                blocks[: len(some)].reshape(-1).view(np.uint8).data, result[16 * each * start :].data
             )
-        return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
+        return result[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
         """Seeds the global generators of PyTorch, NumPy and Python, and those of the code's own."""

@@ -165,7 +165,7 @@ class RecordReader:
         again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
         if first != again:
             raise DataError(
-                f"record {next(place for place, found in enumerate(first) if found != again[place])} of the"
+                f"record {next(place for place, before in enumerate(first) if before != again[place])} of the"
                 " records looked at is another one when it is read again, after others",
                 expected="records that depend on no other record, and on nothing that was read before",
                 cause=(
@@ -223,8 +223,8 @@ class RecordReader:
     def _labels(self, chosen: RowNumbers, copies: int) -> RowNumbers:
         """The labels of the records' rows, one record's after another's; of as many copies of each."""
         sizes = self.records.sizes[chosen] * copies
-        found = labels_of(chosen, int(sizes.max(initial=0)))
-        return found[np.arange(found.shape[1]) < sizes[:, None]]
+        labels = labels_of(chosen, int(sizes.max(initial=0)))
+        return labels[np.arange(labels.shape[1]) < sizes[:, None]]
 
     def _rows(self, chosen: RowNumbers) -> Batch:
         """The rows of these records, one record's after another's; each by itself where reading draws random
@@ -264,7 +264,7 @@ class RecordReader:
         """
         assert self._augment is not None
         try:
-            found = self._augment(*[x.clone() for x in row])
+            augmented = self._augment(*[x.clone() for x in row])
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             raise DataError(
@@ -272,7 +272,7 @@ class RecordReader:
                 expected="a function of one row's inputs, tensors without a sample axis",
                 next_step="call it on one row by itself to see why",
             ) from error
-        copy = list(found) if isinstance(found, tuple | list) else [found]
+        copy = list(augmented) if isinstance(augmented, tuple | list) else [augmented]
         if len(copy) != len(row) or not all(isinstance(x, Tensor) for x in copy):
             kinds = ", ".join(type(x).__name__ for x in copy)
             raise DataError(
@@ -311,8 +311,8 @@ def record_loss(
         *rows, weights = inputs
 
         def of_row(inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor:
-            found: Any = loss(params, inputs, target)
-            return found[0] if has_aux else found
+            result: Any = loss(params, inputs, target)
+            return result[0] if has_aux else result
 
         losses = vmap(of_row, in_dims=(0, None if target is None else 0), randomness=randomness)(
             tuple(rows), target

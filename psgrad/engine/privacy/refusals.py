@@ -353,12 +353,12 @@ class _FewRows:
         return _TOLERANCE.get(next(iter(self.objective.params.values())).dtype, _TOLERANCE_OF_HALVES)
 
     @staticmethod
-    def _apart(found: Any, expected: Any) -> float:
+    def _apart(output: Any, expected: Any) -> float:
         """The largest difference between two outputs, as a share of the largest entry; NaN is no different
         from NaN.
         """
         worst = 0.0
-        for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=False):
+        for a, b in zip(tree_leaves(output), tree_leaves(expected), strict=False):
             if (
                 isinstance(a, Tensor)
                 and isinstance(b, Tensor)

@@ -89,15 +89,15 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         steps up to 2^24 of them.
     """
     grid = grid_of(deviation)
-    found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    flat, out = values.detach().double().reshape(-1), found.view(-1)
+    result = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    flat, out = values.detach().double().reshape(-1), result.view(-1)
     if flat.device.type != "cpu":
         for start in range(0, flat.numel(), _PIECE):
             there = slice(start, min(start + _PIECE, flat.numel()))
             drawn = generator.normal((there.stop - start,), torch.float64, flat.device).mul_(deviation)
             to_nearest(flat[there], drawn, grid)
             out[there] = drawn
-        return found
+        return result
     summed, written = flat.numpy(), out.numpy()
 
     def add(start: int, drawn: np.ndarray) -> None:
@@ -106,7 +106,7 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         written[there] = drawn
 
     generator.normal_blocks(flat.numel(), deviation, add)
-    return found
+    return result
 
 
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)

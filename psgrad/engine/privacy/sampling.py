@@ -175,9 +175,9 @@ def random_subset(count: int, size: int, generator: Generator) -> np.ndarray:
     """[size] int64, ascending: a subset of 0, ..., count - 1, each with the same probability."""
     if 2 * size > count:
         # The rest is the smaller subset, and is drawn as uniformly.
-        kept = np.ones(count, dtype=bool)
-        kept[_distinct(count, count - size, generator)] = False
-        return np.flatnonzero(kept).astype(np.int64)
+        candidates = np.ones(count, dtype=bool)
+        candidates[_distinct(count, count - size, generator)] = False
+        return np.flatnonzero(candidates).astype(np.int64)
     return np.sort(_distinct(count, size, generator))
 
 
@@ -243,9 +243,9 @@ class Schedule:
         for name in ("every", "factor", "multipliers"):
             needed = name in SCHEDULE_FIELDS[self.kind]
             if (getattr(self, name) is not None) != needed:
-                said = f"needs {name}" if needed else f"takes no {name}"
+                requirement = f"needs {name}" if needed else f"takes no {name}"
                 raise ConfigError(
-                    f"a schedule of kind {self.kind} {said}",
+                    f"a schedule of kind {self.kind} {requirement}",
                     expected=", ".join(SCHEDULE_FIELDS[self.kind]) or "no number",
                 )
         if self.every is not None and (

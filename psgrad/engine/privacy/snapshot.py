@@ -352,19 +352,19 @@ class PublishedTensors:
         """(name, where from) -> the SHA-256 of a tensor that is not trained."""
         trained = {_extent(self._model.get_parameter(name)) for name in self._trained}
         of_memory: dict[tuple[Any, ...], str] = {}  # most are in both
-        found = {}
+        digests = {}
         for kind, tensors in (("named", named), ("state", state)):
             for name, value in tensors.items():
                 try:
                     extent = _extent(value)
                 except PsgradError:  # a traced one, which outlived the run that made it
-                    found[name, kind] = "of no memory"
+                    digests[name, kind] = "of no memory"
                     continue
                 if extent not in trained:
-                    found[name, kind] = of_memory[extent] = (
+                    digests[name, kind] = of_memory[extent] = (
                         of_memory[extent] if extent in of_memory else _sha256(value)
                     )
-        return found
+        return digests
 
 
 def _extent(tensor: Tensor) -> tuple[Any, ...]:

@@ -191,11 +191,11 @@ class PrivateTraining:
             expected_batch_size=self.expected_batch_size,
             pay=lambda: pay(event),
         )
-        kept = {name: value.clone() for name, value in noisy.sums.items()} if keep_sums else {}
+        stored_sums = {name: value.clone() for name, value in noisy.sums.items()} if keep_sums else {}
         self.update(noisy.sums)
         self.adaptive = noisy.following
         self.taken += 1
-        return replace(noisy, sums=kept)
+        return replace(noisy, sums=stored_sums)
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
         """The optimiser's step on the noisy sums, name -> [*shape], which are divided by the expected batch
@@ -241,14 +241,14 @@ _REFUSED = {
 
 def known_optimizers() -> list[str]:
     """The names of torch.optim that can be used."""
-    found = [
+    names = [
         name
         for name, value in vars(torch.optim).items()
         if isinstance(value, type)
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
     ]
-    return sorted(set(found) - set(_REFUSED))
+    return sorted(set(names) - set(_REFUSED))
 
 
 def make_optimizer(
@@ -262,15 +262,15 @@ def make_optimizer(
             f"privacy.optimizer: {name} can't be used: {_REFUSED[name]}",
             next_step="choose a first-order optimiser",
         )
-    known = known_optimizers()
-    if name not in known:
-        close = [other for other in known if other.lower() == name.lower()] or difflib.get_close_matches(
-            name, known, n=1
+    names = known_optimizers()
+    if name not in names:
+        close = [other for other in names if other.lower() == name.lower()] or difflib.get_close_matches(
+            name, names, n=1
         )
         raise ConfigError(
             f"privacy.optimizer: torch.optim has no optimiser {name!r}"
             + (f"; did you mean {close[0]}?" if close else ""),
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(names)}",
         )
     trained = list(parameters)
     try:

@@ -161,11 +161,11 @@ class _Application(Ruled):
             return self._counted(_once(self.name, backward.__wrapped__, context, cotangents), shapes)
         return self._counted(backward(context, *cotangents), shapes)
 
-    def _counted(self, found: Any, shapes: list[Any]) -> Cotangents:
+    def _counted(self, given: Any, shapes: list[Any]) -> Cotangents:
         """One cotangent an argument. As PyTorch does, one that was not summed over broadcast axes is summed
         here.
         """
-        cotangents = list(found) if isinstance(found, tuple) else [found]
+        cotangents = list(given) if isinstance(given, tuple) else [given]
         surplus = cotangents[len(shapes) :]
         if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
             raise TransformError(
@@ -265,11 +265,11 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
         context.to_save = tuple(values[: len(saved)])
         try:
             with torch.no_grad():
-                found = backward(context, *values[len(saved) :])
+                results = backward(context, *values[len(saved) :])
         finally:
             context.to_save = saved
-        single = not isinstance(found, tuple)
-        return [found] if single else list(found)
+        single = not isinstance(results, tuple)
+        return [results] if single else list(results)
 
     def refuse(*args: Any) -> Any:
         raise TransformError(

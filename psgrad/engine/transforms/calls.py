@@ -281,23 +281,23 @@ class Mapped:
         ]
 
     def tangents_down(self, tangents: Sequence[Any]) -> Flat:
-        found = [self.level.content(t) for t in tangents]
+        contents = [self.level.content(t) for t in tangents]
         return [
             self.level.batch.physical(t) if mapped and t is not None else t
-            for t, mapped in zip(found, self.outs, strict=True)
+            for t, mapped in zip(contents, self.outs, strict=True)
         ]
 
     def cotangents_down(self, cotangents: Sequence[Any]) -> Cotangents:
         """The cotangents below the level. That of an argument that all samples share is summed over the
         samples.
         """
-        found = []
+        result = []
         for g, mapped in zip(map(self.level.content, cotangents), self.args, strict=True):
             if g is not None and (any(self.outs) or self.level.owns(g)):
                 g = self.level.batch.physical(g)
                 g = g if mapped else aten.sum.dim_IntList(g, [0])
-            found.append(g)
-        return found
+            result.append(g)
+        return result
 
 
 def kind_of(value: Any) -> str:

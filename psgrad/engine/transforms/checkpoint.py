@@ -146,9 +146,9 @@ class Recomputed(Call):
                         if level.owns(x) and g is not None
                     ]
                 starts = [leaf.node for leaf in leaves.values()] + nodes
-            found = pull_back(ends, starts, keep=False, attached=level.attached)
-            of_args = dict(zip(needed, found, strict=False))
-            return [of_args.get(i) for i in range(len(values))] + found[len(needed) :]
+            cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
+            of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
+            return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
         return Recorded(outs, pull, captured)
 
@@ -270,7 +270,7 @@ class Circumstances:
             )
 
     def _note(self, generator: torch.Generator | None) -> None:
-        if generator is not None and all(known is not generator for known, _ in self.generators):
+        if generator is not None and all(noted is not generator for noted, _ in self.generators):
             self.generators.append((generator, generator.get_state()))
 
     @contextmanager

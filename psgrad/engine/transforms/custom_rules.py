@@ -175,16 +175,16 @@ class custom_vjp(_Differentiated):
 
         return tree_unflatten(dispatch_call(Ruled(self.title, function, prepare, backward), flat), out_spec)
 
-    def _flat_cotangents(self, found: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
+    def _flat_cotangents(self, given: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
         """The rule's cotangents, one a leaf of the arguments."""
-        if not isinstance(found, (tuple, list)) or len(found) != len(trees):
-            what = f"{len(found)} cotangents" if isinstance(found, (tuple, list)) else f"a {kind_of(found)}"
+        if not isinstance(given, (tuple, list)) or len(given) != len(trees):
+            what = f"{len(given)} cotangents" if isinstance(given, (tuple, list)) else f"a {kind_of(given)}"
             raise TransformError(
                 f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
                 expected="a tuple with one cotangent an argument, None for zero",
             )
         cotangents: Cotangents = []
-        for position, (tree, (shapes, spec)) in enumerate(zip(found, trees, strict=True)):
+        for position, (tree, (shapes, spec)) in enumerate(zip(given, trees, strict=True)):
             if tree is None:
                 cotangents += [None] * len(shapes)
                 continue

@@ -148,13 +148,13 @@ def transposed_vjp(
     def backwards(leaves: list[Any]) -> list[torch.Tensor | None]:
         arrived = leaves if several else leaves[0]
         if isinstance(rule.vjp, JointVJP):
-            found = rule.vjp.make(out, *args, **kwargs)(arrived, list(tangents))
-            return [found.get(position) for position in tangents]
+            cotangents = rule.vjp.make(out, *args, **kwargs)(arrived, list(tangents))
+            return [cotangents.get(position) for position in tangents]
         closures = [rule.closure(position, out, args, kwargs) for position in tangents]
         return [closure(arrived) if closure is not None else None for closure in closures]
 
-    found = transpose(backwards, list(out) if several else [out], list(tangents.values()))
-    return found if several else found[0]
+    pushed = transpose(backwards, list(out) if several else [out], list(tangents.values()))
+    return pushed if several else pushed[0]
 
 
 def transpose(

@@ -123,8 +123,8 @@ class Ruled(Call):
         def pull(context: Any, cotangents: Cotangents) -> Cotangents:
             assert self.pull is not None
             with entered_again(mapped.level):
-                found = self.pull(context, mapped.up(cotangents, mapped.outs))
-            return mapped.cotangents_down(found)
+                result = self.pull(context, mapped.up(cotangents, mapped.outs))
+            return mapped.cotangents_down(result)
 
         def forward(args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
             assert self.forward is not None
@@ -165,8 +165,8 @@ class Ruled(Call):
             outs, context, constant = self._prepared(level, values, needed)
 
             def backwards(leaves: Flat) -> Flat:
-                found = self._checked(self._pulled(context, leaves), values)
-                return [found[i] for i in needed]
+                pulled = self._checked(self._pulled(context, leaves), values)
+                return [pulled[i] for i in needed]
 
             varying = [None if i in constant else x for i, x in enumerate(outs)]
             return outs, self._transposed_backward(backwards, varying, [tangents[i] for i in needed], level)
@@ -224,16 +224,16 @@ class Ruled(Call):
         """The cotangents that the user's rule gave, in the arguments' dtypes; an error if a shape is
         wrong.
         """
-        found: Cotangents = []
+        checked: Cotangents = []
         for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
             differentiable = isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
             if g is None or not differentiable:
-                found.append(None)
+                checked.append(None)
                 continue
             if not isinstance(g, torch.Tensor) or g.shape != x.shape:
                 raise wrong_cotangent(self.name, g, position, x.shape)
-            found.append(cast(g, x.dtype))
-        return found
+            checked.append(cast(g, x.dtype))
+        return checked
 
     def _transposed_forward(
         self, level: GradLevel, values: Flat, needed: list[int]
@@ -254,10 +254,10 @@ class Ruled(Call):
 
         def pull(cotangents: Cotangents) -> Cotangents:
             seeds = [(end, cotangents[place]) for place, end in ends]
-            found = dict(
+            result = dict(
                 zip(needed, pull_back(seeds, starts, keep=True, attached=tape.attached), strict=True)
             )
-            return [found.get(i) for i in range(len(values))]
+            return [result.get(i) for i in range(len(values))]
 
         return own_values(level, outs, self.name), pull
 

@@ -98,8 +98,8 @@ def pull_back(
         if slots is None:
             slots = pending[node] = [None] * (node.outputs or 1)
             heapq.heappush(heap, (-node.sequence, node))
-        known = slots[output]
-        slots[output] = cotangent if known is None else run(aten.add.Tensor, known, cotangent)
+        before = slots[output]
+        slots[output] = cotangent if before is None else run(aten.add.Tensor, before, cotangent)
 
     def settle(node: Node) -> None:
         if node in uses:

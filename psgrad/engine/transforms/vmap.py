@@ -308,10 +308,10 @@ def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
         return broadcast_to_and_flatten(prefix, tree_flatten(tree)[1])  # a structure that its user registered
     leaves: list[Any] = []
     for part, sub in pairs:
-        found = _prefix_leaves(part, sub)
-        if found is None:
+        inner = _prefix_leaves(part, sub)
+        if inner is None:
             return None
-        leaves += found
+        leaves += inner
     return leaves
 
 

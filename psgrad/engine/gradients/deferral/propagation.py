@@ -54,11 +54,11 @@ def relabelled(value: DeferredGradient, layouts: list[Layout | None]) -> Any:
 
 def reshaped(value: DeferredGradient, shape: Sequence[int]) -> Any:
     if -1 in shape:
-        known = -1
+        given = -1
         for size in shape:
-            known *= size
-        shape = [value.shape.numel() // known if size == -1 and known else size for size in shape]
-    terms = [found for placed in value.terms if (found := placed_maps.reshaped(placed, shape)) is not None]
+            given *= size
+        shape = [value.shape.numel() // given if size == -1 and given else size for size in shape]
+    terms = [term for placed in value.terms if (term := placed_maps.reshaped(placed, shape)) is not None]
     return value.with_terms(terms, torch.Size(shape)) if len(terms) == len(value.terms) else NotImplemented
 
 
@@ -132,9 +132,9 @@ def _add(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if op is aten.sub.Tensor:
         alpha = -alpha
-    known = next(w for w in waiting if w is not None)
+    one = next(w for w in waiting if w is not None)
     first, second = (terms_of(batch, argument, value) for argument, value in zip(args, waiting, strict=True))
-    return known.with_terms(
+    return one.with_terms(
         [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
     )
 

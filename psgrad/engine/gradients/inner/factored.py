@@ -52,13 +52,16 @@ class Balanced:
 
 def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
     """Products and rows of the same samples, balanced where `dtype` is float32; float64 has range enough."""
-    found = [term.exponents() for term in terms]
-    finite = torch.stack([finite for *_, finite in found]).all(0)
+    exponents_and_finite = [term.exponents() for term in terms]
+    finite = torch.stack([finite for *_, finite in exponents_and_finite]).all(0)
     wide = [term.at(slice(None), dtype) for term in terms]
     if dtype == torch.float64:
         return Balanced(wide, None, finite)
     bounds = torch.stack(
-        [_bound(term, first, second) for term, (first, second, _) in zip(terms, found, strict=True)]
+        [
+            _bound(term, first, second)
+            for term, (first, second, _) in zip(terms, exponents_and_finite, strict=True)
+        ]
     ).amax(0)
     bounds = bounds.where(bounds > OF_ZERO // 2, 0)
     if not bounds.numel() or int(bounds.abs().max()) <= _COMFORTABLE:
@@ -66,7 +69,8 @@ def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
     else:
         taken = target = bounds
     spread = [
-        term.spread(first, second, target) for term, (first, second, _) in zip(wide, found, strict=True)
+        term.spread(first, second, target)
+        for term, (first, second, _) in zip(wide, exponents_and_finite, strict=True)
     ]
     return Balanced(spread, taken, finite)
 
@@ -177,9 +181,9 @@ def _pieces(term: Term, positions: int) -> Iterator[Term]:
 
 def _tile_products(x: Term, y: Term) -> torch.Tensor:
     """[n, m]: the inner products of n samples of one term and m of another."""
-    found = x.tile_products(y)
-    if found is not None:
-        return found
-    found = y.tile_products(x)
-    assert found is not None, "have_factors"
-    return found.t()
+    tile = x.tile_products(y)
+    if tile is not None:
+        return tile
+    tile = y.tile_products(x)
+    assert tile is not None, "have_factors"
+    return tile.t()

@@ -86,13 +86,13 @@ def add_by_values(
     seen = Lengths.zeros(n, out.device), Lengths.zeros(m, out.device)
     pieces = _pieces(bundle)
     bytes_per_row = dtype.itemsize * max(sum(width for *_, width in piece) for piece in pieces)
-    kept = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
-    for columns in steps(m, kept):
+    room = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
+    for columns in steps(m, room):
         for piece in pieces:
             right = _matrix(bundle, piece, 1, columns, dtype, seen[1])
             if symmetric:
                 _add_half(out[columns, columns], right)
-            for rows in steps(columns.start if symmetric else n, min(kept, _LEFT_ROWS)):
+            for rows in steps(columns.start if symmetric else n, min(room, _LEFT_ROWS)):
                 unseen = seen[0] if columns.start == 0 and not symmetric else None
                 _add_product(out[rows, columns], _matrix(bundle, piece, 0, rows, dtype, unseen), right)
     return (seen[1], seen[1]) if symmetric else seen

@@ -37,7 +37,7 @@ def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
         prices[MATCHES] = lambda: sum(
             (matches_seconds if x.matches_with(y) else gram_seconds)(x, y, dtype, machine) for x, y in pairs
         )
-    return min(prices, key=lambda way: prices[way]())
+    return min(prices, key=lambda order: prices[order]())
 
 
 def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
@@ -109,23 +109,23 @@ def inner_products(
     by_factors: list[tuple[Region, str, torch.dtype]] = []
     for region in (region for x, y in pairs for region in regions(x, y)):
         dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
-        way = cheapest_order(region, dtype, machine(device))
-        if way == VALUES:
+        order = cheapest_order(region, dtype, machine(device))
+        if order == VALUES:
             by_values.setdefault(dtype, []).append(region)
         else:
-            by_factors.append((region, way, dtype))
+            by_factors.append((region, order, dtype))
     is_zero = True
     for dtype, waiting in by_values.items():
         for bundle in bundled(waiting):
             part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
-    for region, way, dtype in by_factors:
-        _add_by_factors(total, region, way, dtype, symmetric)
+    for region, order, dtype in by_factors:
+        _add_by_factors(total, region, order, dtype, symmetric)
     return _mirrored(total) if symmetric else total
 
 
 def _add_by_factors(
-    total: torch.Tensor, region: Region, way: str, dtype: torch.dtype, symmetric: bool
+    total: torch.Tensor, region: Region, order: str, dtype: torch.dtype, symmetric: bool
 ) -> None:
     """Add a region's inner products by factors. The lower half of a symmetric result is undefined."""
     sides = region.left, region.right
@@ -133,21 +133,21 @@ def _add_by_factors(
         _cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)
     ]
     if all(places is None or not len(places) for places in again):
-        add_factored(total, _factors(region, way), dtype, symmetric=symmetric)
+        add_factored(total, _factors(region, order), dtype, symmetric=symmetric)
         return
     part = torch.zeros_like(total)
-    add_factored(part, _factors(region, way), dtype, symmetric=symmetric)
+    add_factored(part, _factors(region, order), dtype, symmetric=symmetric)
     for side, places in enumerate(again):
         if places is not None and len(places):
             exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
-            add_factored(exact, _factors(_of(region, side, places), way), torch.float64, symmetric=False)
+            add_factored(exact, _factors(_of(region, side, places), order), torch.float64, symmetric=False)
             _replace(part, side, places, exact, symmetric)
     total += part
 
 
-def _factors(region: Region, way: str) -> Sides:
+def _factors(region: Region, order: str) -> Sides:
     return Sides(
-        [placed.term for placed in region.left], [placed.term for placed in region.right], way == MATCHES
+        [placed.term for placed in region.left], [placed.term for placed in region.right], order == MATCHES
     )
 
 
@@ -209,8 +209,8 @@ def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> 
     Where none has, a gradient of zero is a true zero, and one that is not finite would not be so in float64
     either.
     """
-    found = torch.zeros(len(places), dtype=torch.bool, device=places.device)
-    broken = torch.zeros_like(found)
+    are_products = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+    broken = torch.zeros_like(are_products)
     for region in bundle if len(places) else ():
         for placed in (region.left, region.right)[side]:
             factors = [
@@ -220,6 +220,6 @@ def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> 
             ]
             largest = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
             if largest:
-                found |= torch.stack([size > 0 for size in largest]).all(0)
+                are_products |= torch.stack([size > 0 for size in largest]).all(0)
                 broken |= ~torch.stack([torch.isfinite(size) for size in largest]).all(0)
-    return found & ~broken
+    return are_products & ~broken

@@ -53,13 +53,13 @@ def regions(x: DeferredGradient, y: DeferredGradient) -> list[Region]:
     """
     if not math.prod(x.shape):
         return []
-    found = []
+    result = []
     every, first = (*x.terms, *y.terms), len(x.terms)
     for places in apart(every):
         left, right = [every[i] for i in places if i < first], [every[i] for i in places if i >= first]
         if left and right:
-            found.append(_region(left, right))
-    return found
+            result.append(_region(left, right))
+    return result
 
 
 def apart(terms: Sequence[Placed]) -> list[list[int]]:

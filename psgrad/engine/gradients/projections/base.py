@@ -206,8 +206,8 @@ class Projection(ABC):
         for place, (name, gradient) in enumerate(gradients.items()):
             if gradient.shape.numel():
                 self.add(sums[place if len(sums) > 1 else 0], name, gradient)
-        found = [(each.total() * self.scale).to(dtype) for each in sums]
-        return torch.cat(found, 1) if found else torch.zeros(samples, 0, dtype=dtype, device=device)
+        rows = [(each.total() * self.scale).to(dtype) for each in sums]
+        return torch.cat(rows, 1) if rows else torch.zeros(samples, 0, dtype=dtype, device=device)
 
     def columns(self, names: Iterable[str]) -> dict[str, slice]:
         """name -> its columns in the projection of gradients of these parameters; with per='total' all of

@@ -255,8 +255,8 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
         values[offset + len(part.places) :].zero_()
     gathered = _gathered_once if length * orders.count <= _REMEMBERED else _gathered
     places, drawn = gathered(orders, segments, sums.device, sums.dtype)
-    found = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
-    sums.add(part.samples, found.t() if factor == 1 else found.t() * factor)
+    sums_of_places = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
+    sums.add(part.samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
 
 
 def _gathered(

@@ -90,8 +90,8 @@ class Projector:
         if per == "parameter":
             return dict(columns)
         groups: dict[str, list[int]] = {}
-        for name, found in columns.items():
-            groups.setdefault(name.rpartition(".")[0], []).extend(range(found.start, found.stop))
+        for name, own in columns.items():
+            groups.setdefault(name.rpartition(".")[0], []).extend(range(own.start, own.stop))
         return dict(groups)
 
 

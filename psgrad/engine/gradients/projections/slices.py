@@ -79,13 +79,13 @@ def slices(
     """
     term, places = placed.term.at(samples, dtype), Places(placed.layout)
     first = samples.start or 0
-    for found in term.slices(room, width):
+    for part in term.slices(room, width):
         whose = (
-            found.samples + first
-            if isinstance(found.samples, torch.Tensor)
-            else _shifted(found.samples, first, term.samples)
+            part.samples + first
+            if isinstance(part.samples, torch.Tensor)
+            else _shifted(part.samples, first, term.samples)
         )
-        yield Slice(found.values, places.of(found.places, term.device), whose)
+        yield Slice(part.values, places.of(part.places, term.device), whose)
 
 
 def _shifted(some: slice, by: int, count: int) -> slice:

@@ -73,11 +73,11 @@ class TwoSided(Projection):
             if not placed.term.factors[0].numel():
                 continue
             places = placed.term.matrix_places()
-            found = sides.apart(Places(placed.layout), *places, sums.dtype) if places is not None else None
-            if found is None:
+            matrices = sides.apart(Places(placed.layout), *places, sums.dtype) if places is not None else None
+            if matrices is None:
                 _add_slices(sums, sides, placed)
                 continue
-            first, second, is_swapped = found
+            first, second, is_swapped = matrices
             for samples, left, right in placed.term.times_matrices(first, second, sums.dtype):
                 a, b = (right, left) if is_swapped else (left, right)
                 sums.add(samples, torch.bmm(a.transpose(1, 2), b).flatten(1))

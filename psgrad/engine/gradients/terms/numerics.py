@@ -180,8 +180,8 @@ def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
     largest = torch.maximum(factor.amax(-1), -factor.amin(-1)).double()
     finite = torch.isfinite(largest)
-    found = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
-    return found.masked_fill_(largest == 0, OF_ZERO), finite
+    exponents = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
+    return exponents.masked_fill_(largest == 0, OF_ZERO), finite
 
 
 def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

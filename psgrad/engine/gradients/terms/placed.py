@@ -23,10 +23,10 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
     if layout.window is None:
         inner = placed.term.narrow(layout, dim, start, step, length) if length else None
         return None if inner is None else [inner]
-    found = layout.window[dim].narrow(layout.inner[dim], start, step, length)
-    if found is None:
+    overlap = layout.window[dim].narrow(layout.inner[dim], start, step, length)
+    if overlap is None:
         return None
-    at, run = found
+    at, run = overlap
     count = len(range(at.start, at.stop, at.step or 1))
     if not count:
         return []
@@ -130,8 +130,8 @@ def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] |
 
 def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
     """Repeated along axes of length one, or along new axes in front, of a parameter of this shape."""
-    found = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
-    return None if found is None else [found]
+    result = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
+    return None if result is None else [result]
 
 
 def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:

@@ -149,8 +149,8 @@ class Rows(Term):
     def square_sums(self) -> torch.Tensor:
         total = torch.zeros(self.count, self.rows.shape[2], dtype=torch.float64, device=self.device)
         for block in blocks(self.samples, 24 * self.rows[:1].numel(), self.device):
-            found = self.at(block, torch.float64).entries()
-            total.index_add_(0, found.index, found.rows.square())
+            entries = self.at(block, torch.float64).entries()
+            total.index_add_(0, entries.index, entries.rows.square())
         return total
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
@@ -263,16 +263,16 @@ class Rows(Term):
         n, positions, columns = self.rows.shape
         if not self.rows.numel():
             return
-        found, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
+        indices, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
         sorted_ranks, order = ranks.sort(stable=True)
         step = max(1, width // columns)
-        starts = list(range(0, len(found), step))
+        starts = list(range(0, len(indices), step))
         bounds = torch.searchsorted(
-            sorted_ranks, torch.tensor([*starts, len(found)], device=ranks.device)
+            sorted_ranks, torch.tensor([*starts, len(indices)], device=ranks.device)
         ).tolist()
         rows = self.rows.reshape(n * positions, columns)
         for number, start in enumerate(starts):
-            table_rows = found[start : start + step]
+            table_rows = indices[start : start + step]
             uses = order[bounds[number] : bounds[number + 1]]
             samples, whose = torch.unique(uses // positions, return_inverse=True)
             values = torch.zeros(

@@ -133,7 +133,7 @@ def loss_hessian(training: Examples) -> torch.Tensor:
     One pass over the rows; of each chunk the gradient is linearised, and the columns come in blocks.
     """
     flat = training.flat
-    total: torch.Tensor = training.fold(lambda found: found, partial(_of_chunk, flat))
+    total: torch.Tensor = training.fold(lambda sums: sums, partial(_of_chunk, flat))
     return 0.5 * (total + total.t())
 
 

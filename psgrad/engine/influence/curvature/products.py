@@ -82,8 +82,8 @@ def curvature_products(
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.
     """
-    found = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
-    return found if found is not None else PassProducts(training, curvature, weight_decay, seed)
+    by_rows = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
+    return by_rows if by_rows is not None else PassProducts(training, curvature, weight_decay, seed)
 
 
 PartsByName = Mapping[str, Part]
@@ -129,7 +129,7 @@ class RowProducts(CurvatureProducts):
             source, rows = training, 1
         if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
             return None
-        found: list[PartsByName] = []
+        stored: list[PartsByName] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
             parts = {
@@ -137,16 +137,16 @@ class RowProducts(CurvatureProducts):
                 for name, gradient in gradients.gradients.items()
                 if gradient.terms
             }
-            found.append(_without_zeros(parts))
+            stored.append(_without_zeros(parts))
             return {}
 
         chunks: list[PartsByName] = []
-        kept = 0
+        stored_bytes = 0
         for done, _ in source.each(keep):
-            chunks.append(found.pop())
-            found.clear()  # of attempts that ran out of memory
-            kept += sum(part.bytes for part in chunks[-1].values())
-            if kept * len(source) > budget * done.stop:
+            chunks.append(stored.pop())
+            stored.clear()  # of attempts that ran out of memory
+            stored_bytes += sum(part.bytes for part in chunks[-1].values())
+            if stored_bytes * len(source) > budget * done.stop:
                 return None
         return cls(training.flat, len(training), chunks, weight_decay)
 
@@ -242,7 +242,7 @@ class PassProducts(CurvatureProducts):
             else None
         )
         if source is not None:
-            return sum(float(found["square_norm"].sum()) for _, found in source.norms()) / self.count / p, 0.0
+            return sum(float(norms["square_norm"].sum()) for _, norms in source.norms()) / self.count / p, 0.0
         without_decay = PassProducts(self.training, self.curvature, seed=self.seed)
         trace, error = hutchinson_trace(
             without_decay.apply, p, probes=_PROBES, seed=self.seed, device=self.training.device
@@ -261,8 +261,8 @@ class PassProducts(CurvatureProducts):
     def _apply(self, vectors: torch.Tensor) -> torch.Tensor:
         kind = next(iter(self.training.params.values())).dtype
         summing = _Summing(self.flat.join)
-        way = partial(self._products, self.flat.split(vectors.to(kind)))
-        for _ in self._examples.stream.run(self.count, [summing], way):
+        of_chunk = partial(self._products, self.flat.split(vectors.to(kind)))
+        for _ in self._examples.stream.run(self.count, [summing], of_chunk):
             pass
         return summing.total / self.count + self.weight_decay * vectors.double()
 

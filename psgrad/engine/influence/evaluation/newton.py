@@ -59,10 +59,10 @@ def minimise(
         )
     search = _NewtonSearch(model, flat, fixed, rows, jobs, criterion, recipe)
     start = flat.join(params)
-    found = torch.stack([search.solve(number, start) for number in range(len(jobs))])
-    losses = np.array([float(search.loss(number, found[number])) for number in range(len(jobs))])
+    minima = torch.stack([search.solve(number, start) for number in range(len(jobs))])
+    losses = np.array([float(search.loss(number, minima[number])) for number in range(len(jobs))])
     return {
-        name: value.to(params[name].dtype).contiguous() for name, value in flat.split(found).items()
+        name: value.to(params[name].dtype).contiguous() for name, value in flat.split(minima).items()
     }, losses
 
 

@@ -241,14 +241,14 @@ def measured(
     for start in range(0, len(jobs), together):
         batch = [jobs[number] for number in order[start : start + together]]
         name = _name(batch, fingerprint)
-        kept = store.load(name)
-        if kept is None or len(kept) != len(batch):
-            kept = measure(train(batch))
-            store.save(name, kept)
-        parts.append(kept)
+        stored = store.load(name)
+        if stored is None or len(stored) != len(batch):
+            stored = measure(train(batch))
+            store.save(name, stored)
+        parts.append(stored)
         tell(start + len(batch))
-    found: Array = np.concatenate(parts)[np.argsort(order)]
-    return found
+    result: Array = np.concatenate(parts)[np.argsort(order)]
+    return result
 
 
 def _name(jobs: Sequence[Job], fingerprint: str) -> str:

@@ -76,8 +76,8 @@ def _by_shard(
     """
     held: list[RowBlock] = []
     shard = wanted[0]
-    for found in projected_rows(examples, projector, of, shards[shard].start):
-        block: RowBlock | None = found
+    for rows in projected_rows(examples, projector, of, shards[shard].start):
+        block: RowBlock | None = rows
         while block is not None:
             here, block = block.cut(shards[shard].stop)
             held.append(here)

@@ -41,13 +41,13 @@ class FittedRows(Fitted):
         prepared = self.prepared(self.projected(queries))
         for block in self.source.blocks():
             rows = block.rows.double()
-            found = {
+            result = {
                 label: self.contracted(block, rows[:, some], prepared[:, some])
                 for label, some in columns.items()
             }
-            for scores in found.values():
+            for scores in result.values():
                 scores[~block.finite] = torch.nan
-            yield ScoreBlock(block.start, block.stop, found, self.weights(block))
+            yield ScoreBlock(block.start, block.stop, result, self.weights(block))
 
     def columns(self, per: Per) -> dict[str, Columns]:
         """Label -> its columns."""
@@ -58,8 +58,8 @@ class FittedRows(Fitted):
         projector = self.source.projector
         return torch.cat(
             [
-                found["rows"].double()
-                for _, found in queries.each(lambda gradients: {"rows": projector(gradients)})
+                part["rows"].double()
+                for _, part in queries.each(lambda gradients: {"rows": projector(gradients)})
             ]
         )
 
@@ -166,9 +166,9 @@ class ProjectedInverse(FittedRows):
         for block in self.source.blocks():
             rows = block.rows.double() * block.to_loss.unsqueeze(1)
             solved = self.prepared(rows)
-            found = (rows * solved).sum(1), solved.norm(dim=1)
+            result = (rows * solved).sum(1), solved.norm(dim=1)
             yield SelfBlock(
-                block.start, block.stop, *(values.where(block.finite, torch.nan) for values in found)
+                block.start, block.stop, *(values.where(block.finite, torch.nan) for values in result)
             )
 
 

@@ -141,7 +141,7 @@ class StoredRows:
         """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for
         them.
         """
-        parts = [found for _, found in self.store.blocks(self.number, BLOCK, ("loss", "square_norm"))]
+        parts = [block for _, block in self.store.blocks(self.number, BLOCK, ("loss", "square_norm"))]
         loss, square_norm = (
             torch.from_numpy(np.concatenate([part[name] for part in parts]))
             for name in ("loss", "square_norm")
@@ -149,8 +149,8 @@ class StoredRows:
         return loss, square_norm
 
     def moment(self, of: Differentiated) -> torch.Tensor:
-        found = self.store.read(self.number, None).get(of)
-        if found is None:
+        stored = self.store.read(self.number, None).get(of)
+        if stored is None:
             raise InfluenceError(
                 f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so"
                 " many",
@@ -160,16 +160,16 @@ class StoredRows:
                     " gradient_cosine"
                 ),
             )
-        return torch.from_numpy(found)
+        return torch.from_numpy(stored)
 
     def sums(self) -> dict[str, np.ndarray]:
         """What is stored of all rows together, after they are written: `rows` [1], their number, and their
         second moments `loss` and `margin` [k, k] float64, if not too large.
         """
-        kept = {"rows": np.array([len(self)])}
+        result = {"rows": np.array([len(self)])}
         if self.projector.width <= WIDEST:
-            kept.update((str(of), moment.numpy()) for of, moment in moments(self).items())
-        return kept
+            result.update((str(of), moment.numpy()) for of, moment in moments(self).items())
+        return result
 
 
 def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
@@ -180,9 +180,9 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
     """
     rows = torch.cat([block.rows.double() for block in blocks])
     exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
-    kept = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
+    scaled = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
     arrays = {
-        "rows": kept.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else kept.numpy(),
+        "rows": scaled.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else scaled.numpy(),
         "exponent": exponent.to(torch.int16).numpy(),
         "loss": torch.cat([block.loss for block in blocks]).numpy(),
         "square_norm": torch.cat([block.square_norm for block in blocks]).numpy(),

@@ -164,12 +164,12 @@ class KroneckerFactored(Preconditioned):
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(gradients: Any) -> dict[str, torch.Tensor]:
-            found = [
+            part = [
                 block.weighted_squares(gradients, [inverse, inverse.square()])
                 for block, inverse in zip(self.blocks, self._inverses, strict=True)
             ]
-            products, squares = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
+            products, squares = (torch.stack(parts).sum(0) for parts in zip(*part, strict=True))
             return {"self_influence": products, "norm": squares.sqrt()}
 
-        for rows, found in self.training.each(both):
-            yield SelfBlock(rows.start, rows.stop, found["self_influence"], found["norm"])
+        for rows, part in self.training.each(both):
+            yield SelfBlock(rows.start, rows.stop, part["self_influence"], part["norm"])

@@ -62,18 +62,18 @@ class CheckpointOutputs(Measure):
         examples, checkpoints = self._setting.examples, self._setting.checkpoints
         model = examples.objective.with_summary(self._summary())
         self._grouping = grouped(examples, model, len(checkpoints), examples.stream.chunk_size)
-        found, first = [], 0
+        result, first = [], 0
         for size in self._grouping.sizes:
-            found.append(
+            result.append(
                 OwnPass(_pass_name(first, size), partial(self._run, first, checkpoints[first : first + size]))
             )
             first += size
-        return found
+        return result
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         history = History.of(self.names, rows)
-        way = self._grouping.why if self._grouping else None
-        return Gathered(numbers={"checkpoints": self.names, "way": way, "nonfinite": history.nonfinite()})
+        reason = self._grouping.why if self._grouping else None
+        return Gathered(numbers={"checkpoints": self.names, "way": reason, "nonfinite": history.nonfinite()})
 
     @property
     def names(self) -> list[str]:
@@ -107,11 +107,15 @@ class Asking:
     def __init__(self, first: int) -> None:
         self._first = first
 
-    def columns(self, found: Any) -> Arrays:
-        if isinstance(found, PerSampleGradients | SquareNorms):
-            said = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
-            found = {name: values.unsqueeze(0) for name, values in said.items()}
-        return {column(name, self._first): values.T.contiguous() for name, values in found.items()}
+    def columns(self, gradients: Any) -> Arrays:
+        if isinstance(gradients, PerSampleGradients | SquareNorms):
+            numbers = {
+                "loss": gradients.losses.double(),
+                "grad_norm": gradients.square_norms().sqrt(),
+                **gradients.aux,
+            }
+            gradients = {name: values.unsqueeze(0) for name, values in numbers.items()}
+        return {column(name, self._first): values.T.contiguous() for name, values in gradients.items()}
 
     def keep(self) -> None:
         """Nothing is gathered."""
@@ -262,23 +266,23 @@ class Forgetting(OverCheckpoints):
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         names, history = self.names, self.history(rows)
         right = history.whole("right")  # [n, T]
-        known = torch.isfinite(right).all(1)
+        finite = torch.isfinite(right).all(1)
         learnt = (right > 0).any(1)
         lost = (right[:, :-1] - right[:, 1:]).clamp(min=0).sum(1)
-        found = {
+        result = {
             "forgetting_events": lost.where(learnt, float(len(names))),
             "never_learnt": (~learnt).double(),
             "unforgettable": (learnt & (lost == 0)).double(),
             "first_learnt": (right > 0).double().argmax(1).double().add(1).where(learnt, torch.nan),
         }
-        columns = {name: column.where(known, torch.nan) for name, column in found.items()}
-        counts = torch.bincount(lost[known & learnt].ceil().long()).tolist()
+        columns = {name: column.where(finite, torch.nan) for name, column in result.items()}
+        counts = torch.bincount(lost[finite & learnt].ceil().long()).tolist()
         numbers = {
             "checkpoints": names,
             "counts": {str(events): count for events, count in enumerate(counts) if count},
-            "never_learnt": int((known & ~learnt).sum()),
-            "unforgettable": int((known & learnt & (lost == 0)).sum()),
-            "not_finite": int((~known).sum()),
+            "never_learnt": int((finite & ~learnt).sum()),
+            "unforgettable": int((finite & learnt & (lost == 0)).sum()),
+            "not_finite": int((~finite).sum()),
         }
         return Gathered(columns, numbers)
 

@@ -91,8 +91,8 @@ class VoG(Measure):
     def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
         examples = self._setting.examples
         models = Resident(self._setting.checkpoints, examples)
-        found = row_pass(examples, partial(self._columns, models), chunk_size, start)
-        return refusing(self, found, "derivatives in the input")
+        columns = row_pass(examples, partial(self._columns, models), chunk_size, start)
+        return refusing(self, columns, "derivatives in the input")
 
     def _columns(
         self, models: Resident, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor
@@ -140,11 +140,11 @@ def standardised(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """[n]: how many standard deviations [n] values lie from the mean of their group [n]; those that are not
     finite count for nothing.
     """
-    found = torch.full_like(values, torch.nan)
+    result = torch.full_like(values, torch.nan)
     for group in groups.unique().tolist():
         some = (groups == group) & torch.isfinite(values)
         own = values[some]
         spread = own.std(correction=0) if len(own) else own.new_zeros(())
         if spread > _ALIKE * own.abs().sum():
-            found[some] = (own - own.mean()) / spread
-    return found
+            result[some] = (own - own.mean()) / spread
+    return result

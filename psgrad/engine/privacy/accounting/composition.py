@@ -219,8 +219,8 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     places = sorted(
         {max(1, round(place)) for place in [*(squares[0] ** (part / 3) for part in range(3)), *squares]}
     )
-    found = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
-    return [(place, epsilon) for place, epsilon in found if epsilon is not None]
+    points = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
+    return [(place, epsilon) for place, epsilon in points if epsilon is not None]
 
 
 def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:

@@ -203,14 +203,14 @@ def step_moments(event: StepEvent) -> np.ndarray:
 
 def epsilon_of(rates: np.ndarray, delta: float) -> Epsilon:
     """The epsilon that rates [orders] give at delta, the smallest over the orders."""
-    known = np.flatnonzero(np.isfinite(rates))
-    if not len(known):
+    finite = np.flatnonzero(np.isfinite(rates))
+    if not len(finite):
         return Epsilon(math.inf)
     value, order = rdp_epsilon(ORDERS, rates, delta)
     if not 0 < value < math.inf:
         return Epsilon(value)
     note = None
-    if order in (ORDERS[known[0]], ORDERS[known[-1]]):
+    if order in (ORDERS[finite[0]], ORDERS[finite[-1]]):
         note = (
             f"the best order is {order:g}, at the edge of those that are looked at; beyond it epsilon might"
             " be smaller"

@@ -229,6 +229,6 @@ def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int],
     return fewer, f"{len(counts)} unlike noise multipliers were rounded down, by at most {_POWERS_OF - 1:.0%}"
 
 
-def _assert_one_of(what: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"the {what} is {value!r}", expected=f"one of {', '.join(known)}")
+def _assert_one_of(what: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"the {what} is {value!r}", expected=f"one of {', '.join(choices)}")

@@ -88,7 +88,9 @@ def judge(
     level = {method: (1 - confidence) * share for method, share in _SHARES.items()}
     guesses = [guess(played.scores, played.inside, strategy) for strategy in strategies(len(played.scores))]
     any_epsilon, best = epsilon_for_any_mechanism(guesses, delta, level["guesses"])
-    shown = best if best is not None else max(guesses, key=lambda found: found.right / found.guesses)
+    shown = (
+        best if best is not None else max(guesses, key=lambda candidate: candidate.right / candidate.guesses)
+    )
     bounds = [Bound("guesses", any_epsilon, None, _in_words(shown))]
     noisy = all(event.noise_multiplier > 0 for event in merged(events))
     if noisy:
@@ -120,20 +122,20 @@ class _Test:
     refutes: Callable[[Profile], bool]
 
 
-def _of_guesses(found: Guesses, level: float) -> _Test:
-    return _Test(_in_words(found), lambda profile: is_refuted(profile, found, level))
+def _of_guesses(guesses: Guesses, level: float) -> _Test:
+    return _Test(_in_words(guesses), lambda profile: is_refuted(profile, guesses, level))
 
 
-def _of_rates(found: Rates, level: float) -> _Test:
+def _of_rates(rates: Rates, level: float) -> _Test:
     evidence = (
-        f"a threshold that {found.hits} of {found.inside} pass that are in, {found.alarms} of {found.outside}"
+        f"a threshold that {rates.hits} of {rates.inside} pass that are in, {rates.alarms} of {rates.outside}"
         " that are out"
     )
-    return _Test(evidence, lambda profile: found.is_refuted_by(profile, level))
+    return _Test(evidence, lambda profile: rates.is_refuted_by(profile, level))
 
 
-def _in_words(found: Guesses) -> str:
-    return f"{found.right} of {found.guesses} guesses right"
+def _in_words(guesses: Guesses) -> str:
+    return f"{guesses.right} of {guesses.guesses} guesses right"
 
 
 class _Family:
@@ -162,17 +164,22 @@ def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
     def refuting(step: int) -> _Test | None:
         return next((test for test in tests if test.refutes(family.profile(step))), None)
 
-    found = refuting(family.most)
-    if found is None:
+    refuting_noise = refuting(family.most)
+    if refuting_noise is None:
         return Bound(method, 0.0, math.inf, tests[0].evidence)
     stands, refuted = family.least - 1, family.most
     while refuted - stands > 1:
         # What is declared first, as all methods look at it.
         middle = 0 if stands < 0 < refuted else (stands + refuted) // 2
         test = refuting(middle)
-        stands, refuted, found = (stands, middle, test) if test is not None else (middle, refuted, found)
+        stands, refuted, refuting_noise = (
+            (stands, middle, test) if test is not None else (middle, refuted, refuting_noise)
+        )
     return Bound(
-        method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.evidence
+        method,
+        smallest_epsilon(family.profile(refuted), family.delta),
+        family.share(refuted),
+        refuting_noise.evidence,
     )
 
 
@@ -180,5 +187,5 @@ def smallest_epsilon(profile: Profile, delta: float) -> float:
     """The least epsilon, of those that the profile has, at which it keeps to delta; infinite where
     none does.
     """
-    kept = np.flatnonzero(profile.deltas <= delta)
-    return float(profile.epsilons[kept[0]]) if len(kept) else math.inf
+    small = np.flatnonzero(profile.deltas <= delta)
+    return float(profile.epsilons[small[0]]) if len(small) else math.inf

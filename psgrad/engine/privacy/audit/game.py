@@ -113,10 +113,10 @@ class Canaries:
 
     def square_norms(self, who: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [n] float64: the squared norms of these canaries' gradients, given as places [n]."""
-        found = {name: torch.zeros(self.count, dtype=torch.float64) for name in self.params}
+        result = {name: torch.zeros(self.count, dtype=torch.float64) for name in self.params}
         for name, spikes in self.spikes.items():
-            found[name][spikes.canaries] = self.sizes[name] ** 2
-        return {name: norms[who] for name, norms in found.items()}
+            result[name][spikes.canaries] = self.sizes[name] ** 2
+        return {name: norms[who] for name, norms in result.items()}
 
     @property
     def precision(self) -> torch.dtype:
@@ -136,13 +136,13 @@ class Canaries:
         coordinate adds s / unit: the spikes' places are weighed with their groups' bounds, which is the best
         linear way.
         """
-        found = torch.zeros(self.count, dtype=torch.float64)
+        scores = torch.zeros(self.count, dtype=torch.float64)
         for name, spikes in self.spikes.items():
             values = sums[name].detach().cpu().flatten()[spikes.places].double()
-            found.index_add_(0, spikes.canaries, clipping.groups[spikes.group].bound * values)
+            scores.index_add_(0, spikes.canaries, clipping.groups[spikes.group].bound * values)
         squares = [group.bound**2 for group in clipping.groups]
         used = math.fsum(squares[number] for number in self.groups)
-        return (found / math.sqrt(used * math.fsum(squares))).numpy()
+        return (scores / math.sqrt(used * math.fsum(squares))).numpy()
 
 
 class KeptSource:
@@ -299,11 +299,11 @@ def play(
         who = drawn if replaced else drawn[inside[drawn]]
         signs = np.where(inside[who], 1.0, -1.0)
         rest = None if source is None else KeptSource(source(others))
-        kept = KeptSource(with_canaries(rest, canaries, who, signs))
+        stored = KeptSource(with_canaries(rest, canaries, who, signs))
         noise = run.noise(step)
         now = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
         noisy = private_sum(
-            kept,
+            stored,
             clipping,
             noise,
             run.relation,
@@ -316,17 +316,17 @@ def play(
         if rest is not None and run.sampling.scheme != "truncated_poisson":
             # The auditor knows the other records, and which of them were drawn: the guarantee holds whatever
             # these are. Where batches are truncated, the draws depend on one another, and are left unknown.
-            known = (
+            expected = (
                 rest.found.sums
                 if now.grid is None
                 else {name: value * now.grid for name, value in rest.found.sums.items()}
             )
-            seen = seen - canaries.read(known, now)
+            seen = seen - canaries.read(expected, now)
         rate = 1.0 if run.sampling.sample_rate is None else run.sampling.sample_rate
         scores += evidence(seen / 2 if replaced else seen, rate, multiplier, far, near)
         simulated += evidence(_as_declared(random, rate, multiplier, near), rate, multiplier, far, near)
         if multiplier > 0:
-            log.add(noisy.sums, kept.found.sums, multiplier * sensitivity, now.grid)
+            log.add(noisy.sums, stored.found.sums, multiplier * sensitivity, now.grid)
         adaptive = noisy.following
         tell(step + 1)
     return Played(scores, inside, simulated, log.check(), reach, steps)
@@ -354,8 +354,8 @@ def evidence(seen: Array, rate: float, multiplier: float, far: float, near: floa
 
     def likelihood(at: float) -> Array:
         missing = math.log1p(-rate) if rate < 1 else -math.inf
-        found: Array = np.logaddexp(missing, math.log(rate) + (seen * at - at * at / 2) / multiplier**2)
-        return found
+        logarithm: Array = np.logaddexp(missing, math.log(rate) + (seen * at - at * at / 2) / multiplier**2)
+        return logarithm
 
     return likelihood(far) - likelihood(near)
 

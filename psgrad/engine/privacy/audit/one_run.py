@@ -65,8 +65,8 @@ def strategies(canaries: int) -> list[tuple[int, int]]:
     says little: half of the strategies guess "in" only.
     """
     sizes = dict.fromkeys(max(math.floor(canaries * share), 1) for share in _SHARES)
-    kept = [size for size in sizes if size >= _FEWEST] or [next(iter(sizes))]
-    return [(size, size) for size in kept] + [(size, 0) for size in kept]
+    chosen = [size for size in sizes if size >= _FEWEST] or [next(iter(sizes))]
+    return [(size, size) for size in chosen] + [(size, 0) for size in chosen]
 
 
 def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
@@ -84,7 +84,7 @@ def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
 # -- any mechanism -------------------------------------------------------------------------------------------
 
 
-def p_value(found: Guesses, epsilon: float, delta: float) -> float:
+def p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
     """An upper bound on the probability of so many right guesses, or more, about an (epsilon, delta)-private
     run.
 
@@ -94,21 +94,21 @@ def p_value(found: Guesses, epsilon: float, delta: float) -> float:
     from scipy.special import expit
     from scipy.stats import binom
 
-    if found.right == 0:
+    if guesses.right == 0:
         return 1.0
     chance = expit(epsilon)
-    at_least = float(binom.sf(found.right - 1, found.guesses, chance))
+    at_least = float(binom.sf(guesses.right - 1, guesses.guesses, chance))
     if delta == 0:
         return min(at_least, 1.0)
-    back = np.arange(1, found.right + 1)
-    just_below = binom.cdf(found.right - 1, found.guesses, chance) - binom.cdf(
-        found.right - back - 1, found.guesses, chance
+    back = np.arange(1, guesses.right + 1)
+    just_below = binom.cdf(guesses.right - 1, guesses.guesses, chance) - binom.cdf(
+        guesses.right - back - 1, guesses.guesses, chance
     )
-    return min(at_least + 2 * found.canaries * delta * float(np.max(just_below / back)), 1.0)
+    return min(at_least + 2 * guesses.canaries * delta * float(np.max(just_below / back)), 1.0)
 
 
 def epsilon_for_any_mechanism(
-    found: Sequence[Guesses], delta: float, level: float
+    all_guesses: Sequence[Guesses], delta: float, level: float
 ) -> tuple[float, Guesses | None]:
     """(the largest epsilon that is refuted, the guesses that refute it): a lower bound, wrong with a
     probability of at most `level`.
@@ -117,8 +117,8 @@ def epsilon_for_any_mechanism(
     None): nothing is refuted.
     """
     best: tuple[float, Guesses | None] = (0.0, None)
-    for guesses in found:
-        share = level / len(found)
+    for guesses in all_guesses:
+        share = level / len(all_guesses)
         if p_value(guesses, best[0], delta) > share:
             continue
         low, high = best[0], max(2 * best[0], 1.0)
@@ -158,7 +158,7 @@ class Profile:
         return max(0.0, float(shrunk.max()), float(complement.max()))
 
 
-def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
+def is_refuted(profile: Profile, guesses: Guesses, level: float) -> bool:
     """Whether so many right guesses, or more, have a probability of less than `level` under the guarantee.
 
     With p_i the probability of i right guesses out of r about m canaries, turning one canary's coin makes a
@@ -167,7 +167,7 @@ def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
     more, sum_{i>=k-1} (r - i) p_i / m. If P[right >= v] were `level`, these limits would force a least mass
     on v - 1, v - 2, ...; refuted is what needs more than all of it.
     """
-    m, r, v = found.canaries, found.guesses, found.right
+    m, r, v = guesses.canaries, guesses.guesses, guesses.right
     if v == 0:
         return False
     whole = r / m

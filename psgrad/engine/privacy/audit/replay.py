@@ -89,9 +89,9 @@ class _LoggingGenerator(_LoggedGenerator):
         self._generator, self._drawn = generator, drawn
 
     def _give(self, asked: tuple[Any, ...]) -> Any:
-        found = getattr(self._generator, asked[0])(*asked[1:])
-        self._drawn.append((asked, found))
-        return found
+        numbers = getattr(self._generator, asked[0])(*asked[1:])
+        self._drawn.append((asked, numbers))
+        return numbers
 
 
 class _ReplayingGenerator(_LoggedGenerator):
@@ -204,10 +204,10 @@ def compare_neighbours(
     sources = KeptSource(source), KeptSource(neighbour)
     outcomes: list[NoisySum] = []
     differing: list[str] = []
-    for kept, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
+    for stored, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
         try:
             noisy = private_sum(
-                kept,
+                stored,
                 clipping,
                 noise,
                 relation,
@@ -219,7 +219,7 @@ def compare_neighbours(
             differing.append("the random draws")
             break
         outcomes.append(noisy)
-    seen = [kept.found for kept in sources]
+    seen = [stored.found for stored in sources]
     if len(outcomes) == 2:
         if replaying.left:
             differing.append("the random draws")

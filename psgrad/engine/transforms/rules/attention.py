@@ -288,13 +288,13 @@ def _back_by_matrix_products(
     weights = _weights(query, wide_key, mask, is_causal, scale)
     toward = torch.matmul(g, wide_value.transpose(-2, -1))
     scores = weights * (toward - (toward * weights).sum(-1, keepdim=True))
-    found = (
+    products = (
         scores @ wide_key * _scale_of(query, scale),
         scores.transpose(-2, -1) @ query * _scale_of(query, scale),
     )
-    backs = (found[1], weights.transpose(-2, -1) @ g)
+    backs = (products[1], weights.transpose(-2, -1) @ g)
     to_key, to_value = (x.unflatten(-3, (-1, group)).sum(-3) if group > 1 else x for x in backs)
-    return found[0], to_key, to_value, scores
+    return products[0], to_key, to_value, scores
 
 
 @replace(_backward_for_cpu)
@@ -390,7 +390,7 @@ def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return aten._scaled_dot_product_efficient_attention.default(*args[:4], True, *args[5:], **kwargs)
 
 
-def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
+def _fold_leading(unfolded: frozenset[int] = frozenset()) -> Any:
     """Fold the mapped tensors of a fused CUDA kernel; random states and sequence tables have no batch axis
     and stay.
     """
@@ -399,9 +399,9 @@ def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
         full = [
             (
                 batch.raw(a)[0]
-                if i in kept and batch.is_mapped(a)
+                if i in unfolded and batch.is_mapped(a)
                 else batch.fold(a)
-                if isinstance(a, torch.Tensor) and i not in kept
+                if isinstance(a, torch.Tensor) and i not in unfolded
                 else a
             )
             for i, a in enumerate(args)
@@ -454,8 +454,8 @@ def _cuda_efficient_backward(
     *,
     scale: Any = None,
 ) -> Any:
-    *found, scores = _back_by_matrix_products(g, query, key, value, bias, dropout_p, causal, scale)
-    return *found, sum_to(scores, bias.shape, bias.dtype) if bias is not None else None
+    *grads, scores = _back_by_matrix_products(g, query, key, value, bias, dropout_p, causal, scale)
+    return *grads, sum_to(scores, bias.shape, bias.dtype) if bias is not None else None
 
 
 define(

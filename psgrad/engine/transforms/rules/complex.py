@@ -166,11 +166,11 @@ def _complex_to_real_back(
     """A frequency with a mirror image counts twice: all but the constant, and the highest one of an even
     length.
     """
-    kept = x.shape[dims[-1]]
+    frequencies = x.shape[dims[-1]]
 
     def back(g: torch.Tensor) -> torch.Tensor:
-        frequency = torch.arange(kept, device=g.device)
-        weight = torch.where((frequency > 0) & (frequency <= last_size - kept), 2, 1).to(g.dtype)
+        frequency = torch.arange(frequencies, device=g.device)
+        weight = torch.where((frequency > 0) & (frequency <= last_size - frequencies), 2, 1).to(g.dtype)
         return (aten._fft_r2c.default(g, dims, scaling, True).movedim(dims[-1], -1) * weight).movedim(
             -1, dims[-1]
         )

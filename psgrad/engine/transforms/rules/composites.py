@@ -34,10 +34,10 @@ def _group_norm(
     ordinary = len(shape) > 1 and groups > 0 and shape[1] % groups == 0 and x.is_contiguous()
     if not ordinary or any(p.shape != shape[1:2] or not p.is_contiguous() for p in affine):
         return aten.group_norm.default.decompose(x, groups, weight, bias, eps, cudnn_enabled)  # type: ignore[no-any-return]
-    found = run(
+    result = run(
         aten.native_group_norm.default, x, weight, bias, shape[0], shape[1], math.prod(shape[2:]), groups, eps
     )
-    return found[0]  # type: ignore[no-any-return]
+    return result[0]  # type: ignore[no-any-return]
 
 
 @replace(aten.layer_norm.default)

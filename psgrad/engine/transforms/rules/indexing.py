@@ -525,12 +525,12 @@ def _nonzero_static_batch(
     batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
 ) -> torch.Tensor:
     """The first `size` nonzero places of each sample, in order, by a stable sort."""
-    found = batch.physical(x).reshape(batch.size, -1) != 0
-    order = found.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
+    nonzero = batch.physical(x).reshape(batch.size, -1) != 0
+    order = nonzero.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
     order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
     places = torch.stack(torch.unravel_index(order, x.shape), -1) if x.dim() else order.unsqueeze(-1)[..., :0]
-    known = torch.arange(size, device=x.device) < found.sum(1, keepdim=True)
-    return torch.where(known.unsqueeze(-1), places, fill_value)
+    filled = torch.arange(size, device=x.device) < nonzero.sum(1, keepdim=True)
+    return torch.where(filled.unsqueeze(-1), places, fill_value)
 
 
 constant(aten.nonzero_static.default, batch=_nonzero_static_batch)

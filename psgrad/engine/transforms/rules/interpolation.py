@@ -80,8 +80,8 @@ def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *how: Any) -> torch.Tenso
 def _grid_back(backward: Op) -> JointVJP:
     def make(out: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *how: Any) -> Any:
         def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
-            found = backward(g, x, grid, *how, [0 in positions, 1 in positions])
-            return {position: found[position] for position in positions}
+            grads = backward(g, x, grid, *how, [0 in positions, 1 in positions])
+            return {position: grads[position] for position in positions}
 
         return back
 

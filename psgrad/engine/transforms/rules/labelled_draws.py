@@ -164,8 +164,8 @@ def _dropout(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     x, p = given["input"], given["p"]
     if given["train"] is False:
         return x, torch.ones_like(x, dtype=torch.bool)
-    kept = draw.below(1 - p, x.shape, x.device)
-    return x * (kept.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)), kept
+    mask = draw.below(1 - p, x.shape, x.device)
+    return x * (mask.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)), mask
 
 
 def _slopes(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:

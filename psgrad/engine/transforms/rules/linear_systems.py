@@ -76,12 +76,12 @@ def _triangular_back(
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         gb = torch.linalg.solve_triangular(h(a), g, upper=not upper, left=left, unitriangular=unitriangular)
-        found = {1: sum_to(gb, shapes[1], g.dtype)}
+        cotangents = {1: sum_to(gb, shapes[1], g.dtype)}
         if 0 in positions:
             ga = -(gb @ h(out) if left else h(out) @ gb)
             ga = ga.triu(int(unitriangular)) if upper else ga.tril(-int(unitriangular))
-            found[0] = sum_to(ga, shapes[0], g.dtype)
-        return found
+            cotangents[0] = sum_to(ga, shapes[0], g.dtype)
+        return cotangents
 
     return back
 
@@ -111,11 +111,11 @@ def _cholesky_solve_back(
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         gb = aten.cholesky_solve.default(g, factor, upper)
-        found = {0: sum_to(gb, shape, g.dtype)}
+        cotangents = {0: sum_to(gb, shape, g.dtype)}
         if 1 in positions:
             twice = gb @ h(out) + out @ h(gb)
-            found[1] = sum_to(-(factor @ twice if upper else twice @ factor), factor.shape, g.dtype)
-        return found
+            cotangents[1] = sum_to(-(factor @ twice if upper else twice @ factor), factor.shape, g.dtype)
+        return cotangents
 
     return back
 
@@ -195,16 +195,16 @@ def _solve_back(
     shapes, dtype = (a.shape, b.shape), a.dtype
 
     def back(gs: list[Any], positions: Sequence[int]) -> dict[int, Any]:
-        found = {}
+        cotangents = {}
         if gs[0] is not None:
             gb = aten.linalg_lu_solve.default(lu, pivots, gs[0], left=left, adjoint=True)
-            found[1] = sum_to(gb, shapes[1], dtype)
+            cotangents[1] = sum_to(gb, shapes[1], dtype)
             if 0 in positions:
-                found[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), shapes[0], dtype)
+                cotangents[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), shapes[0], dtype)
         if gs[1] is not None:  # another factorisation of the same matrix, from a second backward pass
             from_factors = lu_back(gs[1], lu, pivots)
-            found[0] = found[0] + from_factors if 0 in found else from_factors
-        return found
+            cotangents[0] = cotangents[0] + from_factors if 0 in cotangents else from_factors
+        return cotangents
 
     return back
 

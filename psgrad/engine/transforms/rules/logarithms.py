@@ -18,10 +18,10 @@ def _times_log(g: torch.Tensor, x: torch.Tensor, y: Any, op: Any, lowest: int) -
     """g log(y) by `op`, but zero at x = 0 where y has no logarithm. PyTorch's tables have a zero at every x =
     0.
     """
-    found = op(g, y)
+    product = op(g, y)
     if isinstance(y, torch.Tensor):
-        return torch.where((x == 0) & (y <= lowest), 0, found)
-    return found if y > lowest else torch.where(x == 0, 0, found)
+        return torch.where((x == 0) & (y <= lowest), 0, product)
+    return product if y > lowest else torch.where(x == 0, 0, product)
 
 
 def _xlogy(out: torch.Tensor, x: torch.Tensor, y: Any) -> Any:

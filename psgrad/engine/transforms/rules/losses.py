@@ -233,10 +233,10 @@ def _nll_backward_by_kernel(
         each = each.unsqueeze(1).expand(labels.shape)
     flat = values.reshape(labels.numel(), values.shape[-1])
     nothing = flat.new_zeros(())  # the weight of all labels, which only the mean needs
-    found = aten.nll_loss_backward.default(
+    grad = aten.nll_loss_backward.default(
         each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing
     )
-    return found.reshape(values.shape)
+    return grad.reshape(values.shape)
 
 
 def _physical_labels(
@@ -297,8 +297,8 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
 
     def batch(batch: Any, _: Op, *args: Any, **kwargs: Any) -> torch.Tensor:
         each = full(args, kwargs)
-        if (found := written(each)) is not None:
-            return batch.physical(found)
+        if (loss := written(each)) is not None:
+            return batch.physical(loss)
         rank = each[0].dim()
         return op(
             *[

@@ -192,10 +192,10 @@ def _group_norm_back(
                 groups,
                 wanted,
             )
-        found = {position: grads[position] for position in positions}
-        if 0 in found:
-            found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
-        return found
+        cotangents = {position: grads[position] for position in positions}
+        if 0 in cotangents:
+            cotangents[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
+        return cotangents
 
     return back
 
@@ -267,8 +267,8 @@ def _group_norm_backward_batch(
         )
     dx, dweight, dbias = op(*values, *statistics, each, 1, images * c, hw, images * groups, mask)
     of_parameters = [
-        (found.reshape(images, c) if b == 1 else found.reshape(batch.size, b, c).sum(1)) if wanted else None
-        for found, wanted in ((dweight, mask[1]), (dbias, mask[2]))
+        (grad.reshape(images, c) if b == 1 else grad.reshape(batch.size, b, c).sum(1)) if wanted else None
+        for grad, wanted in ((dweight, mask[1]), (dbias, mask[2]))
     ]
     return (dx.reshape(batch.physical(x).shape) if mask[0] else None, *of_parameters)
 

@@ -168,15 +168,15 @@ def _quantile(
         interpolation, lambda r: r
     )(ranks)
     below = ranks.floor()
-    found, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
+    lower, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
     if interpolation in ("linear", "midpoint"):
-        found = torch.lerp(
-            found, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
+        lower = torch.lerp(
+            lower, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
         )
-    found = found.movedim(-1, 0)
+    lower = lower.movedim(-1, 0)
     if keepdim and rank:
-        found = found.reshape(-1, *(1,) * rank) if dim is None else found.unsqueeze(axis + 1)
-    return found if q.dim() else found.squeeze(0)
+        lower = lower.reshape(-1, *(1,) * rank) if dim is None else lower.unsqueeze(axis + 1)
+    return lower if q.dim() else lower.squeeze(0)
 
 
 def _ranks(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -242,8 +242,8 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()  # [i, k]
         exponent = x.movedim(dim, -1).unsqueeze(-1) - out.movedim(dim, -1).unsqueeze(-2)
         share = exponent.masked_fill(~later, -torch.inf).exp()
-        heard = torch.where(g.isnan(), 0, g)
-        return (conj(share) * heard.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        cotangent = torch.where(g.isnan(), 0, g)
+        return (conj(share) * cotangent.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
 
     return back
 

@@ -108,19 +108,19 @@ _known: dict[int, Known] = {}  # by id, as are the facts
 
 
 def known(op: Op) -> Known:
-    found = _known.get(id(op))
-    if found is not None:
-        derivatives, batchings, constants = found.tables
+    cached = _known.get(id(op))
+    if cached is not None:
+        derivatives, batchings, constants = cached.tables
         if derivatives is _derivatives and batchings is _batchings and constants is _constants:
-            return found
+            return cached
     schema = facts(op)
     writes = bool(schema.mutated or schema.mutated_kwargs)
     tables = _derivatives, _batchings, _constants
-    found = Known(
+    cached = Known(
         op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op), tables
     )
-    _known[id(op)] = found
-    return found
+    _known[id(op)] = cached
+    return cached
 
 
 def define(
@@ -311,8 +311,8 @@ def coverage() -> list[Coverage]:
 
 def _operators() -> Iterator[Op]:
     """PyTorch's own operators, and those of other libraries that have rules."""
-    known = [_named(name) for name in operator_names() if name.startswith("aten::")]
-    for op in {*known, *operators()}:
+    own = [_named(name) for name in operator_names() if name.startswith("aten::")]
+    for op in {*own, *operators()}:
         schema, operator = schema_of(op), facts(op)
         takes_tensors = any("Tensor" in str(item.type) for item in (*schema.arguments, *schema.returns))
         if takes_tensors and not operator.mutated and not operator.mutated_kwargs:

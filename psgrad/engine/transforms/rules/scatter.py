@@ -57,9 +57,9 @@ def _back(
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         own, arriving = shares(out, x, dim, index, source, include_self)
-        kept = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
-        found = {0: kept, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
-        return {position: found[position] for position in positions}
+        own_part = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
+        cotangents = {0: own_part, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
+        return {position: cotangents[position] for position in positions}
 
     return back
 

@@ -43,15 +43,15 @@ def _lookup(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset:
         (max(int(own.max()) if own.numel() else 0, int(wanted.max())) + 1,), -1, device=x.device
     )
     table[own] = torch.arange(len(own), device=x.device)
-    found = table[wanted.clamp(min=0)]
-    if bool((found < 0).any()) or bool((wanted < 0).any()):
+    elements = table[wanted.clamp(min=0)]
+    if bool((elements < 0).any()) or bool((wanted < 0).any()):
         _refuse(
             f"size {tuple(size)} and strides {tuple(stride)} on shape {tuple(x.shape)}",
             "it reaches memory that is not the tensor's own",
         )
     if bool((table[own] != torch.arange(len(own), device=x.device)).any()):
         _refuse(f"an expanded tensor of shape {tuple(x.shape)}", "several of its elements lie at one place")
-    return found
+    return elements
 
 
 def _begins_its_memory(x: torch.Tensor) -> bool:

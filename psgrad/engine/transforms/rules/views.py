@@ -29,10 +29,10 @@ def _back_to_shape(
 def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     physical = batch.physical(x)
     if -1 in size:  # resolved for one sample: with no sample at all it would be ambiguous
-        known = 1
+        product = 1
         for s in size:
-            known *= s if s != -1 else 1
-        size = [x.numel() // max(known, 1) if s == -1 else s for s in size]
+            product *= s if s != -1 else 1
+        size = [x.numel() // max(product, 1) if s == -1 else s for s in size]
     return op(physical, [physical.shape[0], *size])
 
 
