@@ -27,7 +27,7 @@ from psgrad.engine.transforms import grad_and_value, vmap
 STEPS, _HALVINGS = 10, 8
 # The decrement of a step, relative to the first one's, below which the minimum is reached.
 _CONVERGED = 1e-12
-# What an objective may rise by in rounding.
+# By how much rounding may raise an objective.
 _LOSS_ROUNDING = 1e-7
 
 
@@ -129,7 +129,7 @@ class _Objectives:
 
     def at(self, weights: torch.Tensor, same: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [1 + k] and gradients [1 + k, p] of the objectives, at weights [1 + k, p] each. same:
-        whether all of these are one.
+        whether the weights are all equal.
         """
         whole: Any = None
         sums, weights = [], weights.to(self.training.device)
@@ -199,9 +199,9 @@ def _values(examples: Examples, params: Vectors, inputs: Any, target: Any, over:
 _SAMPLES, _DIRECTIONS = 4, 3
 # Samples whose removal is compared with the distance from the minimum.
 _REMOVED = 16
-# Leverages up to here need no second step on any problem tried. Above, the second steps of so many examples
-# are looked at, which may be that long, relative to the first ones, where scores are amounts. On 60 problems
-# of 24 to 100 rows a slope against retraining was off by about as much as that, and by less in most.
+# Leverages up to here needed no second step on any problem tried. Above, the second steps of so many examples
+# are computed, which may be that long, relative to the first ones, if scores are amounts. On 60 problems of
+# 24 to 100 rows a slope against retraining was off by about as much as that, and by less in most.
 _LEVERAGE, _SECOND, _SECOND_STEP = 0.1, 4, 0.04
 # Second differences of the output that are rounding, as a multiple of the type's precision, relative to the
 # outputs.

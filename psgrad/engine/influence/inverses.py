@@ -71,7 +71,7 @@ class ByMatrix(Invertible):
         precision = torch.finfo(next(iter(self.training.params.values())).dtype).eps
         if bool(failed) or not bool(pivots.min() > len(matrix) * precision * pivots.max()):
             return None
-        # What the correction has to say of this fit was not said of the damped one.
+        # The messages of the correction were not given for the damped fit.
         return ByMatrix(replace(self.problem, damping=Damping(0.0)), self.matrix)
 
     @classmethod
@@ -92,8 +92,8 @@ class ByMatrix(Invertible):
         return Leverage.through(output_products(self.training, self.inverse.half), root, gradient)
 
 
-# A loss's gradient in the output may miss the span of its second derivatives by that share of the largest
-# gradient, as rounding does.
+# A loss's gradient in the output may be outside the span of its second derivatives by that share of the
+# largest gradient, as rounding causes.
 _MISS = 1e-8
 # Samples whose self-influence is solved for at once.
 _SOLVED = 256
@@ -200,10 +200,11 @@ Solve = Callable[[CurvatureProducts, float, torch.Tensor, bool], tuple[torch.Ten
 
 
 class ByProducts(Invertible):
-    """Scores through a solver that asks for products alone.
+    """Scores through a solver that needs only products.
 
-    facts: besides `damping` and `mean_eigenvalue`, its standard error, where products come from
-    (`products_by`), and the solver's own, once there are scores. Raises InfluenceError as the solver does.
+    facts: besides `damping` and `mean_eigenvalue`, its standard error, the source of products
+        (`products_by`), and the solver's own, once there are scores. Raises InfluenceError as the solver
+        does.
     """
 
     has_self_influence = False
@@ -261,7 +262,7 @@ class ByProducts(Invertible):
 
 
 def _worst(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A solver's facts, with the worst of this call and of those before where there is a worst."""
+    """A solver's facts, with the worst of all calls so far where a fact has a worst value."""
     largest = ("iterations", "relative_residual_max")
     worst = {name: max(before.get(name, 0), facts[name]) for name in largest if name in facts}
     return {
@@ -327,7 +328,7 @@ class AtOutput(Fitted):
 
 
 class _Changes:
-    """What removals do to queries, as a query of the training set's gradients."""
+    """The changes of queries by removals, as a query of the training set's gradients."""
 
     def __init__(self, queries: Examples, steps: Preconditioned) -> None:
         rows, device = jacobian_rows(queries), steps.training.device

@@ -23,10 +23,10 @@ Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k,
 # measurement calls a change for the worse: "rise of the query's loss, in nats", or "fall of the query's
 # margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
-# The same of scores whose sizes nothing vouches for: the curvature is damped or approximate, or the model is
-# no convex problem's solution.
+# For scores whose size is not certain: the curvature is damped or approximate, or the model is not the
+# solution of a convex problem.
 UNCALIBRATED = "predicted {change} (uncalibrated), if the training example were removed"
-# Of scores that rank, and whose sizes mean nothing.
+# For scores that only rank.
 RELATIVE = "relative, no unit"
 
 
@@ -206,8 +206,8 @@ def not_finite_gradients(arrived: str) -> InfluenceError:
 
 @dataclass(frozen=True)
 class Screened:
-    """What a pass over n rows saw: finite [n], losses [n], norms [n] of the gradients, and further columns (a
-    prediction).
+    """The results of a pass over n rows: finite [n], losses [n], norms [n] of the gradients, and further
+    columns (a prediction).
     """
 
     finite: torch.Tensor

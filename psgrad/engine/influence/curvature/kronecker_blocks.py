@@ -54,7 +54,7 @@ class Basis:
         return groups, rows + (appended == "left"), columns + (appended == "right")
 
     def describe(self) -> str:
-        """What the bases are, in a word or two."""
+        """The kind of the bases, in a word or two."""
         groups, rows, columns = self.size
         if self.left is None and self.right is None:
             return "diagonal"
@@ -79,8 +79,8 @@ class Basis:
         return torch.cat([result, more], 2 if left else 3)
 
     def vectors(self, matrices: torch.Tensor) -> Vectors:
-        """The parameters that k matrices [k, g, a, b] are, name -> [k, *shape]; zero in what the form does
-        not cover.
+        """The parameters of k matrices [k, g, a, b], name -> [k, *shape]; zero in what the form does not
+        cover.
         """
         _, rows, columns = self.form.shape
         result = {self.name: self.form.values(matrices[:, :, :rows, :columns], self.shape)}
@@ -132,7 +132,7 @@ class Basis:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that it is about."""
+        """The names of its parameters."""
         return [self.name] if self.bias is None else [self.name, self.bias.name]
 
     def _rotated_factors(self, term: Product) -> Product:

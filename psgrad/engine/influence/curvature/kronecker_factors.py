@@ -53,7 +53,7 @@ class Form:
 
     @property
     def place(self) -> str:
-        """Which part of the parameter it is, as an index; empty for all of it."""
+        """The part of the parameter, as an index; empty for all of it."""
         if self.layout is None or self.layout.window is None:
             return ""
         return (
@@ -66,7 +66,7 @@ class Form:
 
 
 def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
-    """The terms that are sums of outer products, by the matrices that they say the parameter is."""
+    """The terms that are sums of outer products, by their form of the parameter."""
     by_form: dict[Form, list[Term]] = {}
     for placed in map(upright, gradient.terms):
         term = placed.term

@@ -64,9 +64,7 @@ class CurvatureProducts(ABC):
         """
 
     def diagonal(self) -> torch.Tensor | None:
-        """[p] float64 with the weight decay, on the CPU; None where it can't be had for the price of some
-        products.
-        """
+        """[p] float64 with the weight decay, on the CPU; None if it costs more than some products."""
         return None
 
 
@@ -88,9 +86,9 @@ def curvature_products(
 
 PartsByName = Mapping[str, Part]
 
-# Intermediates of a product, as a multiple of the block size of the device: its matrices want to be large.
+# Intermediates of a product, as a multiple of the block size of the device: large matrices are faster.
 _BLOCKS = 8
-# Of the free memory, what rows may take.
+# The share of the free memory for rows.
 _SHARE = 3
 
 
@@ -196,7 +194,7 @@ def _without_zeros(rows: PartsByName) -> PartsByName:
 
 
 def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
-    """The samples of a chunk, as slices whose intermediates of a product with vectors [p, k] are of a good
+    """The samples of a chunk, as slices whose products with vectors [p, k] have intermediates of a good
     size.
     """
     count = max((part.samples for part in rows.values()), default=0)
@@ -205,7 +203,7 @@ def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-# So many vectors share a pass forward: more only take more memory.
+# So many vectors share a forward pass: more only take more memory.
 _VECTORS = 32
 # Random vectors behind an estimated trace.
 _PROBES = 64

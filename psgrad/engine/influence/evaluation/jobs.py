@@ -20,7 +20,7 @@ from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.transforms import functional_call, stack_module_state, vmap
 from psgrad.errors import ModelError
 
-# Rows that are asked at once, of each of the models.
+# Rows that each of the models processes at once.
 _CHUNK = 256
 
 
@@ -47,7 +47,7 @@ class LoadedRows:
 
     @staticmethod
     def of(examples: Examples) -> LoadedRows:
-        """All rows of these examples: what is trained again has to fit into memory."""
+        """All rows of these examples, which have to fit into memory to be trained on."""
         block: Any = examples.read(0, len(examples))
         return LoadedRows(
             *to_device(

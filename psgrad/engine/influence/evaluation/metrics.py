@@ -134,7 +134,7 @@ def _agreement(outcomes: Array, size: int) -> float:
         for other in combinations(seeds, size)
         if one < other and not {*one} & {*other}
     ]
-    # Evenly from all there are, so that many seeds don't take many minutes.
+    # Evenly from all, so that many seeds don't take many minutes.
     pairs = pairs[:: -(-len(pairs) // _MOST_SPLITS)]
     correlations = [
         np.nan_to_num(spearman(outcomes[:, one].mean(1), outcomes[:, other].mean(1))).mean()
@@ -236,8 +236,9 @@ def _mean(values: Array) -> float:
 
 @dataclass(frozen=True)
 class RemovalScore:
-    """Of one method and one number of removed examples: the mean rise over the queries with its interval, by
-    resampling queries; how far the main method's rise is above it, paired by query (None for the main one).
+    """The mean rise over the queries of one method and one number of removed examples, with its interval, by
+    resampling queries; and how far the main method's rise is above it, paired by query (None for the main
+    one).
     """
 
     rise: float

@@ -133,7 +133,7 @@ RANDOM, LABEL, NEIGHBOUR, PENULTIMATE, LOSS, NORM = (
 
 
 def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict[str, Array], list[str]]:
-    """(name -> [n, m] float64, which controls there are none of and why, in sentences)."""
+    """(name -> [n, m] float64, the missing controls with the reason, in sentences)."""
     ours, theirs = LoadedRows.of(training), LoadedRows.of(queries)
     n, m = len(ours), len(theirs)
     notes = []
@@ -165,7 +165,7 @@ def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict
 
 
 def own_controls(training: Examples) -> dict[str, Array]:
-    """Controls that look at the training example alone: name -> [n] float64."""
+    """Controls of the training example only: name -> [n] float64."""
     parts = [norms for _, norms in training.norms()]
     return {
         LOSS: torch.cat([part["loss"] for part in parts]).double().numpy(),
@@ -179,8 +179,8 @@ def has_labels(rows: LoadedRows) -> bool:
 
 
 def penultimate(objective: Objective, rows: LoadedRows) -> torch.Tensor | None:
-    """[n, d] float64: what goes into the last module with parameters of its own that runs; None where that is
-    no tensor, a row a sample.
+    """[n, d] float64: the input of the last module with parameters of its own that runs; None if that is not
+    a tensor with a row a sample.
     """
     last: list[tuple[Any, ...]] = []
 

@@ -82,15 +82,13 @@ class _NewtonSearch:
         self.model, self.flat, self.fixed, self.rows, self.jobs = model, flat, fixed, rows, jobs
         self.criterion, self.recipe = criterion, recipe
         slope = grad_and_value(self._objective)
-        # Jobs differ in their tensors alone, as far as they have as many rows.
+        # Jobs with as many rows differ in their tensors only.
         self._slope = capture(slope, say=lambda why: None) if len(jobs) >= _CAPTURED_FROM else slope
         self._factor: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
 
     def solve(self, number: int, start: torch.Tensor) -> torch.Tensor:
-        """The minimum for one job. A convex objective has one, so the search begins at the last one that was
-        found.
-        """
+        """The minimum for one job. A convex objective has one, so the search begins at the last minimum."""
         at = start[number] if self._last is None else self._last
         arguments = self._arguments(number)
         gradient, value = self._slope(at, *arguments)

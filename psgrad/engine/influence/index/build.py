@@ -71,8 +71,8 @@ def _by_shard(
     shards: Sequence[range],
     wanted: Sequence[int],
 ) -> Iterator[tuple[int, list[RowBlock]]]:
-    """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all
-    the rest is missing.
+    """Each missing shard's rows, in one pass from the first to the last of them: after a kill they are
+    neighbours.
     """
     held: list[RowBlock] = []
     shard = wanted[0]
@@ -90,10 +90,9 @@ def _by_shard(
 
 
 def from_index(method: Method, store: IndexStore) -> Method:
-    """The same method, fitted to the rows of an index: `fit` asks nothing of the training examples that it is
-    given.
+    """The same method, fitted to the rows of an index: `fit` does not use the training examples.
 
-    Its projection is the index's, whatever the method's own options say. Raises InfluenceError for a method
+    Its projection is the index's, whatever the method's own options are. Raises InfluenceError for a method
     that needs more than rows.
     """
     if not isinstance(method, _ANSWERED):
@@ -136,6 +135,6 @@ def _fitted(method: Method, source: RowSource, training: Examples, checkpoint: C
         case GradientCosine():
             return ProjectedCosines(source)
         case _:
-            fitted = method.fit(training, checkpoint)  # which only keeps what it is given
+            fitted = method.fit(training, checkpoint)  # which only stores its arguments
             assert isinstance(fitted, GradientProducts)
             return ProjectedProducts(source, fitted.factor)

@@ -22,8 +22,8 @@ Columns = slice | list[int]
 
 
 class FittedRows(Fitted):
-    """What methods on rows have in common: queries become rows of their own, by the same projector, and the
-    training rows stream past.
+    """The common part of methods on rows: queries become rows by the same projector, and the training rows
+    stream past.
     """
 
     def __init__(self, source: RowSource) -> None:
@@ -64,7 +64,7 @@ class FittedRows(Fitted):
         )
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
-        """What the rows are multiplied by, [m, k], of projected queries [m, k]."""
+        """The factor of the rows, [m, k], for projected queries [m, k]."""
         return queries
 
     @abstractmethod
@@ -136,7 +136,7 @@ class ProjectedInverse(FittedRows):
         self.of = of
         self.has_self_influence = not isinstance(
             source, StoredRows
-        )  # of so many rows as an index has it takes longer than all else
+        )  # for the rows of an index it takes longer than all else
         moment = source.moment(of)
         k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)

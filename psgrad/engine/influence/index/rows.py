@@ -18,7 +18,7 @@ from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError
 
-# What may be left of the loss's slope that the margin does not explain, relative, squared.
+# The relative, squared part of the loss's slope that the margin may leave unexplained.
 _UNEXPLAINED = 1e-4
 
 
@@ -147,7 +147,7 @@ class RowBlock:
 
     @property
     def to_loss(self) -> torch.Tensor:
-        """[b] float64: what a row is multiplied by to be that of the loss."""
+        """[b] float64: the factor by which a row becomes that of the loss."""
         return torch.ones(len(self.rows), dtype=torch.float64) if self.weight is None else -self.weight
 
     def cut(self, stop: int) -> tuple[RowBlock, RowBlock | None]:
@@ -168,7 +168,7 @@ class RowBlock:
 
 
 class RowSource(Protocol):
-    """All n training examples' rows at one checkpoint, however they are kept.
+    """All n training examples' rows at one checkpoint, in any storage.
 
     of: what was differentiated. projector: how.
     """
@@ -180,7 +180,7 @@ class RowSource(Protocol):
 
     @property
     def finite(self) -> int:
-        """How many rows have a finite gradient, which is what second moments are sums over."""
+        """How many rows have a finite gradient; second moments are sums over these."""
 
     def blocks(self) -> Iterator[RowBlock]:
         """All rows, in order, some at a time."""

@@ -19,13 +19,14 @@ DType = Literal["float64", "float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """What an index keeps of each training example.
+    """The content of an index.
 
     Args:
         dimension, projection, seed: as of `TRAK`.
         features: 'loss' for the gradients of the loss, or 'margin' for those of the margin, from which the
-            former follow: for TRAK, where the loss is a function of the margin.
-        dtype: of the numbers on the disk. Halves are kept relative to the largest number of their row.
+            former follow: for TRAK, if the loss is a function of the margin.
+        dtype: of the numbers on the disk. Half-precision numbers are relative to the largest one of their
+            row.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 
     Raises ConfigError for a value out of range.
@@ -57,7 +58,7 @@ class IndexSpec:
 
 
 class IndexStore(Protocol):
-    """Where an index is kept: psgrad.storage.gradient_index.GradientIndex."""
+    """The interface of an index's storage: psgrad.storage.gradient_index.GradientIndex."""
 
     @property
     def description(self) -> dict[str, Any]: ...
@@ -79,11 +80,10 @@ class IndexStore(Protocol):
 def describe(
     spec: IndexSpec, training: Examples, fingerprint: Mapping[str, Any], checkpoints: int = 1
 ) -> dict[str, Any]:
-    """What an index of these examples says of itself, in plain values; two indexes with the same description
+    """The description of an index of these examples, in plain values; two indexes with the same description
     hold the same rows.
 
-    fingerprint: what the caller knows of the run: hashes of the data and of each checkpoint's file, the loss,
-    by name.
+    fingerprint: the hashes of the data and of each checkpoint's file, the loss, by name.
     """
     projector = Projector(spec.projection, spec.dimension, spec.seed, 0, training.params)
     return {
@@ -116,8 +116,8 @@ _LEAST = -1000
 
 
 class StoredRows:
-    """The rows of one checkpoint of an index, a RowSource. They are read from the disk block by block each
-    time they are asked for.
+    """The rows of one checkpoint of an index, a RowSource. Each use reads them from the disk, block by
+    block.
     """
 
     def __init__(self, store: IndexStore, number: int) -> None:

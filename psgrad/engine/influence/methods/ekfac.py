@@ -51,7 +51,7 @@ class EKFAC(Method):
     """
 
     name = "ekfac"
-    # Each block has a damping of its own and nothing between blocks is counted: scores rank, and were beyond
+    # Each block has its own damping, and nothing between blocks is counted: scores only rank, and were beyond
     # any possible change.
     unit = RELATIVE
     predicts_removal = False

@@ -230,7 +230,7 @@ class Influence(Method):
         )
 
     def _why_no_amounts(self, affine: bool) -> str | None:
-        """Why scores are no amounts, whatever the damping; None where they may be."""
+        """Why scores are not amounts, with any damping; None if they may be."""
         if self.curvature == "fisher":
             return _OTHER_CURVATURE
         if self.solver == "arnoldi":

@@ -44,7 +44,7 @@ class ProjectedInfluence(Method):
         return self.fit_rows(RowsInMemory(training, projector, "loss"))
 
     def fit_rows(self, source: RowSource) -> Fitted:
-        """Of rows that are there, of the loss or of the margin."""
+        """The method fitted to existing rows, of the loss or of the margin."""
         return ProjectedInverse(source, "loss", self.damping, self.relative_damping)
 
 
@@ -83,7 +83,7 @@ class TRAK(Method):
         return self.fit_rows(RowsInMemory(training, projector, "margin"))
 
     def fit_rows(self, source: RowSource) -> Fitted:
-        """Of rows that are there. Raises InfluenceError for rows of the loss."""
+        """The method fitted to existing rows. Raises InfluenceError for rows of the loss."""
         if source.of != "margin":
             raise InfluenceError(
                 "trak needs the gradients of the margin, and the index holds those of the loss",

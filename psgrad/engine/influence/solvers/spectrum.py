@@ -100,10 +100,10 @@ def hutchinson_trace(
 
 @dataclass(frozen=True)
 class Ritz:
-    """What a Krylov space says of a symmetric matrix.
+    """The Ritz values and vectors of a symmetric matrix in a Krylov space.
 
-    values: [k] ascending, approximate eigenvalues. vectors: [k, p], their vectors. bounds: [k]: no further
-    than that from each value there is an eigenvalue. iterations: products with one vector.
+    values: [k] ascending, approximate eigenvalues. vectors: [k, p], their vectors. bounds: [k]: each value
+        has an eigenvalue within this distance. iterations: products with one vector.
     """
 
     values: torch.Tensor
