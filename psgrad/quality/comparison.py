@@ -58,7 +58,7 @@ def counts_of(both: pd.DataFrame) -> dict[str, int]:
 
 
 def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
-    """The first few of each change: who moved furthest, and of those that came and went who is most
+    """The first few of each change: the samples that moved furthest, and of those that came and went the most
     suspect.
     """
     suspect = (both[["score_a", "score_b"]] * (1 if tail == "upper" else -1)).fillna(-np.inf)
@@ -132,7 +132,7 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
     if group is None:
         return pd.DataFrame(columns)
     labels = samples[group]
-    # A class is 3, and not 3.0 where samples that came or went have none.
+    # A class is 3, and not 3.0 if samples that came or went have none.
     return pd.DataFrame(
         {**columns, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels}
     )

@@ -66,7 +66,7 @@ def q_values(p: Array) -> Array:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a reference of this size can tell.
+    """What a reference of this size can decide.
 
     Attributes:
         smallest: how many samples must be flagged at once at the least; fewer outliers than that can't be

@@ -118,7 +118,7 @@ def detector_scores(
 
 
 def require_score(frame: pd.DataFrame, score: str) -> None:
-    """Raises ConfigError where samples can't be judged by this column."""
+    """Raises ConfigError if samples can't be judged by this column."""
     numbers = [
         str(name)
         for name in frame

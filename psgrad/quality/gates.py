@@ -34,7 +34,7 @@ def evaluate(
 ) -> list[GateOutcome]:
     """One outcome for each rule that the gate sets.
 
-    `ordered` are the findings, the gravest first; `counts` counts them by rule and state. `facts` are what
+    `ordered` are the findings, the most severe first; `counts` counts them by rule and state. `facts` is what
     judging left in the manifest under "outliers": whether a verdict was possible (`evaluable`, `why_not`),
     and how few outliers can't be flagged at all (`smallest_flaggable`). Ignored findings don't count; with
     `new_only` those of the baseline don't either.
@@ -97,7 +97,7 @@ def _outliers(
         if facts.get("decided_by") == "reference":
             step = "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
         return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
-    # What is flagged and does not count helps to flag the next: the smallest p-value is held against fdr *
+    # Flagged samples that do not count help to flag the next: the smallest p-value is compared with fdr *
     # flagged / tested.
     smallest, exceeding = facts.get("smallest_flaggable"), limit + 1 + flagged - count
     if smallest is not None and smallest > exceeding:
@@ -149,8 +149,8 @@ def why_not_evaluable(
     fdr: float,
     in_both: int,
 ) -> str | None:
-    """Why finding no outliers would say nothing; None where it says something. `in_both`: samples that are in
-    the reference themselves.
+    """Why the absence of outliers would mean nothing; None if it means something. `in_both`: samples that are
+    in the reference themselves.
     """
     if reference is None:
         return NO_VERDICT
@@ -197,11 +197,11 @@ def resolution_words(
 
 
 def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> LossAgreement:
-    """How far the score and the loss put samples into the same order: Spearman's correlation, and how many
-    their tops have in common.
+    """How similarly the score and the loss order samples: Spearman's correlation, and the overlap of their
+    first samples.
 
-    `frame` has the samples that are ranked; a score that is the loss is compared with the gradient norm. None
-    where it can't be said.
+    `frame` has the ranked samples; a score that is the loss is compared with the gradient norm. None if it is
+    undefined.
     """
     from scipy.stats import spearmanr
 
@@ -222,12 +222,12 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
 
 
 def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> Separability:
-    """Whether more samples are strange than can be told apart.
+    """Whether more samples are unusual than can be flagged.
 
-    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; where that is
-    beyond chance (3 standard deviations, of the samples and of the reference) and more than twice of what was
-    flagged, outliers and sound samples overlap, or there are fewer outliers than the reference can tell,
-    `smallest`.
+    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; if that is beyond
+    chance (3 standard deviations, of the samples and of the reference) and more than twice the number of
+    flagged ones, outliers and sound samples overlap, or there are fewer outliers than `smallest`, the least
+    that the reference can decide.
     """
     if not len(p):
         return Separability(0, low=False)

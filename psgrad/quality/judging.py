@@ -118,21 +118,20 @@ def judge(
     rows: Array | None = None,
     base: Path = Path(),
 ) -> Judged:
-    """Rank all samples, and say who is an outlier.
+    """Rank all samples, and decide which are outliers.
 
     With a reference these are the samples whose q-value, by conformal p-values against the trusted samples of
     their group, is at most `outliers.fdr`; without one the review list. Rows that are not finite are always
     among them, and never tested. A sample that is in the reference itself is trusted, and not tested. One
-    score decides, `outliers.score`; what detectors say beside it is information, so that nothing is tested
-    twice.
+    score decides, `outliers.score`; detectors only inform, so that nothing is tested twice.
 
     Args:
         frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
         reference: of trusted samples, with the scores that `outliers.score` names.
-        rows: [n, k] projected gradients, where there are detectors.
+        rows: [n, k] projected gradients, if there are detectors.
         base: the folder that the files of detectors are relative to.
 
-    Raises ConfigError for a score or a group that is not there, or a detector without its rows.
+    Raises ConfigError for a missing score or group, or a detector without its rows.
     """
     outliers = config.outliers
     detected = detector_scores(config, reference, rows, base)

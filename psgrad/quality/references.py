@@ -54,11 +54,11 @@ def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
 
 
 def join_small(labels: Labels, counted: Labels, least: int) -> tuple[Labels, set[str]]:
-    """(the labels, those of groups with fewer than `least` rows among `counted` being '(other)'; the groups
-    that were joined).
+    """(the labels, with '(other)' for groups with fewer than `least` rows among `counted`; the joined
+    groups).
 
-    Small groups are joined with each other, not with everything: a rare kind of sample that is unlike the
-    rest for a good reason would stand out among all, however sound it is.
+    Small groups are joined with each other, not with everything: a sound sample of a rare kind, unlike the
+    rest, would stand out among all.
     """
     sizes = pd.Series(counted, dtype=object).value_counts()
     small = {str(label) for label in {*labels.tolist(), *counted.tolist()} if sizes.get(label, 0) < least}
@@ -100,8 +100,8 @@ _DIGITS = 16
 
 
 def scored_by(score: str, detectors: Iterable[str]) -> str:
-    """The column that trusted samples bring their scores in. A detector's scores are made anew; the norm then
-    tells samples apart.
+    """The column of the trusted samples' scores. A detector's scores are computed anew; the norm then
+    identifies samples.
     """
     return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
@@ -133,9 +133,9 @@ class Reference:
 
     def holds(self, fingerprints: Array, scores: Array) -> npt.NDArray[np.bool_]:
         """[m] bool: which samples are in the reference themselves: the same fingerprint, and the same score
-        but for rounding.
+        up to rounding.
 
-        A fingerprint is that of the id where there is one: a sample that was changed since has its old id and
+        A fingerprint is that of the id if there is one: a sample that was changed since has its old id and
         another score.
         """
         own_scores = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
@@ -148,9 +148,7 @@ class Reference:
 def reference_of(
     samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None
 ) -> Reference:
-    """The reference that a table of samples makes. Raises ConfigError where it lacks the score or the
-    groups.
-    """
+    """The reference from a table of samples. Raises ConfigError if it lacks the score or the groups."""
     if score not in samples:
         raise ConfigError(
             f"the reference {source} has no column {score!r}, by which samples are judged"
@@ -167,9 +165,7 @@ def reference_of(
 
 
 def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What scores depend on, by a run's manifest: those of two runs can be compared where all of this is the
-    same.
-    """
+    """The part of a run's manifest that scores depend on: two runs can be compared if it is the same."""
     config = manifest.get("config", {})
     model, analyze = config.get("model", {}), config.get("analyze", {})
     hashes, loss = manifest.get("hashes", {}), config.get("loss") or {}
@@ -183,7 +179,7 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
             "the loss": code.get(loss.get("name"), {}),
             "measures": {file: digest for name in measures for file, digest in code.get(name, {}).items()},
         },
-        # The folder is left out: configs in different places write the way to one file differently.
+        # The folder is left out: configs in different places write the path of one file differently.
         "model": str(model.get("factory")).rpartition("/")[2],
         "kwargs": model.get("kwargs", {}),
         "mode": model.get("mode"),
@@ -197,8 +193,8 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OF_MEASURES = ("measures", "checkpoints", "seed")
-# What a caveat is for: code that was edited, or a newer PyTorch with one attribute more, may well compute the
-# same.
+# Differences that only need a caveat: edited code, or a newer PyTorch with one attribute more, may well
+# compute the same.
 _OF_CODE = ("modules", "code")
 _OF_MODEL = ("grad_norm", "log_norm", "loss", "confidence")
 
@@ -248,8 +244,8 @@ UNIDENTIFIED = (
 
 
 def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The keys in which two `measured_as` differ. What an older psgrad did not keep is no difference; nor is
-    a checkpoint that was saved again with the same weights.
+    """The keys in which two `measured_as` differ. A key that an older psgrad did not store is not a
+    difference; nor is a checkpoint that was saved again with the same weights.
     """
     has_weights = bool(theirs.get("weights")) and bool(ours.get("weights"))
     unasked = (
@@ -274,12 +270,10 @@ def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 
 def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a baseline holds of a finished run, as plain values: the scores of its samples, all of them but
-    those without one.
+    """The scores of a finished run for a baseline, as plain values: of all samples with one.
 
     Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint
-    is a digest. Samples that were flagged stay, too: a reference from which the large scores are taken out
-    would flag sound samples.
+    is a digest. Flagged samples stay, too: a reference without the large scores would flag sound samples.
     """
     outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
     score = scored_by(

@@ -27,8 +27,8 @@ _LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """How far the score and another column put samples into the same order: rank correlation, and how many of
-    the first `top` they share.
+    """How similarly the score and another column order samples: rank correlation, and how many of the first
+    `top` they share.
     """
 
     other: str = "loss"
@@ -41,8 +41,8 @@ class LossAgreement:
 
 @dataclass(frozen=True)
 class Separability:
-    """Whether more samples are strange than can be told apart: `surplus` more of them than among trusted
-    ones; words where `low`.
+    """Whether more samples are unusual than can be flagged: `surplus` more of them than among trusted ones;
+    words if `low`.
     """
 
     surplus: float | None = None
@@ -63,7 +63,7 @@ class ReferenceFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group: its samples, its trusted ones, and what these can tell."""
+    """One group: its samples, its trusted ones, and what these can decide."""
 
     samples: int | None = None
     tested: int = 0
@@ -164,7 +164,9 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """On what the run was computed; from chunk_size on what is known after the passes of `psgrad analyze`."""
+    """The device and settings of the computation; from chunk_size on what is known after the passes of
+    `psgrad analyze`.
+    """
 
     device: str | None = None
     dtype: str | None = None
@@ -189,7 +191,7 @@ class SelfCheckFacts:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many rows a run looked at, of how many; and of one that failed, how many it had finished."""
+    """How many rows a run read, of how many; and for a failed run, how many it had finished."""
 
     samples: int | None = field(default=None, metadata=OPTIONAL)
     nonfinite: int | None = field(default=None, metadata=OPTIONAL)
@@ -203,10 +205,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class InfluenceFacts:
-    """What an influence run was asked for, and, from `check` on, what it found.
+    """The settings of an influence run, and, from `check` on, its results.
 
-    checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: what the method
-    says of itself at each checkpoint.
+    checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
+        method at each checkpoint.
     """
 
     method: str | None = None
@@ -282,7 +284,7 @@ class RunManifest:
 
     @property
     def partial(self) -> str | None:
-        """A part of a sentence where the run looked at a part of its dataset."""
+        """A part of a sentence if the run read a part of its dataset."""
         looked, there = self.counts.samples or 0, self.counts.in_dataset or 0
         return f"looked at the first {looked:,} of {there:,} samples (--limit)" if looked < there else None
 

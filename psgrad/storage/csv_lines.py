@@ -70,7 +70,7 @@ def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
                     row += 1
                 begin = reader.line_num + 1
     except csv.Error:
-        pass  # what was found until then is right
+        pass  # the lines so far are right
     finally:
         csv.field_size_limit(limit)
     return result

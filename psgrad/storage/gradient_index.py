@@ -85,7 +85,8 @@ class GradientIndex:
                 )
             files.make_folder(path, 0o700)  # gradients tell about single training examples
             index = cls(path, _plain(description))
-            index._remove_files()  # first: an earlier index that lost some is half built, and refused as such
+            # First: an earlier index with only a part of its files is unfinished, and refused as such.
+            index._remove_files()
             head = {"tool": _MARK, "format": FORMAT, "version": __version__}
             files.write_atomically(
                 path / DESCRIPTION,
@@ -101,9 +102,9 @@ class GradientIndex:
 
     @classmethod
     def resume(cls, path: Path, description: Mapping[str, Any]) -> Self:
-        """The index that was begun in this folder, to go on with; a new one where none was begun.
+        """The index that was begun in this folder, to go on with; a new one if none was begun.
 
-        Raises OutputError where that index is of something else, naming what differs.
+        Raises OutputError, naming the differences, if that is another index.
         """
         if not (path / DESCRIPTION).exists():
             return cls.create(path, description)
@@ -113,7 +114,7 @@ class GradientIndex:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """An index to ask. Raises OutputError where there is none, or only half of one."""
+        """A finished index. Raises OutputError if there is none, or an unfinished one."""
         if not (path / DESCRIPTION).exists():
             raise OutputError(
                 f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG"
@@ -189,7 +190,7 @@ class GradientIndex:
     def unwritten(self) -> list[tuple[int, int | None]]:
         """(checkpoint, shard) of what is not written yet, in order; shard None for a checkpoint's sums.
 
-        Raises OutputError for a file that is there and is damaged or another index's.
+        Raises OutputError for a file that is damaged or another index's.
         """
         wanted = [
             (number, shard)
@@ -208,7 +209,7 @@ class GradientIndex:
         """
         target = self.file(checkpoint, shard)
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        # One entry: safetensors writes several in any order, and the same index would not be the same bytes.
+        # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
         data = save(whole, metadata={_SEAL: f"{self._id} {_digest(whole)}"})
         try:
             files.make_folder(target.parent)
@@ -283,7 +284,7 @@ class GradientIndex:
         return file
 
     def _remove_files(self) -> None:
-        """Remove the files of an earlier index, and what a killed process left."""
+        """Remove the files of an earlier index, and those of a killed process."""
         for folder in self.path.glob("checkpoint-*"):
             for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
                 path.unlink()

@@ -57,8 +57,8 @@ def born(path: Path) -> int | None:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, what shows that a file is not the one that was there then. The machine shows nothing: folders
-    are shared among machines.
+    """Evidence that a file is not the earlier one, in words. The machine is no evidence: folders are shared
+    among machines.
     """
     changed = [
         key
@@ -69,8 +69,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def require_in_place(folder: Path, ledger: Path, then: Mapping[str, Any] | None) -> None:
-    """Raises LedgerError where a ledger is not the file that the run left. then: what `place_of` said; None
-    if that is gone.
+    """Raises LedgerError if a ledger is not the file that the run left. then: the earlier result of
+    `place_of`; None if that is gone.
     """
     actual = (
         ["what was written down of the ledger's place is gone"]

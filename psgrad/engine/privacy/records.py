@@ -158,8 +158,8 @@ class RecordReader:
         self._now = None if self.draws is None else self.draws.at(step)
 
     def require_memoryless(self, records: npt.ArrayLike) -> None:
-        """Raises DataError where one of these records is another one when it is read again, after the others.
-        `drawn` is another then.
+        """Raises DataError if one of these records changes when it is read again, after the others. `drawn`
+        is another then.
         """
         first = [self._alone(record) for record in np.asarray(records)]
         again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
@@ -179,7 +179,7 @@ class RecordReader:
             )
 
     def _alone(self, record: int) -> list[bytes]:
-        """A record as it is read by itself."""
+        """A record, read alone."""
         self.draw([record])
         batch = self(0, 1)
         return [x.contiguous().numpy().tobytes() for x in (*batch.inputs, batch.target) if x is not None]
@@ -227,7 +227,7 @@ class RecordReader:
         return labels[np.arange(labels.shape[1]) < sizes[:, None]]
 
     def _rows(self, chosen: RowNumbers) -> Batch:
-        """The rows of these records, one record's after another's; each by itself where reading draws random
+        """The rows of these records, one record's after another's; each alone if reading draws random
         numbers.
         """
         rows = self.records.rows_of_each(chosen)
@@ -259,8 +259,8 @@ class RecordReader:
         )
 
     def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
-        """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is
-        none.
+        """One changed copy of a row, of the shapes that all copies have. Raises DataError if it is not
+        one.
         """
         assert self._augment is not None
         try:

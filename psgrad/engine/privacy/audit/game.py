@@ -52,8 +52,8 @@ class Spikes:
 
 @dataclass(frozen=True)
 class Canaries:
-    """`count` canaries. They stay what they are when the bounds change: one that adapts follows them up to
-    their norm, and stays there.
+    """`count` canaries. They stay the same when the bounds change: an adaptive bound follows them up to their
+    norm, and stays there.
 
     Attributes:
         spikes: name -> the spikes in that parameter; parameters without are absent.
@@ -120,7 +120,7 @@ class Canaries:
 
     @property
     def precision(self) -> torch.dtype:
-        """What sums over these parameters are taken in."""
+        """The type of sums over these parameters."""
         kinds = {accumulating_dtype(value.dtype) for value in self.params.values()}
         return torch.float32 if torch.float32 in kinds else torch.float64
 
@@ -146,7 +146,7 @@ class Canaries:
 
 
 class KeptSource:
-    """A source that keeps the last clipped sum that it returned, in `found`."""
+    """A source that stores the last clipped sum that it returned, in `found`."""
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
@@ -208,16 +208,16 @@ def with_canaries(
 
 Array = np.ndarray[Any, Any]
 
-# Canaries that are simulated as being out, for thresholds that don't depend on what is found.
+# Simulated canaries that are out, for thresholds that don't depend on the scores.
 _SIMULATED = 20_000
 
 
 @dataclass(frozen=True)
 class AuditedRun:
-    """What is audited: the parts of a private run. See `PrivateTraining`.
+    """The parts of the private run that is audited. See `PrivateTraining`.
 
     noise: step number t = 0, 1, ... to its noise. generator: makes the run's generator; called again in the
-    middle, as a run that is resumed does.
+        middle, as a resumed run does.
     """
 
     clipping: Clipping
@@ -229,7 +229,7 @@ class AuditedRun:
     expected_batch_size: float | None = None
 
     def sum_multiplier(self, step: int) -> float:
-        """The noise multiplier of the step's sum, which is a little more than the event's where a count is
+        """The noise multiplier of the step's sum, which is a little more than the event's if a count is
         released beside it.
         """
         declared = self.noise(step).multiplier
@@ -242,10 +242,10 @@ class AuditedRun:
 
 @dataclass(frozen=True)
 class Played:
-    """A game that is over.
+    """A finished game.
 
     Attributes:
-        scores: [m] how much each canary seems to be in.
+        scores: [m], higher for canaries that seem to be in.
         inside: [m] bool, the coins.
         simulated: scores of canaries that are out, of noise that is as declared.
         noise: whether the noise was as declared.
@@ -344,10 +344,10 @@ def _drawn(sampling: Sampling, canaries: int, records: int, generator: Generator
 
 
 def evidence(seen: Array, rate: float, multiplier: float, far: float, near: float) -> Array:
-    """[m]: the log likelihood ratio of what was seen [m] of canaries in one step, in against out; all in
-    units of the sensitivity.
+    """[m]: the log likelihood ratio of the scores [m] of canaries in one step, in against out; all in units
+    of the sensitivity.
 
-    Without noise it counts what was seen.
+    Without noise it is the score itself.
     """
     if multiplier == 0:
         return seen
@@ -361,6 +361,6 @@ def evidence(seen: Array, rate: float, multiplier: float, far: float, near: floa
 
 
 def _as_declared(random: np.random.Generator, rate: float, multiplier: float, near: float) -> Array:
-    """What would be seen of canaries that are out."""
+    """Simulated scores of canaries that are out."""
     drawn = random.random(_SIMULATED) < rate
     return drawn * near + multiplier * random.standard_normal(_SIMULATED)

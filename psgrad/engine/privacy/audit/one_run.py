@@ -29,7 +29,7 @@ from psgrad.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 
-# Epsilons above it are called infinite: no coin would be guessed wrong once in the age of the universe.
+# Epsilons above it count as infinite: a coin would practically never be guessed wrong.
 _INFINITE = 500.0
 
 
@@ -70,8 +70,8 @@ def strategies(canaries: int) -> list[tuple[int, int]]:
 
 
 def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
-    """How a strategy fares. scores [m]: higher where the canary seems to be in; inside [m]: the coins. Ties
-    go by place, blind to coins.
+    """The result of a strategy. scores [m]: higher where the canary seems to be in; inside [m]: the coins.
+    Equal scores are ordered by place, without the coins.
     """
     ins, outs = strategy
     order = np.argsort(scores, kind="stable")
@@ -183,7 +183,7 @@ def is_refuted(profile: Profile, guesses: Guesses, level: float) -> bool:
     return False
 
 
-# -- canaries that have nothing to do with one another -------------------------------------------------------
+# -- independent canaries ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,12 @@ class Rates:
     outside: int
 
     def is_refuted_by(self, profile: Profile, level: float) -> bool:
-        """Whether the guarantee leaves no room for these rates, with a probability of at most `level` of
-        saying so wrongly.
+        """Whether the guarantee excludes these rates, with a probability of at most `level` of a false
+        result.
 
-        The rates are held to Clopper and Pearson's bounds, each at half the level. Assumes that canaries were
-        drawn, and got their noise, independently of one another, as a mechanism that does what it declares
-        sees to.
+        The rates are compared with Clopper and Pearson's bounds, each at half the level. Assumes that
+        canaries were drawn, and got their noise, independently of one another, as a mechanism that does what
+        it declares ensures.
         """
         from scipy.stats import beta
 
@@ -221,27 +221,27 @@ class Rates:
 # The shares of the canaries that are out and whose scores a threshold leaves above it, if the noise is as
 # declared.
 _TAILS = (0.4, 0.1, 0.02, 0.003)
-# A threshold that fewer than so many canaries are expected above is no use.
+# A threshold above which fewer than so many canaries are expected is not used.
 _FEWEST_ABOVE = 2.0
 
 
 def tails(canaries: int) -> list[float]:
-    """Where thresholds are put: shares of the canaries that are out, fixed by the number of canaries
-    alone.
-    """
+    """The thresholds as shares of the canaries that are out, fixed by the number of canaries alone."""
     return [tail for tail in _TAILS if tail * canaries / 2 >= _FEWEST_ABOVE] or [_TAILS[0]]
 
 
 def rates(scores: Array, inside: Array, threshold: float) -> Rates:
-    """How scores [m] of canaries with coins inside [m] fall about a threshold that was fixed without them."""
+    """The rates of scores [m] of canaries with coins inside [m] above and below a threshold that was fixed
+    without them.
+    """
     above = scores > threshold
     hits, alarms = int(np.count_nonzero(above & inside)), int(np.count_nonzero(above & ~inside))
     count = int(np.count_nonzero(inside))
     return Rates(hits, count, alarms, len(scores) - count)
 
 
-# Epsilons at which a guarantee is looked at. Each of them is a valid claim, so a coarser choice only weakens
-# what is found.
+# The epsilons at which a guarantee is evaluated. Each of them is a valid claim, so a coarser choice only
+# weakens the result.
 _POINTS, _SMALLEST, _LARGEST = 400, 1e-3, 600.0
 # The number of privacy losses that a distribution is kept with, about, and the finest step between them.
 _LOSSES, _FINEST = 4_000, 1e-4
@@ -255,11 +255,11 @@ def scaled(events: Events, share: float) -> Events:
 
 
 def profile_of(events: Events) -> Profile:
-    """What the steps guarantee, all together; some noise in each of them.
+    """The guarantee of the steps, all together; some noise in each of them.
 
     Exact for steps without amplification, which are one Gaussian release; else by privacy loss distributions,
     which err on the safe side. Noise on a grid counts as continuous: at the grids that are used, a record's
-    bound is many thousands of steps of the grid, and no audit sees the difference.
+    bound is many thousands of steps of the grid, and no audit can detect the difference.
     """
     counts = merged(events)
     mu = distance(events)
