@@ -114,9 +114,7 @@ class Attribution(Measure):
             whole |= {f"{self.name}_{number}": self._size([part]) for number, part in maps.items()}
         bad = ~torch.isfinite(torch.stack(list((whole | columns).values()))).all(0)
         if point.classes is not None:
-            bad |= (
-                point.classes == self._setting.ignore_index
-            )  # a label that counts for nothing has no output of its own
+            bad |= point.classes == self._setting.ignore_index  # an ignored label has no output of its own
         return {name: column.masked_fill(bad, torch.nan) for name, column in (whole | columns).items()}
 
     def _maps(self, rows: torch.Tensor) -> Arrays:
@@ -132,7 +130,7 @@ class Attribution(Measure):
         return arrays | {f"ids_{number}": batch.inputs[number] for number in sorted(ids)}
 
     def _of_inputs(self, values: Values, inputs: Inputs) -> dict[int, torch.Tensor]:
-        """input -> [k, *its shape] float64: what its places say of it, together."""
+        """input -> [k, *its shape] float64: the values of its places, combined."""
         maps: dict[int, torch.Tensor] = {}
         for place, each in zip(self._scalar.places, values, strict=True):
             part = each.double()

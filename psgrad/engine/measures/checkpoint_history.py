@@ -23,7 +23,7 @@ _PREFIX = "moments"
 
 
 def column(name: str, first: int) -> str:
-    """The column of one pass: what its checkpoints, of which this is the first, said."""
+    """The column of one pass, which begins at this checkpoint."""
     return f"{_PREFIX}.{name}.{first}"
 
 
@@ -66,8 +66,8 @@ class History:
         return torch.isfinite(self.said["loss"]) & torch.isfinite(self.said["grad_norm"])
 
     def whole(self, name: str) -> torch.Tensor:
-        """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, as a mean over
-        fewer would compare it with others at other checkpoints.
+        """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, because a mean
+        over fewer would not be comparable.
         """
         values = self[name]
         return values.where((self.finite & torch.isfinite(values)).all(1, keepdim=True), torch.nan)
@@ -81,7 +81,7 @@ class History:
 __all__ = ["History", "require_checkpoints", "require_labels"]
 
 
-# Below it, less than a quarter of the ranks' variance is common to both.
+# Below it, the ranks have less than a quarter of their variance in common.
 _HARDLY = 0.5
 
 
@@ -97,9 +97,7 @@ def rank_correlation(values: torch.Tensor) -> list[list[float]]:
     if len(finite) < 2:
         return np.full((values.shape[1],) * 2, np.nan).tolist()  # type: ignore[no-any-return]
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # a checkpoint at which all samples are alike has no ranking: NaN says so
+        warnings.simplefilter("ignore", RuntimeWarning)  # equal values at a checkpoint have no ranking: NaN
         correlations: list[list[float]] = np.corrcoef(
             np.stack([rankdata(each) for each in finite.T])
         ).tolist()

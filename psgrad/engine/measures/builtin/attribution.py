@@ -216,7 +216,7 @@ class SmoothGrad(Attribution):
         return mean, {}
 
     def _noise(self, point: Point, place: int, sample: int) -> torch.Tensor:
-        """What is added to the values of a place, of their shape and type."""
+        """The noise for the values of a place, of their shape and type."""
         flat = (
             point.values[place].flatten(1)
             if point.values[place].dim() > 1

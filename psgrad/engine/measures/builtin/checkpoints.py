@@ -82,7 +82,7 @@ class CheckpointOutputs(Measure):
     def _run(
         self, first: int, checkpoints: Sequence[CheckpointModel], start: int, chunk_size: int
     ) -> Iterator[Columns]:
-        """One group of checkpoints, the weights of which are in memory for as long as it passes."""
+        """The pass of one group of checkpoints, the weights of which are in memory during the pass."""
         examples = self._setting.examples
         objectives = [checkpoint.objective().with_summary(self._summary()) for checkpoint in checkpoints]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
@@ -100,7 +100,7 @@ def _pass_name(first: int, size: int) -> str:
 
 
 class Asking:
-    """What one pass says of a chunk, as columns [k, checkpoints of the pass]."""
+    """The results of one pass for a chunk, as columns [k, checkpoints of the pass]."""
 
     needs_factors = False
 
@@ -339,7 +339,7 @@ class Trajectory(OverCheckpoints):
 
 
 def _by_checkpoint(history: History) -> dict[str, Any]:
-    """A row a checkpoint: how all samples that are finite there stand."""
+    """A row a checkpoint: statistics of all samples that are finite there."""
     rows = [_row(history, t) for t in range(len(history.names))]
     return {"checkpoint": list(history.names), **{name: [row[name] for row in rows] for name in rows[0]}}
 
@@ -363,5 +363,5 @@ def _row(history: History, t: int) -> dict[str, float]:
 
 
 def _quantile(values: torch.Tensor, q: float) -> float:
-    """Of any number of values (torch.quantile takes 16 million at most); NaN of none."""
+    """The quantile of any number of values (torch.quantile takes 16 million at most); NaN of none."""
     return float(np.quantile(values.numpy(), q)) if len(values) else math.nan

@@ -139,8 +139,8 @@ def resampled_estimates(
     values = jackknife_values(squares, along, square_mean)
     sums = block_sums(torch.stack([values, squares, torch.ones_like(values)], 1), seed)
     sums_of_squares, mean_squares = resampled(sums, resamples, seed).unbind(1)
-    # The variance along gbar, which is most like Sigma's own directions where noise makes up gbar, and there
-    # alone the term counts.
+    # The variance along gbar, which is most like Sigma's own directions if gbar is mostly noise, and only
+    # then the term matters.
     along_mean = float(along.var()) / square_mean if square_mean > 0 else 0.0
     second_order = (2 * along_mean * max(float((squares - values).mean()), 0.0)) ** 0.5 / n
     generator = torch.Generator().manual_seed(seed + 1)
@@ -152,7 +152,7 @@ def resampled_estimates(
 
 # Rows that are taken into float64 at once.
 _ROWS = 16384
-# A trace below so many roundings of the mean squared norm is none: the gradients are all the same.
+# A trace below so many roundings of the mean squared norm is zero: the gradients are all the same.
 _ROUNDINGS = 16
 
 
@@ -206,7 +206,7 @@ class CovarianceSpectrum(Measure):
         self._setting = setting
         self._sums = (
             shared_sums(setting, self) if len(setting) > self.exact_up_to else None
-        )  # else all inner products are taken
+        )  # else all inner products are computed
         self.needs_factors = self._sums is not None
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
@@ -286,12 +286,14 @@ def _centred(products: torch.Tensor) -> torch.Tensor:
 
 
 def _eigenvalues(matrix: torch.Tensor) -> torch.Tensor:
-    """Of a symmetric matrix without negative eigenvalues, descending."""
+    """The eigenvalues of a symmetric matrix without negative ones, descending."""
     return torch.linalg.eigvalsh((matrix + matrix.t()) / 2).flip(0).clamp_min(0)
 
 
 def _eigenvalues_of(rows: torch.Tensor) -> torch.Tensor:
-    """Of the sum of x x' over centred rows x [n, k], the first min(n, k) of them, descending."""
+    """The eigenvalues of the sum of x x' over centred rows x [n, k], the first min(n, k) of them,
+    descending.
+    """
     mean = rows.mean(0, dtype=torch.float64)
     if len(rows) < rows.shape[1]:
         centred = rows.double() - mean
@@ -304,8 +306,8 @@ def _eigenvalues_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _effective_rank(values: torch.Tensor, trace: float, noise: float) -> float | None:
-    """(tr S)^2 / tr S^2, from 1 to the rank of S: how many equal eigenvalues would give that. None where S is
-    zero, or where the projection leaves no estimate of tr S^2.
+    """(tr S)^2 / tr S^2, from 1 to the rank of S: how many equal eigenvalues would give that. None if S is
+    zero, or if the projection leaves no estimate of tr S^2.
 
     Under a projection to k columns E[tr T^2] = (1 + 1/k) tr S^2 + (tr S)^2 / k, which is solved for tr S^2.
     """

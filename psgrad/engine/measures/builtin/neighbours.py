@@ -138,8 +138,8 @@ class NeighbourDistance(Measure):
 class _Neighbours:
     """The nearest of some rows [m, k], by Euclidean distance or by angle, for all of them.
 
-    They are looked for among `most` rows, drawn by the seed, where there are more. Nothing of m x k numbers
-    is made.
+    With more than `most` rows, the neighbours are searched among `most` of them, drawn by the seed. No tensor
+    of m x m numbers is made.
 
     Attributes:
         means: [m] float64, mean distance to the nearest.
@@ -186,9 +186,9 @@ class _Neighbours:
         return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
 
     def _note(self, places: torch.Tensor, nearest: torch.Tensor) -> None:
-        """Write down the neighbours [s, count] of some rows [s].
+        """Store the neighbours [s, count] of some rows [s].
 
-        Distances are taken again, from differences: those by inner products lose the digits of rows that
+        Distances are computed again, from differences: those by inner products lose the digits of rows that
         nearly agree.
         """
         rows = self._at(places).double()
@@ -206,7 +206,7 @@ def _median(values: torch.Tensor) -> float | None:
     return float(finite.median()) if len(finite) else None
 
 
-# Of the memory that is free before a run, what rows that are kept to its end may take.
+# The share of the memory that is free before a run for rows that are kept to its end.
 _SHARE = 0.5
 # A pass holds its rows in pieces, and then once more as a whole.
 _COPIES = 2

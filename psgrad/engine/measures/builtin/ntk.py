@@ -168,8 +168,8 @@ def _classes(setting: Setting, some: Examples) -> torch.Tensor | None:
 
 
 def _spectrum(matrix: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float | None, int]:
-    """(eigenvalues, descending, the largest by the smallest, how many are more than rounding); None where the
-    smallest is not.
+    """(eigenvalues, descending, the ratio of the largest and the smallest, how many are more than rounding);
+    None as ratio if the smallest is not.
     """
     values = torch.linalg.eigvalsh(matrix).flip(0)
     rank = int((values > len(values) * epsilon * values[0].clamp_min(0)).sum())
@@ -187,7 +187,7 @@ def _alignment(matrix: torch.Tensor, encoded: torch.Tensor) -> float | None:
 
 
 def _by_output(blocks: torch.Tensor, targets: torch.Tensor | None, epsilon: float) -> dict[str, Any]:
-    """A row an output: what its own kernel [n, n] is like."""
+    """A row an output: statistics of its own kernel [n, n]."""
     result: dict[str, list[Any]] = {
         name: []
         for name in ("output", "trace", "largest_eigenvalue", "condition_number", "rank", "alignment")
@@ -222,7 +222,7 @@ def _by_class(matrix: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
     }
     for one, other in pairs:
         first, second = torch.nonzero(targets == one).squeeze(1), torch.nonzero(targets == other).squeeze(1)
-        apart = first.unsqueeze(1) != second  # a sample with itself says nothing of its class
+        apart = first.unsqueeze(1) != second  # the diagonal is the same in every class
         kernels, angles = (each[first][:, second][apart] for each in (matrix, cosines))
         for name, value in zip(
             result, (one, other, int(apart.sum()), float(kernels.mean()), float(angles.mean())), strict=True
