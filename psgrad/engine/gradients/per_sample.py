@@ -101,15 +101,7 @@ def per_sample_gradients(
             )
         )
     except Divergence as divergence:
-        again = partial(
-            per_sample_gradients,
-            loss,
-            params,
-            in_dims=in_dims,
-            has_aux=has_aux,
-            randomness=randomness,
-            settle=settle,
-        )
+        again = partial(per_sample_gradients, loss, params, settle=settle, **job.settings)
         return job.split(divergence, again, PerSampleGradients.of_groups)
     return PerSampleGradients({name: gradients[name] for name in params}, losses, aux)
 
@@ -134,15 +126,7 @@ def per_sample_square_norms(
     try:
         losses, aux = job.run(norms.add)
     except Divergence as divergence:
-        again = partial(
-            per_sample_square_norms,
-            loss,
-            params,
-            in_dims=in_dims,
-            has_aux=has_aux,
-            randomness=randomness,
-            absolute=absolute,
-        )
+        again = partial(per_sample_square_norms, loss, params, absolute=absolute, **job.settings)
         return job.split(divergence, again, SquareNorms.of_groups)
     return norms.of(params, losses, aux)
 
@@ -190,6 +174,7 @@ class Pass:
         self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str
     ) -> None:
         self.loss, self.params, self.has_aux = loss, params, has_aux
+        self.settings: dict[str, Any] = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
         title = getattr(loss, "__name__", repr(loss))
         self.flat, self.structure = flatten(batch)
         self.dims = flat_in_dims(in_dims, batch, self.flat, title)

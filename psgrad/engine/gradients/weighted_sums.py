@@ -94,9 +94,7 @@ def per_sample_weighted_sum(
         stored.give_up()
         if before is not None:
             random_draws.restore(before)
-        norms = per_sample_square_norms(
-            loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=bounded
-        )
+        norms = per_sample_square_norms(loss, params, *batch, absolute=bounded, **job.settings)
     given = weights(norms)
     summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
     if not stored.full:
@@ -104,7 +102,7 @@ def per_sample_weighted_sum(
     after = random_draws.states() if before is not None else None
     if before is not None:
         random_draws.restore(before)
-    sums = _summed_again(loss, params, batch, summing, in_dims, has_aux, randomness)
+    sums = _summed_again(job, batch, summing)
     if after is not None:
         random_draws.restore(after)
     return WeightedSum(sums, norms, given, recomputed=True)
@@ -224,28 +222,21 @@ def _sums(
     return {name: sums[name] for name in names}
 
 
-def _summed_again(
-    loss: Callable[..., Any],
-    params: Mapping[str, torch.Tensor],
-    batch: tuple[Any, ...],
-    summing: _Summing,
-    in_dims: Any,
-    has_aux: bool,
-    randomness: str,
-) -> dict[str, torch.Tensor]:
+def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _Summing) -> dict[str, torch.Tensor]:
     """name -> [*shape], by a second pass, the same as the first, in which the gradients of two parameters
     never coexist.
     """
+    params, in_dims = first.params, first.settings["in_dims"]
     dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
 
     def of_one(params: Mapping[str, torch.Tensor], *sample: Any) -> Any:
-        return loss(params, *sample[:-1])
+        return first.loss(params, *sample[:-1])
 
     def summed(*some: Any) -> dict[str, torch.Tensor]:
         """The sum over some of the samples, given with their places, because a branch may split them."""
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
-        job = Pass(of_one, params, some, dims, has_aux, randomness)
+        job = Pass(of_one, params, some, **{**first.settings, "in_dims": dims})
         try:
             job.run(lambda name, gradient: sums.__setitem__(name, summing.of(name, gradient, places)))
         except Divergence as divergence:

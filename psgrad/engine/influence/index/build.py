@@ -18,7 +18,7 @@ from psgrad.engine.influence.methods.gradient_products import (
     GradientProducts,
     TracIn,
 )
-from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
+from psgrad.engine.influence.methods.projected import Projected
 from psgrad.errors import InfluenceError
 
 
@@ -105,13 +105,13 @@ def from_index(method: Method, store: IndexStore) -> Method:
     return _Indexed(method, store)
 
 
-_ANSWERED = (GradientDot, GradientCosine, TracIn, ProjectedInfluence, TRAK)
+_ANSWERED = (GradientDot, GradientCosine, TracIn, Projected)
 
 
 class _Indexed(Method):
     def __init__(self, method: Method, store: IndexStore) -> None:
         self.method, self.store = method, store
-        # of an instance, though a class's elsewhere: it speaks for the method
+        # Here these class attributes are those of the method.
         self.name, self.unit = method.name, method.unit  # type: ignore[misc]
         self.predicts_removal = method.predicts_removal  # type: ignore[misc]
 
@@ -119,7 +119,7 @@ class _Indexed(Method):
         count = self.store.description["checkpoints"]
         if not 0 <= checkpoint.number < count:
             raise InfluenceError(
-                f"checkpoint {checkpoint.number} (from 0) was asked of an index of {count}",
+                f"checkpoint {checkpoint.number} (from 0) is not in the index, which has {count}",
                 next_step="build an index of all checkpoints",
             )
         return _fitted(self.method, StoredRows(self.store, checkpoint.number), training, checkpoint)
@@ -130,7 +130,7 @@ class _Indexed(Method):
 
 def _fitted(method: Method, source: RowSource, training: Examples, checkpoint: Checkpoint) -> Fitted:
     match method:
-        case TRAK() | ProjectedInfluence():
+        case Projected():
             return method.fit_rows(source)
         case GradientCosine():
             return ProjectedCosines(source)

@@ -171,16 +171,10 @@ def _cpu_back(
     value: Any,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
+    **options: Any,
 ) -> Any:
-    result, logsumexp = out[0], out[1]
-
     return _of_result(
-        lambda g, _: _backward_for_cpu(
-            g, query, key, value, result, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
+        lambda g, _: _backward_for_cpu(g, query, key, value, *out[:2], dropout_p, is_causal, **options)
     )
 
 
@@ -299,19 +293,10 @@ def _back_by_matrix_products(
 
 @replace(_backward_for_cpu)
 def _cpu_backward(
-    g: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    dropout_p: float,
-    causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
+    g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, **options: Any
 ) -> Any:
-    return _back_by_matrix_products(g, query, key, value, attn_mask, dropout_p, causal, scale)[:3]
+    mask, scale = options.get("attn_mask"), options.get("scale")
+    return _back_by_matrix_products(g, query, key, value, mask, *rest, scale)[:3]
 
 
 def _cuda_flash_back(
@@ -321,31 +306,13 @@ def _cuda_flash_back(
     value: Any,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: Any = None,
+    *_: Any,
+    **scale: Any,
 ) -> Any:
-    result, logsumexp, cum_q, cum_k, max_q, max_k, seed, offset = out[:8]
-
-    return _of_result(
-        lambda g, _: aten._scaled_dot_product_flash_attention_backward.default(
-            g,
-            query,
-            key,
-            value,
-            result,
-            logsumexp,
-            cum_q,
-            cum_k,
-            max_q,
-            max_k,
-            dropout_p,
-            is_causal,
-            seed,
-            offset,
-            scale=scale,
-        )
-    )
+    *results_and_tables, seed, offset = out[:8]
+    rest = (*results_and_tables, dropout_p, is_causal, seed, offset)
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    return _of_result(lambda g, _: backward(g, query, key, value, *rest, **scale))
 
 
 def _cuda_efficient_back(
