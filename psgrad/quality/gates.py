@@ -179,7 +179,7 @@ def resolution_words(
 ) -> str:
     """The resolution limit, in a sentence."""
     if reference is None:
-        return "without a reference nobody is flagged"
+        return "without a reference no sample is flagged"
     if not tested:
         return "no sample was tested"
     if smallest is None:

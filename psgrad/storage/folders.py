@@ -144,10 +144,7 @@ class RunFolder:
                     f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so"
                     " something may be spent"
                 ),
-                next_step=(
-                    "put the ledger back, or choose another --output; who is sure of it deletes the folder by"
-                    " hand"
-                ),
+                next_step=("put the ledger back, or choose another --output, or delete the folder by hand"),
             )
         if has_begun(path / LEDGER):
             raise OutputExistsError(
@@ -157,10 +154,7 @@ class RunFolder:
                     "a ledger is the only record of the privacy that was spent on these data, and --overwrite"
                     " never removes one"
                 ),
-                next_step=(
-                    "choose another --output, or go on with --resume; who is sure of it deletes the folder by"
-                    " hand"
-                ),
+                next_step=("choose another --output, or go on with --resume, or delete the folder by hand"),
             )
         if not overwrite:
             raise OutputExistsError(

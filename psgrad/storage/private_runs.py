@@ -65,7 +65,7 @@ class PrivateRunFolder(RunFolder):
         if ledger_lost(path):
             raise LedgerError(
                 f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had one",
-                expected="the ledger that paid for the checkpoint: without it nobody knows what was spent",
+                expected="the ledger that paid for the checkpoint: without it, what was spent is unknown",
                 cause="the file was removed or emptied",
                 next_step="put the whole ledger back; a run whose ledger is lost has no privacy guarantee",
             )

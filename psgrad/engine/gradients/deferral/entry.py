@@ -15,7 +15,7 @@ from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Convolution, Dense, Multiples, Product, Rows, narrow
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.engine.transforms.rules.families import wrap_dim
 
 aten = torch.ops.aten

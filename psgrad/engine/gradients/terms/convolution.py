@@ -29,7 +29,7 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.transforms.rules.convolution import (
+from psgrad.engine.transforms.rules.convolution_weights import (
     Geometry,
     as_matrices,
     grams,

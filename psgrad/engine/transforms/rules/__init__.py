@@ -1,57 +1,7 @@
 """The rules, one file per operator family. Importing the package fills the table of registry.py."""
 
-from psgrad.engine.transforms.rules import (
-    activations,
-    attention,
-    complex,
-    composites,
-    convolution,
-    elementwise,
-    embedding,
-    factories,
-    factorizations,
-    indexing,
-    interpolation,
-    labelled_draws,
-    linear_systems,
-    logarithms,
-    losses,
-    matmul,
-    normalization,
-    norms,
-    pooling,
-    recurrent,
-    reductions,
-    scatter,
-    special,
-    strides,
-    views,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "activations",
-    "attention",
-    "complex",
-    "composites",
-    "convolution",
-    "elementwise",
-    "embedding",
-    "factories",
-    "factorizations",
-    "indexing",
-    "interpolation",
-    "labelled_draws",
-    "linear_systems",
-    "logarithms",
-    "losses",
-    "matmul",
-    "normalization",
-    "norms",
-    "pooling",
-    "recurrent",
-    "reductions",
-    "scatter",
-    "special",
-    "strides",
-    "views",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
