@@ -24,7 +24,8 @@ from psgrad.quality.gates import (
     share_of,
     why_not_evaluable,
 )
-from psgrad.quality.references import OTHER, Reference, join_small, labels_of, scored_by
+from psgrad.quality.groups import OTHER, join_small, labels_of
+from psgrad.quality.references import Reference, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (
     DetectorFacts,

@@ -14,7 +14,8 @@ from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.engine.measures.projected import COLUMN, Projected
-from psgrad.engine.measures.sums import MeanGradientMeasure, block_sums, interval, resampled, shared_sums
+from psgrad.engine.measures.resampling import block_sums, interval, resampled
+from psgrad.engine.measures.sums import MeanGradientMeasure, shared_sums
 
 _ALONG_MEAN = "noise_scale.along_mean"
 
