@@ -34,7 +34,7 @@ def evaluate(
 ) -> list[GateOutcome]:
     """One outcome for each rule that the gate sets.
 
-    `ordered` are the findings, the gravest first; `counts` counts them by rule and state. `facts` are what
+    `ordered` are the findings, the most severe first; `counts` counts them by rule and state. `facts` is what
     judging left in the manifest under "outliers": whether a verdict was possible (`evaluable`, `why_not`),
     and how few outliers can't be flagged at all (`smallest_flaggable`). Ignored findings don't count; with
     `new_only` those of the baseline don't either.
@@ -53,18 +53,18 @@ def evaluate(
 def _nonfinite(
     gate: GateConfig, ordered: pd.DataFrame, counts: Mapping[str, Mapping[str, int]], states: tuple[str, ...]
 ) -> GateOutcome:
-    found = sum(counts["nonfinite"][state] for state in states)
-    what = _counted(found, "sample", "with a loss or gradient that is not finite", gate)
+    count = sum(counts["nonfinite"][state] for state in states)
+    what = _counted(count, "sample", "with a loss or gradient that is not finite", gate)
     counted = _fingerprints(ordered, "nonfinite", states)
-    if found and gate.nonfinite == "error":
+    if count and gate.nonfinite == "error":
         step = (
             "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning lets"
             " them pass"
         )
         return GateOutcome(
-            "nonfinite", "failed", f"{what}, and none may be. Next step: {step}", found, 0, counted
+            "nonfinite", "failed", f"{what}, and none may be. Next step: {step}", count, 0, counted
         )
-    return GateOutcome("nonfinite", "passed", what, found, 0 if gate.nonfinite == "error" else None, counted)
+    return GateOutcome("nonfinite", "passed", what, count, 0 if gate.nonfinite == "error" else None, counted)
 
 
 def _outliers(
@@ -78,15 +78,15 @@ def _outliers(
     samples: int,
 ) -> GateOutcome:
     flagged = sum(counts["outlier"].values())
-    found = sum(counts["outlier"][state] for state in states)
-    what = _counted(found, "outlier", "", gate)
+    count = sum(counts["outlier"][state] for state in states)
+    what = _counted(count, "outlier", "", gate)
     allowed = f"{limit:,} may be"
     if rule == "max_fraction":
         allowed = f"{limit:,} may be ({gate.max_fraction:g} of {samples:,} samples)"
     counted = _fingerprints(ordered, "outlier", states)
-    if found > limit:
+    if count > limit:
         step = "look at them; what is sound goes into the ignore list or the baseline, with a reason"
-        return GateOutcome(rule, "failed", f"{what}, and {allowed}. Next step: {step}", found, limit, counted)
+        return GateOutcome(rule, "failed", f"{what}, and {allowed}. Next step: {step}", count, limit, counted)
     if not facts.get("evaluable", False):
         why = str(
             facts.get("why_not") or "without a reference there is a review list, and no verdict"
@@ -97,15 +97,15 @@ def _outliers(
         if facts.get("decided_by") == "reference":
             step = "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
         return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
-    # What is flagged and does not count helps to flag the next: the smallest p-value is held against fdr *
+    # Flagged samples that do not count help to flag the next: the smallest p-value is compared with fdr *
     # flagged / tested.
-    smallest, exceeding = facts.get("smallest_flaggable"), limit + 1 + flagged - found
+    smallest, exceeding = facts.get("smallest_flaggable"), limit + 1 + flagged - count
     if smallest is not None and smallest > exceeding:
         # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr * exceeding /
         # tested.
         tested, fdr = facts.get("counts", {}).get("tested", samples), facts.get("fdr", 0.1)
         needed = math.ceil(tested / (fdr * exceeding))
-        least = smallest - 1 - (flagged - found)
+        least = smallest - 1 - (flagged - count)
         message = (
             f"{what}, and {allowed}; but fewer than {smallest:,} outliers can't be told from chance with this"
             " reference, so one too many would not have been seen. Next step: a reference of at least"
@@ -116,18 +116,18 @@ def _outliers(
                 else f", or gate.max_fraction of at least {least / samples:.3g}"
             )
         )
-        return GateOutcome(rule, "not evaluable", message, found, limit, counted)
-    return GateOutcome(rule, "passed", f"{what}, and {allowed}", found, limit, counted)
+        return GateOutcome(rule, "not evaluable", message, count, limit, counted)
+    return GateOutcome(rule, "passed", f"{what}, and {allowed}", count, limit, counted)
 
 
-def _counted(found: int, noun: str, rest: str, gate: GateConfig) -> str:
+def _counted(count: int, noun: str, rest: str, gate: GateConfig) -> str:
     adjective = "new " if gate.new_only else ""
-    return f"{found:,} {adjective}{noun}{'' if found == 1 else 's'}{f' {rest}' if rest else ''}"
+    return f"{count:,} {adjective}{noun}{'' if count == 1 else 's'}{f' {rest}' if rest else ''}"
 
 
 def _fingerprints(ordered: pd.DataFrame, rule: str, states: tuple[str, ...]) -> tuple[str, ...]:
-    found = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(states), "fingerprint"]
-    return tuple(found.head(FINDINGS_OF_A_GATE))
+    fingerprints = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(states), "fingerprint"]
+    return tuple(fingerprints.head(FINDINGS_OF_A_GATE))
 
 
 Array = npt.NDArray[Any]
@@ -149,8 +149,8 @@ def why_not_evaluable(
     fdr: float,
     in_both: int,
 ) -> str | None:
-    """Why finding no outliers would say nothing; None where it says something. `in_both`: samples that are in
-    the reference themselves.
+    """Why the absence of outliers would mean nothing; None if it means something. `in_both`: samples that are
+    in the reference themselves.
     """
     if reference is None:
         return NO_VERDICT
@@ -179,7 +179,7 @@ def resolution_words(
 ) -> str:
     """The resolution limit, in a sentence."""
     if reference is None:
-        return "without a reference nobody is flagged"
+        return "without a reference no sample is flagged"
     if not tested:
         return "no sample was tested"
     if smallest is None:
@@ -197,11 +197,11 @@ def resolution_words(
 
 
 def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> LossAgreement:
-    """How far the score and the loss put samples into the same order: Spearman's correlation, and how many
-    their tops have in common.
+    """How similarly the score and the loss order samples: Spearman's correlation, and the overlap of their
+    first samples.
 
-    `frame` has the samples that are ranked; a score that is the loss is compared with the gradient norm. None
-    where it can't be said.
+    `frame` has the ranked samples; a score that is the loss is compared with the gradient norm. None if it is
+    undefined.
     """
     from scipy.stats import spearmanr
 
@@ -222,12 +222,12 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
 
 
 def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> Separability:
-    """Whether more samples are strange than can be told apart.
+    """Whether more samples are unusual than can be flagged.
 
-    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; where that is
-    beyond chance (3 standard deviations, of the samples and of the reference) and more than twice of what was
-    flagged, outliers and sound samples overlap, or there are fewer outliers than the reference can tell,
-    `smallest`.
+    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; if that is beyond
+    chance (3 standard deviations, of the samples and of the reference) and more than twice the number of
+    flagged ones, outliers and sound samples overlap, or there are fewer outliers than `smallest`, the least
+    that the reference can decide.
     """
     if not len(p):
         return Separability(0, low=False)
@@ -250,27 +250,27 @@ def caveats_of(
     """Sentences that belong to the verdict."""
     if reference is None:
         return [NO_VERDICT]
-    found = [EXCHANGEABLE, *reference.caveats]
+    caveats = [EXCHANGEABLE, *reference.caveats]
     missing = int(np.isnan(reference.scores).sum())
     if missing:
-        found.append(
+        caveats.append(
             f"{missing:,} of the trusted samples have no finite score; they count as more suspect than any"
             " sample"
         )
     if in_both:
-        found.append(
+        caveats.append(
             f"{in_both:,} samples are in the reference themselves; they are taken as trusted and not tested"
         )
     if joined:
-        found.append(f"the groups {', '.join(sorted(joined)[:10])} are small, and judged together")
+        caveats.append(f"the groups {', '.join(sorted(joined)[:10])} are small, and judged together")
     if len(p):
         share = float((p <= 0.5).mean())
         chance = math.sqrt(0.25 / len(p) + 0.25 / max(len(reference), 1))
         if abs(share - 0.5) > 0.1 + 4 * chance:
             side = "more" if share > 0.5 else "less"
-            found.append(
+            caveats.append(
                 f"{share:.0%} of the samples are more suspect than the middle of the reference, where of"
                 f" sound ones half would be: most are {side} suspect than trusted ones, and the two don't"
                 " look exchangeable (was one trained on, and the other not?)"
             )
-    return found
+    return caveats

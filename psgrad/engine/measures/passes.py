@@ -31,11 +31,11 @@ _SHARE = 4
 
 
 class SecondPass(Measure):
-    """Goes with the measures of the first pass, keeps its gradients, and makes the second.
+    """Runs beside the measures of the first pass, keeps its gradients, and makes the second pass.
 
     Args:
         measures: those that need a second pass (`looks_twice`).
-        stream: of the samples' gradients. Where it was given so much memory for a chunk, no more is kept.
+        stream: of the samples' gradients. If it has a memory limit for a chunk, no more is kept.
     """
 
     needs_factors = True
@@ -95,8 +95,8 @@ class SecondPass(Measure):
             yield from self.stream.run(last, asked, start=first, often=True)
 
     def _pieces(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """(chunk size, first row, last row + 1): chunks that are kept one by one, those in between as far as
-        they have one size.
+        """(chunk size, first row, last row + 1): kept chunks one by one, those in between in runs of one
+        size.
         """
         reached = 0
         for size, times in self._runs:
@@ -116,7 +116,7 @@ class SecondPass(Measure):
                 yield size, waiting, reached
 
     def _answered(self, gradients: PerSampleGradients, asked: Sequence[_Again]) -> Arrays | None:
-        """The columns of a chunk that was kept; None where memory ran out."""
+        """The columns of a kept chunk; None if memory ran out."""
         values: Arrays = {}
         try:
             for measure in asked:
@@ -138,7 +138,7 @@ class SecondPass(Measure):
 
 
 class _Again:
-    """A measure in its second pass, as a stream asks it."""
+    """A measure in its second pass, with the interface of a stream's measure."""
 
     def __init__(self, measure: Measure) -> None:
         self.columns, self.keep, self.needs_factors = (
@@ -149,9 +149,7 @@ class _Again:
 
 
 def _bytes(gradients: PerSampleGradients) -> int:
-    """What these gradients keep in memory: whole storages, each once, as several factors may be views
-    of one.
-    """
+    """The bytes of these gradients: whole storages, each once, as several factors may be views of one."""
     factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
     storages = [factor.untyped_storage() for factor in factors]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
@@ -168,7 +166,7 @@ def plain_objective(examples: Examples) -> Objective:
 
 
 def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Iterator[Columns]:
-    """What `ask` says of the rows start, ..., n - 1, `chunk_size` at a time, fewer where memory runs out.
+    """The columns of `ask` for the rows start, ..., n - 1, `chunk_size` at a time, fewer if memory runs out.
     Raises what Stream.run does.
 
     Rows that differ in length are asked about without padding: what is asked may be about positions.
@@ -212,8 +210,8 @@ def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterat
 def random_signs(
     seed: int, name: str, rows: torch.Tensor, size: int, first: int = 0, count: int = 1
 ) -> torch.Tensor:
-    """[k, count, size] of -1 and 1, float32: the vectors number first, first + 1, ... of each row, whatever
-    the other rows are.
+    """[k, count, size] of -1 and 1, float32: the vectors number first, first + 1, ... of each row,
+    independent of the other rows.
     """
     return _random(signs, 64, seed, name, rows, size, first, count)
 

@@ -44,7 +44,7 @@ class AdoptingLevel(Level):
             refuse_shapes(op, args, kwargs)  # the pieces may accept what the operator refuses
             return in_pieces(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
         result = self.lower_untraced(op, args, kwargs)
-        # A view is still somebody else's memory.
+        # A view is still memory from outside.
         fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made
         return map_tracers(self.adopt, result) if fresh else result
 

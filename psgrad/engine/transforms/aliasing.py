@@ -109,19 +109,19 @@ def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         _signature(tuple(kwargs.items())),
     )  # operators live as long as the process
     try:
-        if (found := _asked.get(signature)) is not None:
-            return found
+        if (cached := _asked.get(signature)) is not None:
+            return cached
     except TypeError:  # an argument that can't be hashed
         return ()
     try:
         with without_modes():
-            found = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
+            cached = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
     except Exception:  # no meta kernel, or one that needs values
-        found = ()
+        cached = ()
     if len(_asked) >= _MOST_SIGNATURES:
         _asked.clear()
-    _asked[signature] = found
-    return found
+    _asked[signature] = cached
+    return cached
 
 
 def _signature(tree: Any) -> Any:

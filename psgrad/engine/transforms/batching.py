@@ -134,13 +134,13 @@ class BatchLevel(SampleAxis):
         self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
     ) -> BatchTracer:
         """The tracer of a new result, with the strides that PyTorch gives one sample's result."""
-        if value.is_contiguous() if state.going_back else is_ordinary(value, op, args, kwargs):
+        if value.is_contiguous() if state.in_backward_pass else is_ordinary(value, op, args, kwargs):
             return traced(value, self)
         own = strides_of(value)[1:]
         shape = value.shape[1:]
         strides = (
             dense_strides(shape, own)
-            if state.going_back
+            if state.in_backward_pass
             else strides_of_one_sample(value, op, args, kwargs, place)
         )
         tracer = make_wrapper(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)

@@ -223,7 +223,7 @@ class DerivativeLevel(AdoptingLevel):
         """(the tracers of this level with a derivative, each with its position; the arguments with the values
         of such tracers)
         """
-        found: list[tuple[Position, Any]] = []
+        tracers: list[tuple[Position, Any]] = []
         values: list[Any] = []
         for position, argument in enumerate(args):
             kind = kinds[type(argument)]
@@ -232,17 +232,17 @@ class DerivativeLevel(AdoptingLevel):
                     if argument.view_of is not None:
                         self.refresh(argument)
                     if argument.varies:
-                        found.append((position, argument))
+                        tracers.append((position, argument))
                     argument = argument.value
             elif kind == SEVERAL and argument and type(argument[0]) is not int:  # most lists are sizes
                 for place, item in enumerate(argument):
                     if isinstance(item, DerivativeTracer) and item.level is self:
                         self.refresh(item)
                         if item.varies:
-                            found.append(((position, place), item))
+                            tracers.append(((position, place), item))
                 argument = self.unwrap(argument)
             values.append(argument)
-        return found, tuple(values)
+        return tracers, tuple(values)
 
     def unwrap(self, tree: Any) -> Any:
         """An operator's arguments with the values of this level's tracers in their place."""

@@ -95,8 +95,8 @@ class FreshTracer(Tracer):
         return self.content()
 
     def rewritten(self, new: Any) -> Any:
-        found = rewritten(self.content(), content(new, self.level))
-        return found if self.level.owns(found) else FreshTracer(found, self.level)
+        value = rewritten(self.content(), content(new, self.level))
+        return value if self.level.owns(value) else FreshTracer(value, self.level)
 
 
 def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:

@@ -89,10 +89,10 @@ _facts: dict[int, OpFacts] = {}
 
 
 def facts(op: Op) -> OpFacts:
-    found = _facts.get(id(op))
-    if found is None:
-        found = _facts[id(op)] = _read(op)
-    return found
+    cached = _facts.get(id(op))
+    if cached is None:
+        cached = _facts[id(op)] = _read(op)
+    return cached
 
 
 def _read(op: Op) -> OpFacts:

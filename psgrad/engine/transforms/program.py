@@ -51,8 +51,10 @@ class Program:
     obstacle: str | None = None  # on a GPU: why it is no CUDA graph
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        found = iter(self.run(*tensors, *self.outside))
-        return tree_unflatten([next(found) if item is _TENSOR else item for item in self.results], self.spec)
+        results = iter(self.run(*tensors, *self.outside))
+        return tree_unflatten(
+            [next(results) if item is _TENSOR else item for item in self.results], self.spec
+        )
 
     @property
     def how(self) -> str:

@@ -45,8 +45,8 @@ def register_rule(
         constant: the result has zero derivative in all arguments.
         replace: whether rules that are there already give way.
 
-    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were
-    told for a `custom_op`.
+    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap`
+    registered for a `custom_op`.
     """
     overload = _overload(op)
     name = overload.name()
@@ -126,7 +126,7 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
     """
     arguments = schema_of(op).arguments
     positions = {argument.name: position for position, argument in enumerate(arguments)}
-    found: dict[int, Maker | None] = {}
+    rules: dict[int, Maker | None] = {}
     for key, maker in makers.items():
         position = positions.get(key, -1) if isinstance(key, str) else key
         if not 0 <= position < len(arguments) or "Tensor" not in str(arguments[position].type):
@@ -136,12 +136,12 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
                     f"tensor arguments among {[argument.name for argument in arguments]}, by name or position"
                 ),
             )
-        found[position] = maker
+        rules[position] = maker
     if complete:
         for position, argument in enumerate(arguments):
             if "Tensor" in str(argument.type):
-                found.setdefault(position, _refusal(op, argument.name))
-    return {position: maker for position, maker in found.items() if maker is not None}
+                rules.setdefault(position, _refusal(op, argument.name))
+    return {position: maker for position, maker in rules.items() if maker is not None}
 
 
 def _refusal(op: Op, argument: str) -> Maker:
@@ -197,13 +197,13 @@ def _vjp_of(op: Op, backward: Callable[..., Any], setup: Callable[..., Any] | No
                 for g, x in zip(gs, outs, strict=True)
             ]
             with program_on(*tensors_in((*args, *outs, *given), kwargs)):
-                found = backward(context, *given)
-            found = found if isinstance(found, tuple) else (found,)
-            if len(found) != len(args):
+                results = backward(context, *given)
+            results = results if isinstance(results, tuple) else (results,)
+            if len(results) != len(args):
                 raise TransformError(
-                    f"the backward of {op.name()} returned {len(found)} gradients for {len(args)} arguments"
+                    f"the backward of {op.name()} returned {len(results)} gradients for {len(args)} arguments"
                 )
-            return {p: found[p] if isinstance(p, int) else found[p[0]][p[1]] for p in positions}
+            return {p: results[p] if isinstance(p, int) else results[p[0]][p[1]] for p in positions}
 
         return pull
 

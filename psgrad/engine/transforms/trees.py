@@ -46,9 +46,9 @@ def _taken_apart(tree: Any, leaves: list[Any]) -> Structure:
     if kind is tuple or kind is list:
         parts = tuple([_taken_apart(item, leaves) for item in tree])
         return Structure(kind, (), parts, len(leaves) - before)
-    found, spec = tree_flatten(tree)
-    leaves += found
-    return Structure(spec, (), (), len(found))
+    items, spec = tree_flatten(tree)
+    leaves += items
+    return Structure(spec, (), (), len(items))
 
 
 def unflatten(leaves: list[Any], structure: Structure) -> Any:

@@ -29,7 +29,7 @@ from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import built_in
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of
 
 few = st.integers(1, 4)

@@ -41,7 +41,7 @@ from psgrad.engine.gradients.terms import (
     Rows,
     Term,
 )
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients
 from tests.engine.gradients.matrices import matrix, projected

@@ -32,7 +32,7 @@ from psgrad.engine.gradients.terms import (
     blocks,
     sum_of_products,
 )
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor, check_layer
 
 samples = st.integers(0, 4)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psgrad.engine.gradients.terms import Convolution
-from psgrad.engine.transforms.rules import convolution
-from psgrad.engine.transforms.rules.convolution import Geometry, grams, shifted, weight_gradients
+from psgrad.engine.transforms.rules import convolution, convolution_weights
+from psgrad.engine.transforms.rules.convolution_weights import Geometry, grams, shifted, weight_gradients
 
 aten = torch.ops.aten
 few = st.integers(1, 3)
@@ -69,12 +69,12 @@ def test_convolution_weight_gradients_every_order(
     expected = one_by_one(*case)
     close = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(weight_gradients(*case), expected, **close)
-    torch.testing.assert_close(convolution.as_groups(*case), expected, **close)
+    torch.testing.assert_close(convolution_weights.as_groups(*case), expected, **close)
     moved = torch.zeros_like(expected)
     for place, part in shifted(*case):
         moved[(..., *place)] = part
     torch.testing.assert_close(moved, expected, **close)
-    patches, rows = convolution.as_matrices(*case)
+    patches, rows = convolution_weights.as_matrices(*case)
     torch.testing.assert_close((rows.transpose(-2, -1) @ patches).reshape(expected.shape), expected, **close)
 
 

@@ -20,7 +20,7 @@ from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.transforms import functional_call, stack_module_state, vmap
 from psgrad.errors import ModelError
 
-# Rows that are asked at once, of each of the models.
+# Rows that each of the models processes at once.
 _CHUNK = 256
 
 
@@ -39,11 +39,11 @@ class LoadedRows:
 
     def digest(self) -> str:
         """A SHA-256 of all numbers."""
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for x in (*self.inputs, *(() if self.target is None else (self.target,))):
-            found.update(f"{x.dtype} {tuple(x.shape)} ".encode())
-            found.update(x.cpu().contiguous().numpy().data)
-        return found.hexdigest()
+            sha.update(f"{x.dtype} {tuple(x.shape)} ".encode())
+            sha.update(x.cpu().contiguous().numpy().data)
+        return sha.hexdigest()
 
     @staticmethod
     def of(examples: Examples) -> LoadedRows:
@@ -93,8 +93,8 @@ class Members:
         odd = next(
             (
                 number
-                for number, found in enumerate(shapes)
-                if found != shapes[0] or type(models[number]) is not type(models[0])
+                for number, shape in enumerate(shapes)
+                if shape != shapes[0] or type(models[number]) is not type(models[0])
             ),
             None,
         )
@@ -143,8 +143,8 @@ class Members:
                     self.state, tuple(x[taken] for x in rows.inputs), target
                 )
                 parts.append(asked.cpu())
-        found: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
-        return found
+        outputs: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
+        return outputs
 
 
 @dataclass(frozen=True)

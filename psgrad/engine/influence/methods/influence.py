@@ -216,10 +216,10 @@ class Influence(Method):
             "change": change,
         }
         whole = Corrected(fitted, automatic=self.leverage is None) if corrected else fitted
-        found = (
+        result = (
             calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
         )
-        whole.calibrated, whole.facts["calibrated_because"] = found
+        whole.calibrated, whole.facts["calibrated_because"] = result
         whole.facts["calibrated"] = whole.calibrated
         return AtOutput(whole, automatic=self.change == "auto") if by_output else whole
 
@@ -230,7 +230,7 @@ class Influence(Method):
         )
 
     def _why_no_amounts(self, affine: bool) -> str | None:
-        """Why scores are no amounts, whatever the damping; None where they may be."""
+        """Why scores are not amounts, with any damping; None if they may be."""
         if self.curvature == "fisher":
             return _OTHER_CURVATURE
         if self.solver == "arnoldi":
@@ -273,7 +273,7 @@ class Influence(Method):
         ) -> tuple[torch.Tensor, dict[str, Any]]:
             iterations = _ITERATIONS[solver] if self.iterations is None else self.iterations
             if solver == "arnoldi":
-                found = arnoldi(
+                result = arnoldi(
                     products.apply,
                     rhs.shape[1],
                     rank=self._rank("arnoldi", rhs),
@@ -281,7 +281,7 @@ class Influence(Method):
                     seed=self.seed,
                     device=rhs.device,
                 )
-                return found.solve(rhs, damping), found.facts
+                return result.solve(rhs, damping), result.facts
             if solver == "lissa":
                 return lissa(
                     products.damped(damping),

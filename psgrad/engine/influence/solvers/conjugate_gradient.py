@@ -262,8 +262,8 @@ def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         factor, failed = torch.linalg.cholesky_ex(basis.t() @ basis, upper=True)
         diagonal = factor.diagonal().abs()
         if int(failed) or not bool(diagonal.min() > _DEPENDENT * diagonal.max()):
-            found = torch.linalg.qr(columns)
-            return found.Q, found.R
+            factors = torch.linalg.qr(columns)
+            return factors.Q, factors.R
         basis = torch.linalg.solve_triangular(factor, basis, upper=True, left=False)
         triangle = factor if triangle is None else factor @ triangle
     assert triangle is not None

@@ -115,8 +115,7 @@ elementwise(
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
-# The rounded quotient, not the quotient, rounded: its derivatives of zero must not meet a divisor of zero or
-# NaN.
+# The rounded quotient is computed directly: its derivatives of zero must not meet a divisor of zero or NaN.
 elementwise(
     aten.fmod.Tensor,
     x0=lambda out, x, y: lambda g: g,
@@ -127,7 +126,7 @@ elementwise(
     x0=lambda out, x, y: lambda g: g,
     x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="floor"),
 )
-# At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
+# If two numbers are equal, each gets half of the cotangent, as in PyTorch.
 elementwise(
     aten.maximum.default,
     x0=lambda out, x, y: lambda g: _share(g, x, y),
@@ -162,7 +161,7 @@ elementwise(
 )
 elementwise(aten.copysign.Scalar, x0=lambda out, x, y: lambda g: g * _sign_change(out, x))
 elementwise(aten.nextafter.default, x0=lambda out, x, y: lambda g: _where0(x != y, g))
-# Against nan the other argument is taken.
+# If one argument is nan, the other is the result.
 elementwise(
     aten.fmax.default,
     x0=lambda out, x, y: lambda g: _where0((x >= y) | y.isnan(), _shared(g, x == y)),
@@ -248,9 +247,9 @@ def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.where(condition, g, 0)
 
 
-# What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has
-# all of it; since then a value has nothing on a bound that is a number, and one half on a bound that is a
-# tensor, which has the other.
+# The derivative of a value on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all
+# of it; since then a value has nothing on a bound that is a number, and one half on a bound that is a tensor,
+# which has the other half.
 BOUNDS_SHARE = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 
 
@@ -262,7 +261,7 @@ def _inside(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
 
 
 def _beyond(greater: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
-    """Where the bound is in force, or has a share."""
+    """Where the bound is in force, or has a part of the derivative."""
     return greater >= less if BOUNDS_SHARE else greater > less
 
 
@@ -282,7 +281,7 @@ _AT_MOST = (
 
 
 def _between(position: int) -> Any:
-    """The same for two bounds, of which the upper one counts where they cross."""
+    """The same for two bounds, of which the upper one counts if they cross."""
 
     def make(out: torch.Tensor, x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
         if high is None:
@@ -292,7 +291,7 @@ def _between(position: int) -> Any:
         tie = ((x == low) | (x == high)) & (low < high)
         in_order = (
             low <= high if BOUNDS_SHARE else low < high
-        )  # up to 2.13, neither of two equal bounds has what a lesser value has not
+        )  # up to 2.13, neither of two equal bounds has the part that a smaller value does not have
         counts = ((x >= low) & (x <= high), (x < low) & in_order, (x > high) | (high < low))[position]
         if BOUNDS_SHARE and position:
             counts = counts | (tie & (x == (low, high)[position - 1]))
@@ -351,7 +350,7 @@ elementwise(
 
 
 def _dacosh(x: torch.Tensor) -> torch.Tensor:
-    """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) for real x alone, where PyTorch takes the latter."""
+    """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) only for real x, where PyTorch uses the latter."""
     return (
         torch.conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)) if x.dtype.is_complex else torch.rsqrt(x * x - 1)
     )
@@ -400,7 +399,7 @@ constant(
 )
 
 
-# A cotangent of zero goes on from these, as PyTorch has it: where a derivative before them is no number,
+# A cotangent of zero is passed on from these, as in PyTorch: if a derivative before them is not a number,
 # neither is the product.
 elementwise(
     aten.sign.default,
@@ -440,8 +439,8 @@ def _written(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *args: An
 
 
 def _overwritten(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A cotangent of zeros, not none: where the value that is gone has a derivative that is not finite,
-    autograd's is no number.
+    """A cotangent of zeros, not None: if the derivative of the overwritten value is not finite, autograd's is
+    NaN.
     """
     shape, dtype, device = x.shape, x.dtype, x.device
     return lambda g: torch.zeros(shape, dtype=dtype, device=device)
@@ -455,12 +454,12 @@ define(aten.fill.Scalar, vjp={0: _overwritten}, batch=_overwrite_batch)
 def _copied(
     batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any
 ) -> torch.Tensor:
-    """A memory format with channels last speaks of a sample's axes: the values are the same without it."""
+    """The value without a memory format of channels last, which refers to a sample's axes."""
     keep = memory_format in (None, torch.contiguous_format, torch.preserve_format)
     layout = memory_format if keep else None
     if not is_non_overlapping_and_dense_or_false(
         x
-    ):  # of one sample that would be dense, too: whether a reshape of it is a view hangs on that
+    ):  # dense for one sample, too: this decides whether a reshape of it is a view
         layout = torch.contiguous_format
     return op(batch.physical(x), memory_format=layout, **kwargs)
 

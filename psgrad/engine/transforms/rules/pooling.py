@@ -110,8 +110,8 @@ def _fractional_back(backward: Op) -> Any:
 
 
 def _fractional_batch(axes: int) -> Callable[..., Any]:
-    """Images may have a batch axis or none; the drawn places [b, c, axes], which only the way forward has,
-    always have one.
+    """Images may have a batch axis or none; the drawn places [b, c, axes], an argument of the forward
+    operator only, always have one.
     """
 
     def rule(batch: Any, op: Op, *args: Any) -> Any:

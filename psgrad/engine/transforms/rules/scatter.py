@@ -25,12 +25,12 @@ def _reduce(
 
 
 def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What the index sends to each place, added up."""
+    """The sum of the elements that the index sends to each place."""
     return aten.scatter_add.default(torch.zeros_like(x), dim, index, source)
 
 
 def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums and means are linear: their derivatives are those of scatter_add."""
+    """Sums and means as scatter_add, whose derivatives are theirs, because they are linear."""
     x, dim, index, source, kind = args
     include_self = kwargs.get("include_self", True)
     if kind not in ("sum", "mean"):
@@ -57,9 +57,9 @@ def _back(
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         own, arriving = shares(out, x, dim, index, source, include_self)
-        kept = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
-        found = {0: kept, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
-        return {position: found[position] for position in positions}
+        own_part = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
+        cotangents = {0: own_part, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
+        return {position: cotangents[position] for position in positions}
 
     return back
 
@@ -90,7 +90,7 @@ def _product_shares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each factor the product of the others at its place: the whole divided by it, unless it is zero.
 
-    Then it is the product of what is not zero there, times the other zeros (nothing, where it is the only
+    Then it is the product of the nonzero factors there, times the other zeros (nothing, if it is the only
     one).
     """
     source = _reached(source, index)
@@ -163,9 +163,7 @@ def _segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> torch.Tensor:
-    """Each position is sent to its segment; what lies behind the last one is sent to a segment that is cut
-    off.
-    """
+    """Each position is sent to its segment; positions behind the last one go to a segment that is cut off."""
     axis = wrap_dim(axis, data.dim())
     given, named = (lengths, "lengths") if lengths is not None else (offsets, "offsets")
     _refuse_segments(data, axis, given, named)
@@ -192,8 +190,8 @@ def _segment_reduce(
 
 
 def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, named: str) -> None:
-    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel itself can't be asked
-    without values.
+    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel can't run without
+    values.
     """
     if given is None:
         raise RuntimeError("segment_reduce(): Either lengths or offsets must be defined.")
@@ -227,7 +225,7 @@ def _put(
 
 @replace(aten.masked_scatter.default)
 def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The n-th place of the mask gets the n-th element of the source, looked up by counting."""
+    """The n-th place of the mask gets the n-th element of the source, by a cumulative sum."""
     x, mask = torch.broadcast_tensors(x, mask)
     number = mask.reshape(-1).cumsum(0) - 1
     if (
@@ -239,7 +237,7 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
 
 
 def _limits(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, 1]: from where to where each sample is counted: over its own extent where nothing is said."""
+    """[n, 1]: the range of each sample's histogram: its own extent if none is given."""
     if low == high == 0 and values.shape[1]:
         start, end = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     else:

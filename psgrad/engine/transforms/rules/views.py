@@ -29,25 +29,24 @@ def _back_to_shape(
 def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     physical = batch.physical(x)
     if -1 in size:  # resolved for one sample: with no sample at all it would be ambiguous
-        known = 1
+        product = 1
         for s in size:
-            known *= s if s != -1 else 1
-        size = [x.numel() // max(known, 1) if s == -1 else s for s in size]
+            product *= s if s != -1 else 1
+        size = [x.numel() // max(product, 1) if s == -1 else s for s in size]
     return op(physical, [physical.shape[0], *size])
 
 
 def _along_shape(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tangent need not lie in memory as its value does."""
+    """A tangent need not have the memory layout of its value."""
     shape = out.shape
     return lambda t: t.reshape(shape)
 
 
 define(aten.view.default, vjp={0: _back_to_shape}, jvp={0: _along_shape}, batch=_view_batch)
-# Where derivatives are followed it is taken apart, which says whether it is a view; with the sample axis in
-# front it is one where it was.
+# With derivatives it is decomposed, which decides whether it is a view; with the sample axis in front it is a
+# view in the same cases.
 define(aten.reshape.default, batch=_view_batch)
-# Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a
-# view.
+# For a value without other users: its memory layout after batching may have no such view.
 define(
     aten._unsafe_view.default,
     vjp={0: _back_to_shape},
@@ -201,7 +200,7 @@ define(
 def _shuffle_batch(batch: Any, op: Op, x: torch.Tensor, groups: int) -> torch.Tensor:
     folded = batch.fold(x)
     out = op(folded, groups)
-    # the kernel of a CPU copies always; on other devices PyTorch may find that a view will do
+    # on a CPU the kernel always copies; on other devices PyTorch may return a view
     return batch.unfold(out.clone() if memory_of(out) == memory_of(folded) else out)  # type: ignore[no-any-return]
 
 
@@ -332,7 +331,7 @@ def _scatter_batch(
 
 
 def _scattered_back(view: Op) -> Callable[..., Any]:
-    """The cotangent of what is written into a view, which may have another dtype than the tensor has."""
+    """The cotangent of a value that is written into a view, which may have another dtype than the tensor."""
 
     def made(
         out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any
@@ -439,7 +438,7 @@ define(aten.unbind.int, vjp={0: _unbind_back}, linear=(0,), batch=shifted(1, def
 def _cat_back(
     out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
 ) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
-    # PyTorch lets 1-d empty tensors take part in any concatenation
+    # PyTorch allows 1-d empty tensors in any concatenation
     sizes = [t.shape[dim] if t.dim() == out.dim() else 0 for t in tensors]
     shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
 
@@ -487,7 +486,7 @@ define(
 
 
 def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
-    """Kernels that accept one leading batch axis or none: all leading axes are folded into one."""
+    """For kernels that accept one leading batch axis or none: all leading axes are folded into one."""
 
     def rule(batch: Any, op: Op, *args: Any) -> torch.Tensor:
         tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]
