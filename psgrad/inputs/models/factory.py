@@ -242,7 +242,7 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
                 f"the parameter {name} is on the meta device: it has a shape but no values",
                 next_step="build the model on the CPU in the factory",
             )
-        if not parameter.is_floating_point():
+        if parameter.requires_grad and not parameter.is_floating_point():
             raise ModelError(
                 f"the parameter {name} is of type {parameter.dtype}",
                 expected="real floating-point parameters",
