@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins
 from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
+from psgrad.errors import ConfigError
 
 DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
 """Suffixes of the data files that psgrad reads by itself."""
@@ -108,8 +109,8 @@ class DataConfig(Section):
     """The column that the model reads, a list of them, or keyword: column where it takes them by name."""
     stack: bool | None = None
     """Whether a list of inputs is one tensor; null for one where each holds one number a row."""
-    target: str | None = None
-    """The column that the loss compares the output with."""
+    target: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
+    """The column that the loss compares the output with, or a list of them for a loss of your own."""
     text: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
     """The column of text, or two for pairs; a tokenizer makes the inputs of it."""
     prompt: str | None = None
@@ -163,6 +164,18 @@ class DataConfig(Section):
     def paths(self) -> list[Path]:
         """The files and globs of `path`."""
         return self.path if isinstance(self.path, list) else [] if self.path is None else [self.path]
+
+    @property
+    def target_column(self) -> str | None:
+        """The column of targets, where there is one. Raises ConfigError where there are several."""
+        if isinstance(self.target, list):
+            if len(self.target) > 1:
+                raise ConfigError(
+                    f"data.target names {len(self.target)} columns, {', '.join(self.target)}",
+                    expected="one column for a task of a pretrained model",
+                )
+            return self.target[0]
+        return self.target
 
     @property
     def source(self) -> str:

@@ -24,7 +24,7 @@ from psgrad.config.values import Section
 from psgrad.config.whole import Config
 from psgrad.yaml12 import parse
 
-FILLED_IN: Mapping[str, tuple[str, ...]] = {"PrivacyConfig": ("relation",)}
+FILLED_IN: Mapping[str, tuple[str, ...]] = {"PrivacyConfig": ("relation", "steps", "expected_batch_size")}
 """Keys without a default that validators fill in from others."""
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ class Samples(ABC):
     row and was cheap to read; else None. keywords: how the model calls its inputs; empty where it takes them
     by position. ragged: which axes differ in length from row to row, where some do; `read` then gives blocks
     with lengths. fingerprint: a SHA-256 that changes when the data does. units: [n],
-    text or int64, whom each row belongs to, where a column for that was named; else None. sources: the
+    text or int64, whom each row belongs to, where a column for that was named; else None. weighted: whether
+    the last input is the weight of each row's loss, which the model does not get. sources: the
     modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
     manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
     labels_are_positions: whether a label is a position of the input, so that their number differs from row to
@@ -43,6 +45,7 @@ class Samples(ABC):
 
     keywords: tuple[str, ...] = ()
     ragged: RaggedAxes | None = None
+    weighted: bool = False
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None
@@ -127,6 +130,33 @@ def to_tensor(value: Array | Tensor, name: str) -> Tensor:
         over="ignore"
     ):  # beyond float32's range is infinite, and its row is reported as nonfinite
         return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
+
+
+def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor:
+    """Columns along a new last axis; fractions where one of them has fractions. Raises DataError where their
+    shapes differ; `key` is the config's that has them stacked.
+    """
+    if len({x.shape for x in tensors}) > 1:
+        shapes = ", ".join(str(list(x.shape[1:])) for x in tensors)
+        raise DataError(
+            f"{key}: {', '.join(names)} have the shapes {shapes}", expected="columns of one shape"
+        )
+    kind = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return torch.stack([x.to(kind) for x in tensors], dim=-1)
+
+
+def checked_weights(weights: Tensor, name: str, told: Callable[[int], str]) -> Tensor:
+    """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `told`."""
+    if weights.dim() != 1:
+        raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
+    wrong = ~(weights.isfinite() & (weights >= 0))
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise DataError(
+            f"the weight {name!r} is {weights[place].item():g} in {told(place)}",
+            expected="a finite number from 0",
+        )
+    return weights.float()
 
 
 def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:

@@ -139,6 +139,12 @@ def first_run(config: Config) -> Setup:
     run = setup_of(
         load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
     )
+    if run.samples.weighted:
+        raise ConfigError(
+            "data.weight: influence is not computed for losses with weights",
+            expected="training by a mean over examples, each of which counts the same",
+            next_step="leave data.weight out; psgrad analyze and psgrad dp-step take it",
+        )
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they"

@@ -14,7 +14,6 @@ from psgrad.config import Config, DataConfig, nearest
 from psgrad.config.plugin_options import own_plugins
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.load import load_data
 from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import Judged, judge
@@ -58,9 +57,7 @@ class Judging:
         self._require_known()
         self._of_data = self._column_of_data()
         self._units = (
-            None
-            if self._of_data is None
-            else load_data(run.config.data, run.config.base, self._of_data, run.loaded.pretrained).units
+            None if self._of_data is None else run.more_samples(run.config.data, self._of_data).units
         )
         self._found = self._find()
         self._trusted = self._load_trusted()
@@ -181,7 +178,7 @@ class Judging:
         source, run = self._outliers.reference, self._run
         if source is None or source.data is None:
             return None
-        trusted = load_data(source.data, run.config.base, self._of_data, run.loaded.pretrained)
+        trusted = run.more_samples(source.data, self._of_data)
         config = run.config.model_copy(update={"data": source.data})
         return replace(run, config=config, samples=trusted).with_rows_described()
 

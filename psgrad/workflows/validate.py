@@ -44,7 +44,7 @@ from psgrad.inputs.models.pretrained_checks import (
     library_problems,
     pretrained_facts,
 )
-from psgrad.inputs.sources.files import require_file
+from psgrad.inputs.sources.files import input_names, require_file, target_names
 from psgrad.inputs.sources.source import DataHeader, data_headers, header_problems, joined_header
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
@@ -229,7 +229,7 @@ class _Checks:
 
     def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
         loss = self.sections.get("loss")
-        column = header.columns.get(data.target or "")
+        column = header.columns.get(next(iter(target_names(data)), ""))
         if loss is None or column is None or loss.name != "nll" or column.kind != "fraction":
             return  # other losses take probabilities of the classes, and whole fractions are labels
         if column.shape is None or len(column.shape) == 1:
@@ -414,9 +414,9 @@ def _unlike(
 
 def _described(header: DataHeader, data: DataConfig) -> str:
     rows = "rows not counted" if header.rows is None else f"{header.rows:,} rows"
-    names = [data.inputs] if isinstance(data.inputs, str) else list(data.inputs or [])
+    names = input_names(data)
     words = []
-    for name in [*names[:4], *([data.target] if data.target else []), *([data.id] if data.id else [])]:
+    for name in [*names[:4], *target_names(data), *([data.id] if data.id else [])]:
         column = header.columns.get(name)
         if column is not None:
             words.append(

@@ -27,13 +27,17 @@ class Forward:
     Attributes:
         names: the keyword of each input; empty for a model that takes its inputs by position.
         pick: what the model returns to what the loss reads; None for all of it.
+        weighted: whether the last input is the weight of each sample's loss, which the model does not get.
     """
 
     names: tuple[str, ...] = ()
     pick: Callable[[Any], Any] | None = None
+    weighted: bool = False
 
     def __call__(self, model: nn.Module, *inputs: torch.Tensor) -> Any:
         """What the loss reads of the model's output for these inputs, sample axis in front."""
+        if self.weighted:
+            inputs = inputs[:-1]
         output = model(**dict(zip(self.names, inputs, strict=True))) if self.names else model(*inputs)
         return output if self.pick is None else self.pick(output)
 
@@ -74,6 +78,7 @@ class Objective:
         self.criterion = criterion
         self.summary = summary
         self.autocast = autocast
+        self.weighted = forward.weighted
         self.params = {
             name: parameter.detach()
             for name, parameter in model.named_parameters()
@@ -88,9 +93,11 @@ class Objective:
         self._slots = tied_slots(model, self.params)
 
     def with_scalar(self, criterion: Criterion, summary: Summary | None = None) -> Objective:
-        """The same model and parameters, with another scalar of (output, target) in place of the loss."""
+        """The same model and parameters, with another scalar of (output, target) in place of the loss, of
+        which no sample has a weight.
+        """
         other = copy(self)
-        other.criterion, other.summary = criterion, summary
+        other.criterion, other.summary, other.weighted = criterion, summary, False
         return other
 
     def with_model(self, model: nn.Module) -> Objective:
@@ -99,7 +106,9 @@ class Objective:
 
     def with_summary(self, summary: Summary | None) -> Objective:
         """The same model, parameters and loss, with another summary."""
-        return self.with_scalar(self.criterion, summary)
+        other = copy(self)
+        other.summary = summary
+        return other
 
     def precision(self) -> AbstractContextManager[Any]:
         """What model and criterion run under.
@@ -160,6 +169,8 @@ class Objective:
             )
         if self.autocast is not None:
             value = accumulating(value)
+        if self.weighted:
+            value = value * inputs[-1].to(value.dtype)
         return value, self.summary(output, target) if self.summary is not None else {}
 
 

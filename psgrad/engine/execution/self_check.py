@@ -154,6 +154,7 @@ def _witness(
     with torch.enable_grad():
         with precision:
             loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
+            loss = loss * inputs[-1][0] if objective.weighted else loss
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
         name: (

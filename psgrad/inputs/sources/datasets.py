@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from psgrad.config import DataConfig
-from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.rows import Array, Block, Samples, row_numbers, to_tensor, unique_ids, unit_ids
-from psgrad.inputs.sources.files import input_names, require_columns, require_rows
+from psgrad.errors import DataError, PsgradError
+from psgrad.inputs.labels import Labels
+from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
+from psgrad.inputs.sources.files import input_names, require_rows
+from psgrad.inputs.sources.items import Item, Items, KeptItems
+from psgrad.ragged import RaggedAxes
 from psgrad.user_code import call_factory, describe_failure
 
+_KEPT_BYTES = 1 << 30  # on the disk, of items that were read and are going to be read again
+_LOOKED_AT = 32  # items, by which a dataset is known to have rows of unequal length
 
-def load_dataset(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
-    """The torch Dataset that the config's factory returns; the factory's file is relative to `base`."""
-    assert config.factory is not None  # the config has a path or a factory
+
+def made_by_factory(config: DataConfig, base: Path) -> Any:
+    """The Dataset that the config's factory returns; the factory's file is relative to `base`. Raises
+    ConfigError and DataError.
+    """
+    assert config.factory is not None
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -33,41 +41,43 @@ def load_dataset(config: DataConfig, base: Path, unit: str | None = None) -> Sam
             f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
             expected="a map-style torch Dataset, with a length and items by number",
         )
-    return DatasetSamples(dataset, config, unit)
+    return dataset
 
 
 class DatasetSamples(Samples):
-    """Items of a Dataset, each a tuple (input, ..., target) or a dict of columns, read one by one and
-    stacked.
+    """Items of a Dataset, read one by one and stacked; those that differ in length are padded.
+
+    An item that was read for the fingerprint or the ids is kept, as far as there is room, until it is read
+    for its numbers: so each is made once.
     """
 
-    def __init__(self, dataset: Any, config: DataConfig, unit: str | None = None) -> None:
-        self._dataset = dataset
-        self._config = config
-        self._source = f"the dataset of {config.factory}"
-        count = self._length()
+    def __init__(
+        self, dataset: Any, config: DataConfig, unit: str | None = None, labels: Labels | None = None
+    ) -> None:
+        self._dataset, self._config = dataset, config
+        listed = None if unit is None else getattr(dataset, unit, None)
+        self._items = Items(dataset, config, unit if listed is None else None, labels or Labels())
+        self._source = self._items.source
+        self._kept = KeptItems(_KEPT_BYTES)
+        self._contents: dict[int, str] = {}
+        self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
+        count = len(self._items)
         require_rows(count, self._source)
-        self._shapes = _shapes(*self._tensors(0))
-        ids = (
-            row_numbers(count)
-            if config.id is None
-            else unique_ids([self._id(row, config.id) for row in range(count)], config.id)
-        )
-        units = None if unit is None else unit_ids(self._unit_column(unit, count), unit)
+        self._first = self._kept.put(0, self._items(0))
+        ids, units = self._identified(count, unit, listed)
+        self.ragged = self._ragged(count)
         super().__init__(ids, None, self._digest(count, units), units)
+        self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
+        self.weighted = config.weight is not None
         self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
 
     def read(self, start: int, stop: int) -> Block:
-        return self._stacked(range(start, stop))
+        return self._stacked(range(start, stop), self._in_order(start, stop))
 
     def take(self, rows: Array) -> Block:
-        return self._stacked(self._existing(rows).tolist())
-
-    def _stacked(self, rows: Sequence[int]) -> Block:
-        items = [self._like_the_first(row) for row in rows]
-        inputs = tuple(torch.stack(values) for values in zip(*(inputs for inputs, _ in items), strict=True))
-        targets = [target for _, target in items if target is not None]
-        return Block(inputs, torch.stack(targets) if targets else None)
+        numbers = self._existing(rows).tolist()
+        distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
+        return self._stacked(numbers, [distinct[row] for row in numbers])
 
     def content(self, count: int | None = None) -> str:
         """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a
@@ -77,22 +87,19 @@ class DatasetSamples(Samples):
         the rows before it. What rows draw from the global generators is the same each time; a dataset with
         generators of its own is another one in each process.
         """
-        digest = hashlib.sha256(self.fingerprint.encode())
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
-            digest.update(own.encode())
-            return digest.hexdigest()
-        with _drawing_the_same():
-            for row in range(len(self) if count is None else count):
-                try:
-                    inputs, target = self._tensors(row)
-                except DataError as error:
-                    digest.update(f"{row} {error}".encode())
-                    continue
-                for tensor in (*inputs, *(() if target is None else (target,))):
-                    digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
-                    digest.update(tensor.contiguous().numpy().data)
-        return digest.hexdigest()
+            return hashlib.sha256(self.fingerprint.encode() + own.encode()).hexdigest()
+        until = len(self) if count is None else count
+        if until not in self._contents:
+            digest = hashlib.sha256(self.fingerprint.encode())
+            with _drawing_the_same():
+                for row, found in enumerate(self._read_ahead(0, until)):
+                    _add(digest, row, found)
+                    if isinstance(found, Item):
+                        self._kept.put(row, found)
+            self._contents[until] = digest.hexdigest()
+        return self._contents[until]
 
     def describe(self, row: int) -> str | None:
         """What the dataset's own `describe(row)` says, if it has one."""
@@ -127,97 +134,113 @@ class DatasetSamples(Samples):
             how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
 
-    def _length(self) -> int:
-        try:
-            return len(self._dataset)
-        except Exception as error:
-            raise DataError(f"the length of {self._source} raised {describe_failure(error)}") from error
+    def _item(self, row: int) -> Item:
+        return self._kept.pop(row) or self._items(row)
 
-    def _item(self, row: int) -> Any:
-        try:
-            return self._dataset[row]
-        except Exception as error:
-            raise DataError(f"row {row} of {self._source} raised {describe_failure(error)}") from error
+    def _in_order(self, start: int, stop: int) -> list[Item]:
+        """The items of these rows: kept ones, those of workers that read ahead, or made now."""
+        if not self._config.workers:
+            return [self._item(row) for row in range(start, stop)]
+        if self._ahead is None or self._ahead[0] != start:
+            self._ahead = start, iter(self._read_ahead(start, len(self)))
+        found = []
+        for row in range(start, stop):
+            each = next(self._ahead[1])
+            self._ahead = row + 1, self._ahead[1]
+            if not isinstance(each, Item):
+                self._ahead = None
+                raise each
+            found.append(each)
+        return found
 
-    def _like_the_first(self, row: int) -> tuple[list[Tensor], Tensor | None]:
-        inputs, target = self._tensors(row)
-        shapes = _shapes(inputs, target)
-        if shapes != self._shapes:
+    def _read_ahead(self, start: int, stop: int) -> Iterator[Item | PsgradError]:
+        """The items of these rows, or what is wrong with them; made by data.workers, if any."""
+        kept = [row in self._kept for row in range(start, stop)]
+        made = iter(
+            DataLoader(
+                _Made(self._items),
+                sampler=[row for row, known in enumerate(kept, start) if not known],
+                batch_size=None,
+                num_workers=self._config.workers,
+            )
+        )
+        for row, known in enumerate(kept, start):
+            yield (self._kept.pop(row) or _made(self._items, row)) if known else next(made)
+
+    def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
+        for row, item in zip(rows, items, strict=True):
+            self._require_like_the_first(row, item)
+        columns = list(zip(*(item.tensors for item in items), strict=True))
+        if self.ragged is None:
+            tensors, lengths = [torch.stack(column) for column in columns], None
+        else:
+            padding = (*self.ragged.padding[: len(columns)],)
+            tensors = [_padded(column, value) for column, value in zip(columns, padding, strict=True)]
+            lengths = torch.tensor([self._lengths_of(item) for item in items])
+        target = tensors.pop() if self._first.has_target else None
+        return Block(tuple(tensors), target, lengths, self.ragged)
+
+    def _lengths_of(self, item: Item) -> list[int]:
+        assert self.ragged is not None
+        pairs = (
+            (x, axis) for x, axes in zip(item.tensors, self.ragged.axes, strict=False) for axis, _ in axes
+        )
+        return [x.shape[axis] for x, axis in pairs]
+
+    def _require_like_the_first(self, row: int, item: Item) -> None:
+        ours, firsts = item.shapes, self._first.shapes
+        for place, axes in enumerate(() if self.ragged is None else self.ragged.axes):
+            for axis, _ in axes if place < min(len(ours), len(firsts)) else ():
+                ours[place][axis : axis + 1] = firsts[place][axis : axis + 1]
+        if ours != firsts:
             raise DataError(
-                f"row {row} of {self._source} has the shapes {shapes}, row 0 {self._shapes}",
-                expected="one shape in all rows",
+                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes}",
+                expected="one shape in all rows, or axes that differ in the first, the last and 30 between",
                 next_step="pad or cut the items to one length in the dataset",
             )
-        return inputs, target
 
-    def _tensors(self, row: int) -> tuple[list[Tensor], Tensor | None]:
-        """The inputs of one item, and its target where it has one."""
-        item = self._item(row)
-        inputs, target = self._named(item) if isinstance(item, Mapping) else self._by_position(item)
-        tensors = [to_tensor(_as_array(value, name, row), name) for name, value in inputs.items()]
-        name = self._config.target or "target"
-        return tensors, None if target is None else to_tensor(_as_array(target, name, row), name)
-
-    def _named(self, item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        names = input_names(self._config)
-        if not names:
-            raise ConfigError(
-                f"the items of {self._source} are dicts, and data.inputs does not say which columns the model"
-                " reads",
-                expected=f"one or more of {', '.join(map(str, item))}",
-            )
-        target = self._config.target
-        require_columns(
-            [*names, *([] if target is None else [target])], [str(name) for name in item], self._source
+    def _ragged(self, count: int) -> RaggedAxes | None:
+        """Which axes differ among some items of the dataset, which are read for it."""
+        differing: set[tuple[int, int]] = set()
+        for row in sorted({*np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()}):
+            try:
+                item = self._kept.get(row) or self._kept.put(row, self._items(row))
+            except PsgradError:
+                continue  # whoever comes to that row says so
+            for place, (mine, first) in enumerate(zip(item.shapes, self._first.shapes, strict=False)):
+                if len(mine) == len(first):
+                    differing |= {(place, axis) for axis, size in enumerate(mine) if size != first[axis]}
+        if not differing:
+            return None
+        column = {each: number for number, each in enumerate(sorted(differing))}
+        inputs = len(self._first.tensors) - self._first.has_target
+        axes = tuple(
+            tuple((axis, number) for (where, axis), number in column.items() if where == place)
+            for place in range(inputs + 1)
         )
-        return {name: item[name] for name in names}, None if target is None else item[target]
+        return RaggedAxes(axes, (*[0] * inputs, self._items.target_padding), masked=False)
 
-    def _by_position(self, item: Any) -> tuple[dict[str, Any], Any]:
-        given = [name for name in ("inputs", "target", "id") if getattr(self._config, name) is not None]
-        if given:
-            raise ConfigError(
-                f"the items of {self._source} are of type {type(item).__name__} and have no names for"
-                f" data.{given[0]} to select",
-                next_step=(
-                    f"leave out {', '.join(given)} (the last of several values is the target), or return"
-                    " dicts"
-                ),
-            )
-        values = list(item) if isinstance(item, tuple | list) else [item]
-        target = values.pop() if len(values) > 1 else None
-        return {f"input {position}": value for position, value in enumerate(values)}, target
-
-    def _id(self, row: int, column: str) -> Any:
-        item = self._item(row)
-        if not isinstance(item, Mapping):
-            self._by_position(item)
-        require_columns([column], [str(name) for name in item], self._source)
-        value = item[column]
-        return value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
-
-    def _unit_column(self, column: str, count: int) -> Sequence[Any] | Array:
-        """The dataset's own list of that name, if it has one, which spares reading every item; else what its
-        items hold.
-        """
-        listed = getattr(self._dataset, column, None)
-        if listed is None:
-            if not isinstance(self._item(0), Mapping):
-                raise ConfigError(
-                    f"privacy.unit.column: {self._source} has no list {column!r} that says whom each row"
-                    " belongs to",
-                    expected=(
-                        f"an attribute {column} with one text or whole number per row, or items that are"
-                        f" dicts with {column!r}"
-                    ),
+    def _identified(self, count: int, unit: str | None, listed: Any) -> tuple[Array, Array | None]:
+        """(the ids, whom each row belongs to): numbers and the dataset's own list, or what its items hold."""
+        in_items = self._config.id is not None or (unit is not None and listed is None)
+        found = [
+            self._kept.put(row, self._kept.get(row) or self._items(row))
+            for row in range(count if in_items else 0)
+        ]
+        ids, units = row_numbers(count), None
+        if self._config.id is not None:
+            ids = unique_ids([item.id for item in found], self._config.id)
+        if unit is not None and listed is None:
+            units = unit_ids([item.unit for item in found], unit)
+        elif unit is not None:
+            values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
+            if values.shape != (count,):
+                raise DataError(
+                    f"{unit!r} of {self._source} has the shape {list(values.shape)}",
+                    expected=f"one id for each of {count} rows",
                 )
-            return [self._id(row, column) for row in range(count)]
-        values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
-        if values.shape != (count,):
-            raise DataError(
-                f"{column!r} of {self._source} has the shape {list(values.shape)}",
-                expected=f"one id for each of {count} rows",
-            )
-        return values
+            units = unit_ids(values, unit)
+        return ids, units
 
     def _digest(self, count: int, units: Array | None) -> str:
         """Of what is cheap to look at: what was called, the length, the first and the last item, whom the
@@ -230,16 +253,52 @@ class DatasetSamples(Samples):
         )
         with _drawing_the_same():
             for row in (0, count - 1):
-                try:
-                    inputs, target = self._tensors(row)
-                except DataError as error:
-                    digest.update(f"{row} {error}".encode())
-                    continue
-                for tensor in (*inputs, *(() if target is None else (target,))):
-                    digest.update(tensor.numpy().tobytes())
+                found = self._kept.get(row) or _made(self._items, row)
+                _add(digest, row, found)
+                if isinstance(found, Item):
+                    self._kept.put(row, found)
         if units is not None:
             digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()
+
+
+class _Made(Dataset[Item | PsgradError]):
+    """The items for torch's DataLoader: what is wrong with one comes in its place."""
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+
+    def __getitem__(self, row: int) -> Item | PsgradError:
+        return _made(self._items, row)
+
+
+def _made(items: Items, row: int) -> Item | PsgradError:
+    try:
+        return items(row)
+    except PsgradError as error:
+        return error
+
+
+def _add(digest: Any, row: int, found: Item | PsgradError) -> None:
+    """Adds an item, or what is wrong with it, to a digest."""
+    if not isinstance(found, Item):
+        digest.update(f"{row} {found}".encode())
+        return
+    for tensor in found.tensors:
+        digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+
+
+def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
+    """Tensors stacked, padded with `value` to the longest along each axis."""
+    if len({x.shape for x in tensors}) == 1:
+        return torch.stack(list(tensors))
+    whole = tensors[0].new_full(
+        (len(tensors), *map(max, zip(*(x.shape for x in tensors), strict=True))), value
+    )
+    for place, x in enumerate(tensors):
+        whole[place][tuple(slice(size) for size in x.shape)] = x
+    return whole
 
 
 @contextmanager
@@ -257,22 +316,3 @@ def _drawing_the_same() -> Iterator[None]:
         torch.set_rng_state(of_torch)
         np.random.set_state(of_numpy)
         random.setstate(of_python)
-
-
-def _shapes(inputs: list[Tensor], target: Tensor | None) -> list[list[int]]:
-    return [list(tensor.shape) for tensor in (*inputs, *(() if target is None else (target,)))]
-
-
-def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
-    if isinstance(value, Tensor | np.ndarray):
-        return value
-    if isinstance(value, bool | int | float | np.generic | list):
-        try:
-            return np.asarray(value)
-        except ValueError as error:  # a list of lists of unequal length
-            raise DataError(f"{name!r} in row {row} is ragged", expected="lists of one length") from error
-    raise DataError(
-        f"{name!r} in row {row} is of type {type(value).__name__}",
-        expected="a tensor, a numpy array, a number or a list of numbers",
-        next_step="convert it in the dataset, for example a picture with numpy.asarray",
-    )

@@ -100,7 +100,20 @@ def input_names(config: DataConfig) -> list[str]:
     """The columns that a file's config names as inputs."""
     if isinstance(config.inputs, dict):
         return [each if isinstance(each, str) else each.length_of for each in config.inputs.values()]
+    if config.inputs is None and config.image is not None:
+        return [config.image]
     return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
+
+
+def length_inputs(config: DataConfig) -> frozenset[int]:
+    """The places of the inputs that are the lengths of a column."""
+    given = config.inputs.values() if isinstance(config.inputs, dict) else ()
+    return frozenset(place for place, each in enumerate(given) if not isinstance(each, str))
+
+
+def target_names(config: DataConfig) -> list[str]:
+    """The columns that a config names as targets."""
+    return [config.target] if isinstance(config.target, str) else list(config.target or ())
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class Wanted:
         texts = new(roles)
         return cls(
             numbers=new([*input_names(config), config.weight]),
-            labels=new([config.target]),
+            labels=new(target_names(config)),
             texts=texts,
             ids=new([config.id, config.group, unit]),
         )

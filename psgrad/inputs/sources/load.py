@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
+from psgrad.inputs.labels import Labels
+from psgrad.inputs.loss import Criterion
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.sources.datasets import load_dataset
+from psgrad.inputs.sources.arrays import ArraySamples
+from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
 from psgrad.inputs.sources.files import Wanted, require_rows
-from psgrad.inputs.sources.source import TableSource, source_of
+from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
+from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
+from psgrad.inputs.tasks.labels import Labels as HeadLabels
 
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
 
 
-def open_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
+def open_rows(
+    config: DataConfig, base: Path, unit: str | None = None, *, allow_download: bool = False
+) -> Rows:
     """The columns that a config names, of any type, as Arrow tables; paths are relative to `base`.
 
     Raises ConfigError where a file or column is not there, DataError where the data can't be used.
     """
-    source, paths = source_of(config, base)
-    if not isinstance(source, TableSource):
-        raise ConfigError(
-            f"{paths[0]} holds arrays of numbers",
-            expected="a table, such as jsonl, csv or parquet, for texts and for several files",
-        )
     wanted = Wanted.of(config, unit)
-    rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
+    if config.images is not None:
+        from psgrad.inputs.images.folder import folder_rows
+
+        rows = folder_rows(config, base, unit)
+    elif config.dataset is not None or config.factory is not None:
+        rows = _library_rows(config, base, wanted, allow_download)
+    else:
+        source, paths = source_of(config, base)
+        if not isinstance(source, TableSource):
+            raise ConfigError(
+                f"{paths[0]} holds arrays of numbers",
+                expected="a table, such as jsonl, csv or parquet, for texts and for several files",
+            )
+        rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
     require_rows(rows.count, rows.source)
     return rows
+
+
+def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> Rows:
+    if config.dataset is not None:
+        found = library_dataset(config, base, allow_download)
+    elif not is_library_dataset(found := made_by_factory(config, base)):
+        raise ConfigError(
+            f"the factory {config.factory} returned an object of type {type(found).__name__}, and data names"
+            " columns of text",
+            expected="a datasets.Dataset, whose columns may be text",
+        )
+    named = f"the dataset {config.dataset}" if config.dataset else f"the dataset of {config.factory}"
+    return LibraryRows(found, wanted.columns, named)
 
 
 def load_data(
@@ -40,22 +68,71 @@ def load_data(
     unit: str | None = None,
     pretrained: Pretrained | None = None,
     kept: Path | None = None,
+    *,
+    criterion: Criterion | None = None,
+    allow_download: bool = False,
 ) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
 
-    `unit` names the column that says whom each row belongs to (privacy.unit.column); what it holds is in
-    `Samples.units`. `pretrained` is the model that texts are prepared for, `kept` the folder of a run that
-    keeps their tokens. Raises ConfigError where a file, column or factory is not there, DataError where the
-    data can't be used.
+    Args:
+        unit: the column that says whom each row belongs to (privacy.unit.column); what it holds is in
+            `Samples.units`.
+        pretrained: the model that texts and images are prepared for.
+        kept: the folder of a run that keeps the tokens of texts.
+        criterion: the loss that the targets are for; None for one of the user's own.
+        allow_download: whether a dataset by a hub id may be downloaded.
+
+    Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
     if config.text is not None or config.prompt is not None or config.messages is not None:
         return _load_texts(config, base, unit, pretrained, kept)
-    if config.path is None:
-        return load_dataset(config, base, unit)
+    labels = labels_for(config, criterion)
+    if config.images is not None or config.image is not None:
+        return _load_images(config, base, unit, pretrained, labels)
+    if config.factory is not None:
+        dataset = made_by_factory(config, base)
+        if not is_library_dataset(dataset):
+            return DatasetSamples(dataset, config, unit, labels)
+        columns = Wanted.of(config, unit).columns
+        return TableSamples(
+            LibraryRows(dataset, columns, f"the dataset of {config.factory}"), config, unit, labels
+        )
+    if config.dataset is not None:
+        return TableSamples(
+            open_rows(config, base, unit, allow_download=allow_download), config, unit, labels
+        )
     source, paths = source_of(config, base)
+    if isinstance(source, ArraySource) and len(paths) == 1:
+        return ArraySamples(source.arrays(paths[0], Wanted.of(config, unit)), config, paths[0], unit, labels)
     if isinstance(source, TableSource) or len(paths) > 1:
-        return TableSamples(open_rows(config, base, unit), config, unit)
+        return TableSamples(open_rows(config, base, unit), config, unit, labels)
     return source.load(paths[0], config, unit)
+
+
+def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:
+    """How the targets of a config become what its loss compares with."""
+    names = None if config.class_names is None else tuple(config.class_names)
+    return Labels(names=names) if criterion is None else Labels(criterion.kind, criterion.ignore_index, names)
+
+
+def _load_images(
+    config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None, labels: Labels
+) -> Samples:
+    from psgrad.inputs.images.folder import with_names
+    from psgrad.inputs.images.preparation import preparation
+    from psgrad.inputs.images.samples import ImageSamples
+
+    rows = open_rows(config, base, unit)
+    folder = (
+        base / config.images if config.images is not None else rows.files[0].parent if rows.files else base
+    )
+    config = config if config.images is None else with_names(config, base)
+    if pretrained is not None:
+        names = HeadLabels.of(pretrained.config, config).given
+        labels = replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
+        if not isinstance(config.inputs, dict):
+            config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
+    return ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, pretrained))
 
 
 def _load_texts(
@@ -71,4 +148,5 @@ def _load_texts(
     from psgrad.inputs.text.samples import TextSamples
 
     task = text_task(config, base, pretrained)
-    return TextSamples(open_rows(config, base, unit), task, config, unit, kept)
+    rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)
+    return TextSamples(rows, task, config, unit, kept)

@@ -68,6 +68,19 @@ class TableSource(Source):
         return TableSamples(self.rows(path, Wanted.of(config, unit)), config, unit)
 
 
+class ArraySource(Source):
+    """A format whose columns are arrays with an axis of rows."""
+
+    @abstractmethod
+    def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
+        """The wanted columns, of numpy or torch. Raises ConfigError and DataError."""
+
+    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
+        from psgrad.inputs.sources.arrays import ArraySamples
+
+        return ArraySamples(self.arrays(path, Wanted.of(config, unit)), config, path, unit)
+
+
 @dataclass(frozen=True)
 class Column:
     """kind: 'integer', 'fraction', 'boolean', 'text', or another word for what is no number; None where the

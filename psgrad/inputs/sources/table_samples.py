@@ -1,127 +1,198 @@
-"""Rows of tables as tensors: columns of numbers or of lists of numbers."""
+"""Rows of tables as tensors: columns of numbers or of lists of numbers, which may differ in length."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import torch
+from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.errors import DataError
-from psgrad.inputs.rows import Block, Samples, row_numbers, to_tensor, unique_ids, unit_ids
-from psgrad.inputs.sources.arrow import is_list, plain, require_numbers
-from psgrad.inputs.sources.files import input_names, named_columns, require_rows
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.labels import Labels
+from psgrad.inputs.rows import (
+    Block,
+    Samples,
+    checked_weights,
+    row_numbers,
+    stacked,
+    to_tensor,
+    unique_ids,
+    unit_ids,
+)
+from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
+from psgrad.inputs.sources.columns import Told, axis_lengths, numbers
+from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
 from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.ragged import RaggedAxes
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which columns make which tensors.
+
+    inputs: the columns of each input; `stacked`: along a new last axis. lengths: the inputs that are the
+    lengths of their column.
+    """
+
+    inputs: tuple[tuple[str, ...], ...]
+    stacked: bool
+    lengths: frozenset[int]
+    target: tuple[str, ...]
 
 
 class TableSamples(Samples):
     """Rows of a table as tensors. A list of scalar columns is one feature vector; any other column is a
-    tensor of its own.
+    tensor of its own, unless data.stack says so.
     """
 
-    def __init__(self, rows: Rows, config: DataConfig, unit: str | None = None) -> None:
+    def __init__(
+        self, rows: Rows, config: DataConfig, unit: str | None = None, labels: Labels | None = None
+    ) -> None:
         require_rows(rows.count, rows.source)
-        self._rows = rows
-        self._inputs = input_names(config)
-        self._target = config.target
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        kinds = {name: rows.schema.field(name).type for name in named_columns(config)}
-        for name in (*self._inputs, *([config.target] if config.target is not None else ())):
-            require_numbers(name, kinds[name])
-        self._one_vector = isinstance(config.inputs, list) and not any(
-            is_list(kinds[name]) for name in self._inputs
-        )
+        self._rows, self._labels = rows, Labels() if labels is None else labels
+        self._names = input_names(config)
+        self._layout = self._laid_out(config)
+        self._weight = config.weight
+        self._lengths = axis_lengths(rows, [name for name in self._columns() if self._is_list(name)])
         ids = (
             row_numbers(rows.count)
             if config.id is None
             else unique_ids(plain(rows.column(config.id)).to_pandas(), config.id)
         )
         units = None if unit is None else unit_ids(plain(rows.column(unit)).to_pandas(), unit)
-        targets = None
-        if config.target is not None and not is_list(kinds[config.target]):
-            targets = to_tensor(_numbers(rows.column(config.target), config.target, 0), config.target).numpy()
-        super().__init__(ids, targets, rows.fingerprint, units)
-        self.read(0, 1)  # the first row's shapes are what every other row must have
+        super().__init__(ids, self._scalar_targets(), rows.fingerprint, units)
+        self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
+        self.weighted = config.weight is not None
+        self.ragged, self._row_lengths = self._ragged()
+        self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
 
     def read(self, start: int, stop: int) -> Block:
-        return self._block(self._rows.read(start, stop), start)
-
-    def input_names(self) -> list[str]:
-        return list(self._inputs)
+        return self._block(self._rows.read(start, stop), np.arange(start, stop))
 
     def take(self, rows: Array) -> Block:
-        distinct, places = np.unique(self._existing(rows), return_inverse=True)
-        table = self._rows.take(distinct)
-        try:
-            return self._block(table, 0).at(places)
-        except DataError:
-            for row in distinct.tolist():  # one of them is at fault, and is told with its own number
-                self.read(row, row + 1)
-            raise
+        rows = self._existing(rows)
+        return self._block(self._rows.take(rows), rows)
 
-    def _block(self, table: pa.Table, start: int) -> Block:
-        arrays = [self._array(table, name, start) for name in self._inputs]
-        if self._one_vector:
-            inputs = [to_tensor(np.stack(arrays, axis=1), ", ".join(self._inputs))]
-        else:
-            inputs = [to_tensor(array, name) for name, array in zip(self._inputs, arrays, strict=True)]
-        return Block(
-            tuple(inputs),
-            (
-                None
-                if self._target is None
-                else to_tensor(self._array(table, self._target, start), self._target)
-            ),
+    def input_names(self) -> list[str]:
+        return list(self._names)
+
+    def _is_number(self, name: str) -> bool:
+        """Whether an input is a column of numbers, or of lists of them."""
+        return True
+
+    def _input(self, table: pa.Table, name: str, told: Told) -> Tensor:
+        """[n, ...]: a column of inputs."""
+        return _tensors(table, [name], told)[0]
+
+    def _laid_out(self, config: DataConfig) -> _Layout:
+        """The layout of a config. Raises DataError where columns can't be numbers, or can't be stacked."""
+        schema, names, targets = self._rows.schema, self._names, target_names(config)
+        lengths = length_inputs(config)
+        for place, name in enumerate(names):
+            kind = schema.field(name).type
+            if self._is_number(name):
+                require_numbers(name, kind)
+            if place in lengths and not is_list(kind):
+                raise DataError(f"length_of: {name!r} is of type {kind}", expected="a column of lists")
+        for name in targets:
+            kind = schema.field(name).type
+            if len(targets) > 1 or not is_text(_value_type(kind)):
+                require_numbers(name, kind)
+            if len(targets) > 1 and is_list(kind):
+                raise DataError(f"data.target: {name!r} holds lists", expected="one number a row in each")
+        lists = [name for name in names if is_list(schema.field(name).type) or not self._is_number(name)]
+        stack = not lists if config.stack is None else config.stack
+        if not isinstance(config.inputs, list) or not stack:
+            return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
+        if lists and len(lists) < len(names):
+            raise ConfigError(
+                f"data.stack: {lists[0]!r} holds lists, and another column one number a row",
+                expected="columns of one shape, or stack: false for a tensor of each",
+            )
+        return _Layout((tuple(names),), True, lengths, tuple(targets))
+
+    def _columns(self) -> list[str]:
+        names = [name for each in self._layout.inputs for name in each]
+        return list(dict.fromkeys([*names, *self._layout.target]))
+
+    def _is_list(self, name: str) -> bool:
+        return is_list(self._rows.schema.field(name).type)
+
+    def _scalar_targets(self) -> Array | None:
+        """The targets [n] as numbers, where each is one."""
+        if len(self._layout.target) != 1 or self._is_list(self._layout.target[0]):
+            return None
+        (name,) = self._layout.target
+        column, kind = self._rows.column(name), self._rows.schema.field(name).type
+        words = pa.types.is_dictionary(kind) and is_text(kind.value_type)
+        values = (
+            np.array(plain(column).to_pylist(), dtype=object)
+            if is_text(kind) or words
+            else numbers(column, name, self._rows.told)
         )
+        encoded = self._labels.encoded(values, name, self._rows.told)
+        self.class_names = encoded.class_names or self._rows.class_names.get(name)
+        self.notes = (encoded.note,) if encoded.note else ()
+        return to_tensor(encoded.values, name).numpy()
 
-    def _array(self, table: pa.Table, name: str, start: int) -> Array:
-        array = _numbers(table.column(name), name, start, self._shapes.get(name))
-        self._shapes.setdefault(name, array.shape[1:])
-        return array
+    def _ragged(self) -> tuple[RaggedAxes | None, Tensor | None]:
+        """Which axes differ from row to row, and [n, a] the lengths of those."""
+        columns: list[Array] = []
+
+        def axes_of(names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+            pairs = []
+            for axis in range(self._lengths[names[0]].shape[1] if names and names[0] in self._lengths else 0):
+                lengths = self._lengths[names[0]][:, axis]
+                if (lengths == lengths[0]).all():
+                    continue
+                place = next((at for at, each in enumerate(columns) if np.array_equal(each, lengths)), None)
+                if place is None:
+                    columns.append(lengths)
+                pairs.append((axis, len(columns) - 1 if place is None else place))
+            return tuple(pairs)
+
+        inputs = [
+            () if place in self._layout.lengths else axes_of(names)
+            for place, names in enumerate(self._layout.inputs)
+        ]
+        inputs += [()] if self.weighted else []
+        axes = (*inputs, axes_of(self._layout.target))
+        if not columns:
+            return None, None
+        padding = (*[0] * len(inputs), self._labels.padding)
+        return RaggedAxes(axes, padding, masked=False), torch.from_numpy(np.stack(columns, axis=1))
+
+    def _block(self, table: pa.Table, rows: Array) -> Block:
+        def told(place: int) -> str:
+            return self._rows.told(int(rows[place]))
+
+        inputs = []
+        for place, names in enumerate(self._layout.inputs):
+            if place in self._layout.lengths:
+                inputs.append(torch.from_numpy(self._lengths[names[0]][rows, 0]))
+                continue
+            found = [self._input(table, name, told) for name in names]
+            inputs.append(stacked(found, names, "data.stack") if self._layout.stacked else found[0])
+        if self._weight is not None:
+            weights = _tensors(table, [self._weight], told)[0]
+            inputs.append(checked_weights(weights, self._weight, told))
+        target = None
+        if self.targets is not None:
+            target = torch.from_numpy(self.targets[rows])
+        elif self._layout.target:
+            found = _tensors(table, self._layout.target, told, self._labels.padding)
+            target = stacked(found, self._layout.target, "data.target") if len(found) > 1 else found[0]
+        lengths = None if self._row_lengths is None else self._row_lengths[torch.from_numpy(rows)]
+        return Block(tuple(inputs), target, lengths, self.ragged)
 
 
-# -- Arrow to numpy ------------------------------------------------------------------------------------------
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _numbers(
-    column: pa.ChunkedArray | pa.Array,
-    name: str,
-    first_row: int,
-    shape: tuple[int, ...] | None = None,
-    values_per_row: int = 1,
-) -> Array:
-    """[n, *shape] of a column of numbers or of (lists of) lists of them; its first value belongs to
-    `first_row`.
-
-    Without a `shape` the first row's is taken. An empty cell is NaN among fractions, so that its row is
-    reported as nonfinite, and an error among whole numbers and lists, which have no NaN. `values_per_row` is
-    more than one inside a list.
-    """
-    array = plain(column)
-    if array.null_count and not pa.types.is_floating(array.type):
-        row = first_row + _first(array.is_null().to_numpy(zero_copy_only=False)) // values_per_row
-        raise DataError(
-            f"row {row} of the column {name!r} is empty", expected=f"a value of type {array.type}"
-        )
-    if not is_list(array.type):
-        return np.asarray(array.to_numpy(zero_copy_only=False))
-    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
-    width = int(lengths[0]) if shape is None else shape[0]
-    if (lengths != width).any():
-        index = _first(lengths != width)
-        raise DataError(
-            f"row {first_row + index // values_per_row} of the column {name!r} has a list of {lengths[index]}"
-            f" values, row 0 of {width}",
-            expected="one length in all rows",
-            next_step="pad or cut the rows to one length before they are saved",
-        )
-    if width == 0:
-        return np.empty((len(array), 0), dtype=np.float32)
-    values = _numbers(
-        array.flatten(), name, first_row, None if shape is None else shape[1:], values_per_row * width
-    )
-    return values.reshape(len(array), width, *values.shape[1:])
-
-
-def _first(mask: Array) -> int:
-    return int(np.argmax(mask))
+def _tensors(table: pa.Table, names: Sequence[str], told: Told, fill: float = 0) -> list[Tensor]:
+    return [to_tensor(numbers(table.column(name), name, told, fill), name) for name in names]

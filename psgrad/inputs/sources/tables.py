@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -30,13 +30,15 @@ class Rows(ABC):
         count: how many rows there are.
         files: what they were read from, in order.
         source: the same for messages.
+        class_names: column -> names of its labels 0, 1, 2, ..., where the data tell them.
     """
 
     def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
         self.schema = schema
         self.count = count
         self.files = tuple(files)
-        self.source = named_files(self.files)
+        self.source = named_files(self.files) if files else ""
+        self.class_names: Mapping[str, tuple[str, ...]] = {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -64,6 +66,11 @@ class Rows(ABC):
     def place(self, row: int) -> str:
         """Where a row is, for messages: its file and its number there."""
         return f"{self.source}, row {row}"
+
+    def told(self, row: int) -> str:
+        """A row in messages: its number, and its place where that says more."""
+        place = self.place(row)
+        return f"row {row}" if place == Rows.place(self, row) else f"row {row} ({place})"
 
     def _take_rising(self, rows: Array) -> pa.Table:
         return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])

@@ -27,8 +27,8 @@ class _OfTexts(TextTask):
 
     def _prepare(self) -> None:
         self.require_keys("text", "target")
-        assert self.data.target is not None
-        self.target: str = self.data.target
+        assert self.data.target_column is not None
+        self.target: str = self.data.target_column
         self.columns = (*self.texts, self.target)
         self.fields = (*self.input_fields((0, 0)), Field(TARGET))
 

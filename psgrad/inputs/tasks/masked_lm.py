@@ -36,7 +36,10 @@ class MaskedLM(TextTask):
 
     def _prepare(self) -> None:
         self.require_keys("text", most=1)
-        self.columns = (*self.texts, *([self.data.target] if self.data.target is not None else ()))
+        self.columns = (
+            *self.texts,
+            *([self.data.target_column] if self.data.target_column is not None else ()),
+        )
         self.fields = (*self.input_fields((0, 0)), Field(TARGET, ((0, 0),), IGNORED))
         self.mask = self.tokenizer.inner.mask_token_id
         if self.mask is None:
@@ -51,9 +54,9 @@ class MaskedLM(TextTask):
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         tokens = self.tokenizer.encode(rows.texts(self.texts[0]), where=rows.where)
-        if self.data.target is None:
+        if self.data.target_column is None:
             return [self._hidden(row) for row in tokens]
-        whole = self.tokenizer.encode(rows.texts(self.data.target), where=rows.where)
+        whole = self.tokenizer.encode(rows.texts(self.data.target_column), where=rows.where)
         return [self._given(row, whole[i], rows.where(i)) for i, row in enumerate(tokens)]
 
     def _given(self, row: Encoding, whole: Encoding, where: str) -> EncodedRow:
@@ -61,7 +64,7 @@ class MaskedLM(TextTask):
         if len(ids) != len(wanted):
             raise DataError(
                 f"{where} has {len(ids)} tokens in {self.texts[0]!r}, and {len(wanted)} in"
-                f" {self.data.target!r}",
+                f" {self.data.target_column!r}",
                 expected="the same text, in which a mask token stands for each token that is hidden",
                 cause="one mask token stands for a word of several tokens",
             )

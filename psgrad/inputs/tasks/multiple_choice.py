@@ -38,8 +38,8 @@ class MultipleChoice(TextTask):
         self.require_keys("text", "target", most=99)
         if len(self.texts) < 2:
             raise ConfigError("data.text names one column for the task multiple-choice", expected=self.keys)
-        assert self.data.target is not None
-        self.target: str = self.data.target
+        assert self.data.target_column is not None
+        self.target: str = self.data.target_column
         self.columns = (*self.texts, self.target)
         self.fields = (*self.input_fields((1, 0)), Field(TARGET))
         self.count: int | None = None

@@ -40,8 +40,8 @@ class QuestionAnswering(TextTask):
             raise ConfigError(
                 "data.text names one column for the task question-answering", expected=self.keys
             )
-        assert self.data.target is not None
-        self.target: str = self.data.target
+        assert self.data.target_column is not None
+        self.target: str = self.data.target_column
         self.columns = (*self.texts, self.target)
         self.fields = (*self.input_fields((0, 0)), Field(TARGET))
         if not self.tokenizer.inner.is_fast:

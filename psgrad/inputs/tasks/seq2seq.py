@@ -29,8 +29,8 @@ class Seq2SeqLM(TextTask):
 
     def _prepare(self) -> None:
         self.require_keys("text", "target", most=1)
-        assert self.data.target is not None
-        self.target: str = self.data.target
+        assert self.data.target_column is not None
+        self.target: str = self.data.target_column
         self.columns = (*self.texts, self.target)
         self.shift = shift_of(self.pretrained)
         decoder = Field("decoder_input_ids", ((0, 1),), self.tokenizer.pad)

@@ -34,8 +34,8 @@ class TokenClassification(TextTask):
 
     def _prepare(self) -> None:
         self.require_keys("text", "target", most=1)
-        assert self.data.target is not None
-        (self.text,), self.target = self.texts, self.data.target
+        assert self.data.target_column is not None
+        (self.text,), self.target = self.texts, self.data.target_column
         self.columns = (self.text, self.target)
         self.fields = (*self.input_fields((0, 0)), Field(TARGET, ((0, 0),), IGNORED))
         self.labels = Labels.of(self.pretrained.config, self.data)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.files import is_archive, named_columns, require_columns
-from psgrad.inputs.sources.source import Column, DataHeader, Source, row_count
-
-if TYPE_CHECKING:
-    from psgrad.inputs.rows import Samples
+from psgrad.inputs.sources.files import Wanted, is_archive, require_columns
+from psgrad.inputs.sources.source import ArraySource, Column, DataHeader, row_count
 
 _KINDS = {"b": "boolean", "i": "integer", "u": "integer", "f": "fraction", "U": "text", "S": "text"}
 
 
-class NPZ(Source):
+class NPZ(ArraySource):
     """Named arrays, as numpy.savez writes them."""
 
     name: ClassVar[str] = "npz"
@@ -53,25 +49,20 @@ class NPZ(Source):
         }
         return DataHeader(path, list(columns), columns, row_count(columns), unusable=objects)
 
-    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-        """An npz file; the columns that are named are held in memory, nothing in them is ever unpickled."""
-        from psgrad.inputs.sources.arrays import ArraySamples
-
-        columns: dict[str, Any] = {}
+    def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
+        """The columns that are named, in memory; nothing in them is ever unpickled."""
         if not is_archive(path):
             raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
         try:
             with np.load(path, allow_pickle=False) as file:
-                require_columns(named_columns(config, unit), file.files, str(path))
-                for name in named_columns(config, unit):
-                    columns[name] = file[name]
+                require_columns(wanted.columns, file.files, str(path))
+                return {name: file[name] for name in wanted.columns}
         except (DataError, ConfigError):
             raise
         except (
             Exception
         ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
             raise unreadable(path, error) from error
-        return ArraySamples(columns, config, path, unit)
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import safetensors
 
-from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.files import named_columns, require_columns
-from psgrad.inputs.sources.source import Column, DataHeader, Source, row_count
-
-if TYPE_CHECKING:
-    from psgrad.inputs.rows import Samples
+from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.source import ArraySource, Column, DataHeader, row_count
 
 
-class Safetensors(Source):
+class Safetensors(ArraySource):
     """Named tensors, as safetensors' save_file writes them."""
 
     name: ClassVar[str] = "safetensors"
@@ -39,21 +35,16 @@ class Safetensors(Source):
             raise damaged(path, error) from error
         return DataHeader(path, list(columns), columns, row_count(columns))
 
-    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-        """A safetensors file; its rows are read from the disk when they are asked for."""
-        from psgrad.inputs.sources.arrays import ArraySamples
-
+    def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
+        """The columns that are named; rows are read from the disk when they are asked for."""
         try:
             file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
-            require_columns(named_columns(config, unit), sorted(file.keys()), str(path))
-            columns = {
-                name: file.get_tensor(name) for name in named_columns(config, unit)
-            }  # mapped: nothing is read yet
+            require_columns(wanted.columns, sorted(file.keys()), str(path))
+            return {name: file.get_tensor(name) for name in wanted.columns}  # mapped: nothing is read yet
         except ConfigError:
             raise
         except Exception as error:
             raise damaged(path, error) from error
-        return ArraySamples(columns, config, path, unit)
 
 
 def damaged(path: Path, error: Exception) -> DataError:

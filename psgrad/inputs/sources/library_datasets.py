@@ -1,0 +1,203 @@
+"""Datasets of the `datasets` library: a folder of save_to_disk, an id in the local cache, or what a factory
+returns. The library is imported where a config asks for it. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from psgrad.config import DataConfig, nearest
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.models.hub import is_hub_id, library
+from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.files import require_columns
+from psgrad.inputs.sources.tables import Array, Rows
+
+_ROWS_PER_PART = 4096
+
+
+class LibraryRows(Rows):
+    """The named columns of a `datasets.Dataset`, mapped into memory.
+
+    Args:
+        dataset: without a transform of its own.
+        named: the dataset in words.
+    """
+
+    def __init__(self, dataset: Any, columns: Sequence[str], named: str) -> None:
+        require_columns(columns, dataset.column_names, named)
+        self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
+        super().__init__(dataset.features.arrow_schema.empty_table().select(columns).schema, len(dataset), [])
+        self.source = named
+        features = {name: dataset.features[name] for name in columns}
+        self.class_names = {
+            name: tuple(each.names)
+            for name, each in features.items()
+            if type(each).__name__ == "ClassLabel" and each.names
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """A SHA-256 over the rows."""
+        found = hashlib.sha256()
+        with pa.ipc.new_stream(pa.PythonFile(_Hashing(found), mode="w"), self.schema) as stream:
+            for start in range(0, self.count, _ROWS_PER_PART):
+                part = self.read(start, min(start + _ROWS_PER_PART, self.count))
+                stream.write_table(part.combine_chunks())
+        return found.hexdigest()
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        return self._dataset[start:stop].cast(self.schema)
+
+    def _take_rising(self, rows: Array) -> pa.Table:
+        return self._dataset[rows.tolist()].cast(self.schema)
+
+
+class _Hashing:
+    """A file that keeps the hash of what is written into it."""
+
+    closed = False
+
+    def __init__(self, digest: Any) -> None:
+        self._digest = digest
+
+    def write(self, content: Any) -> int:
+        self._digest.update(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def is_library_dataset(value: object) -> bool:
+    """Whether an object is a `datasets.Dataset` whose rows can be read as they are stored."""
+    library_there = sys.modules.get("datasets")
+    return (
+        library_there is not None
+        and isinstance(value, library_there.Dataset)
+        and value.format["type"] in (None, "arrow")
+    )
+
+
+def library_dataset(config: DataConfig, base: Path, allow_download: bool = False) -> Any:
+    """The `datasets.Dataset` that data.dataset, data.config and data.split name.
+
+    Raises ConfigError for a folder, an id or a split that is not there, DataError for a damaged one,
+    ModelError where the library is not installed.
+    """
+    assert config.dataset is not None
+    library("datasets")
+    folder = base / config.dataset
+    if folder.is_dir():
+        if config.config is not None:
+            raise ConfigError(f"data.config belongs to a hub id, and data.dataset is the folder {folder}")
+        with damage_told(folder, "a folder of save_to_disk"):
+            return _of_folder(folder, config.split)
+    if folder.exists() or not is_hub_id(config.dataset):
+        raise ConfigError(
+            f"data.dataset: there is no folder {folder}",
+            expected="a folder as datasets' save_to_disk writes it, or a cached hub id",
+            next_step="name data files in data.path"
+            if folder.exists()
+            else "check the path; it is relative to the config file's folder",
+        )
+    return _of_cache(config, allow_download)
+
+
+def library_splits(folder: Path) -> list[str] | None:
+    """The splits of a folder of save_to_disk; None for one without splits. Raises ConfigError."""
+    if (folder / "dataset_dict.json").is_file():
+        return [str(name) for name in json.loads((folder / "dataset_dict.json").read_bytes())["splits"]]
+    if (folder / "state.json").is_file():
+        return None
+    raise ConfigError(
+        f"data.dataset: the folder {folder} is not one that datasets' save_to_disk writes",
+        expected="state.json or dataset_dict.json in it",
+        next_step=f"name data files in data.path, such as {folder / '*.parquet'}, or a folder of images in"
+        " data.images",
+    )
+
+
+def _of_folder(folder: Path, split: str | None) -> Any:
+    datasets = library("datasets")
+    names = library_splits(folder)
+    if names is None:
+        whole = datasets.load_from_disk(str(folder))
+        name = str(whole.split or "train")
+        return whole if split is None else _part({name: whole}, split, folder)
+    if split is None and len(names) > 1:
+        raise _no_split(folder, names)
+    parts = {name: datasets.load_from_disk(str(folder / name)) for name in names}
+    return parts[names[0]] if split is None else _part(parts, split, folder)
+
+
+def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
+    """The rows that a split names, such as train[:10%] or train+test."""
+    datasets = library("datasets")
+    try:
+        wanted = datasets.ReadInstruction.from_spec(split)
+        found = wanted.to_absolute({name: len(part) for name, part in parts.items()})
+    except (ValueError, AssertionError, KeyError) as error:
+        name = split.partition("[")[0]
+        close = nearest(name, list(parts))
+        raise ConfigError(
+            f"data.split: {where} has no rows {split!r}" + (f"; did you mean {close}?" if close else ""),
+            expected=f"one of {', '.join(parts)}, or a part such as {next(iter(parts))}[:10%]",
+        ) from error
+    taken = [parts[each.splitname].select(range(each.from_, each.to)) for each in found]
+    return taken[0] if len(taken) == 1 else datasets.concatenate_datasets(taken)
+
+
+def _of_cache(config: DataConfig, allow_download: bool) -> Any:
+    datasets = library("datasets")
+    named = f"{config.dataset}" + ("" if config.config is None else f", config {config.config}")
+    try:
+        with _offline(not allow_download):
+            found = datasets.load_dataset(config.dataset, config.config, split=config.split)
+    except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
+        words = next(iter(str(error).splitlines()), type(error).__name__)
+        if allow_download:
+            raise DataError(f"data.dataset: {named} can't be loaded: {words}") from error
+        raise ConfigError(
+            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {words}",
+            expected="a cached dataset, or a folder of save_to_disk",
+            next_step="set allow_download: true to download it, or load it once with"
+            f" datasets.load_dataset({config.dataset!r})",
+        ) from error
+    if isinstance(found, Mapping):
+        if len(found) > 1:
+            raise _no_split(config.dataset, list(found))
+        return next(iter(found.values()))
+    return found
+
+
+def _no_split(where: object, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"data.split is missing: {where} has the splits {', '.join(names)}",
+        expected=f"one of them, or a part such as {names[0]}[:10%]",
+    )
+
+
+@contextmanager
+def _offline(yes: bool) -> Iterator[None]:
+    """The libraries of Hugging Face do without the network."""
+    settings = [library("datasets").config, library("huggingface_hub").constants]
+    before = [each.HF_HUB_OFFLINE for each in settings]
+    try:
+        for each in settings if yes else []:
+            each.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for each, value in zip(settings, before, strict=True):
+            each.HF_HUB_OFFLINE = value
