@@ -177,12 +177,13 @@ class _Checks:
             self.found.facts["model"] = f"timm's {model.timm}"
             return
         self.found.facts["model"] = str(model.pretrained)
+        allowed = self.sections.get("allow_download") is True
         problems = len(self.found.problems)
         with self.found.told("model.pretrained"):
-            self.found.facts["model"] = pretrained_facts(model, self.base)
+            self.found.facts["model"] = pretrained_facts(model, self.base, allow_download=allowed)
         if problems == len(self.found.problems):
             with self.found.told("model.adapter"):
-                for words, notes in adapter_facts(model, self.base):
+                for words, notes in adapter_facts(model, self.base, allow_download=allowed):
                     self.found.facts["model.adapter"] = words
                     self.found.notes += notes
 
