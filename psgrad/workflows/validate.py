@@ -38,7 +38,8 @@ from psgrad.errors import (
 from psgrad.inputs.code_checks import spec_problems
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
 from psgrad.inputs.sources.files import input_names, require_file, target_names
-from psgrad.inputs.sources.source import DataHeader, data_headers, header_problems, joined_header
+from psgrad.inputs.sources.headers import headers_of
+from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -189,8 +190,9 @@ class _Checks:
             self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
             self.found.facts[where] = data.factory
             return None
-        with self.found.told(f"{where}.path"):
-            headers, loss = data_headers(data, self.base), self.sections.get("loss")
+        with self.found.told(f"{where}.{data.sources_given[0]}"):
+            data, headers = headers_of(data, self.base)
+            loss = self.sections.get("loss")
             labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
             problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
             self._add(where, next(filter(None, problems), []))
