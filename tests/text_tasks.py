@@ -42,8 +42,9 @@ class TextCase:
     config: Mapping[str, Any] | None = None
     options: Mapping[str, Any] | None = None
 
-    def write(self, folder: Path, extra: str = "") -> Path:
+    def write(self, folder: Path, extra: str = "", dtype: str = "float32") -> Path:
         """The YAML file of a config for the folder, in which all that it names is written."""
+        folder.mkdir(exist_ok=True)
         tiny_model(self.task, folder / "model", **(self.config or {}))
         tiny_tokenizer(folder / "model", kind=self.tokenizer, **(self.options or {}))
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
@@ -51,7 +52,7 @@ class TextCase:
             "version: 1",
             f"model: {{pretrained: model, task: {self.task}}}",
             f"data: {{path: rows.jsonl, {self.data}}}",
-            "engine: {dtype: DTYPE, verify: 0, chunk_size: 1}",
+            f"engine: {{dtype: {dtype}, verify: 0}}",
             *([extra] if extra else []),
             f"output: {folder / 'run'}",
         ]
@@ -153,6 +154,14 @@ CASES: dict[str, TextCase] = {
         "text: text, target: label",
         _classified,
         config=NAMED,
+    ),
+    "last token": TextCase(  # the config has no pad token, by which the model would find a row's last token
+        "sequence-classification",
+        [{"text": text, "label": LABELS[place % 3]} for place, text in enumerate(LONGER)],
+        "text: text, target: label",
+        _classified,
+        tokenizer="gpt",
+        config={**NAMED, "architecture": "gpt2"},
     ),
     "regression": TextCase(
         "regression",

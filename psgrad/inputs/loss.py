@@ -17,6 +17,7 @@ from psgrad.config import LOSS_OPTIONS, LossConfig, is_callable_spec
 from psgrad.errors import ConfigError, LossError
 from psgrad.plugins import LOSSES, configured
 from psgrad.user_code import module_of, resolve
+from psgrad.wording import unit_of_loss
 
 Kind = Literal["class", "token", "binary", "value", "custom"]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -56,6 +57,7 @@ class Criterion:
         function: (output, target) -> a scalar; neither argument has a batch axis.
         ignore_index: labels equal to it do not count.
         modules_imported: the modules and files whose code was run to get it.
+        unit: such as nats; None where it is not known.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Criterion:
     kind: Kind
     ignore_index: int = IGNORED
     modules_imported: tuple[str, ...] = ()
+    unit: str | None = None
 
 
 def resolve_loss(config: LossConfig, base: Path) -> Criterion:
@@ -76,7 +79,9 @@ def resolve_loss(config: LossConfig, base: Path) -> Criterion:
         options = {option: getattr(config, option) for option in LOSS_OPTIONS.get(config.name, ())}
         loss: Loss = configured(LOSSES, config.name, options, base)
         ignore_index = IGNORED if loss.ignore_index is None else loss.ignore_index
-        return Criterion(config.name, partial(_of_one_tensor, config.name, loss), loss.kind, ignore_index)
+        unit = unit_of_loss(config.name, options.get("reduction"))
+        of_tensor = partial(_of_one_tensor, config.name, loss)
+        return Criterion(config.name, of_tensor, loss.kind, ignore_index, unit=unit)
     function = resolve(config.name, base, raises=LossError)
     if inspect.isclass(function):
         raise ConfigError(

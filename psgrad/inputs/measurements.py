@@ -16,7 +16,6 @@ from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.errors import ConfigError, LossError
 from psgrad.inputs.loss import Criterion
 from psgrad.user_code import module_of, resolve
-from psgrad.wording import LOSSES_IN_NATS
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
     can't be imported.
     """
     if config.name == "loss":
-        unit = ", in nats" if loss.name in LOSSES_IN_NATS else ""
+        unit = f", in {loss.unit}" if loss.unit is not None else ""
         return Measurement("loss", loss, 1, f"rise of the query's loss{unit}")
     if config.name not in MEASUREMENTS:
         function = resolve(config.name, base, raises=LossError)

@@ -51,11 +51,11 @@ def rank_samples(
     status.
 
     `score` is a column, `tail` its suspect end. Rows whose loss or norm is not finite are 'nonfinite', those
-    without a score 'skipped'. Both are unranked, and nonfinite rows are always in the review list. The rest
-    of the list are the ceil(review_fraction * ranked rows) most suspect, so it is never empty on a healthy
-    model: a list to look at, not a verdict. Samples with a gradient of exactly zero are named, but never
-    reviewed for a large norm. Ties are ranked in dataset order; `percentile` is the percentage of ranked rows
-    that are not more suspect.
+    without a score, or without a position that counts (a length of 0), 'skipped'. Both are unranked, and
+    nonfinite rows are always in the review list. The rest of the list are the ceil(review_fraction * ranked
+    rows) most suspect, so it is never empty on a healthy model: a list to look at, not a verdict. Samples
+    with a gradient of exactly zero are named, but never reviewed for a large norm. Ties are ranked in dataset
+    order; `percentile` is the percentage of ranked rows that are not more suspect.
 
     With `labels` [n], a group a row, a row is compared within its group: percentile is that of the group, and
     rank goes by the place in the group as a share of it, so that each group is in the review list in
@@ -69,7 +69,8 @@ def rank_samples(
         finite &= frame["status"] == "ok"
     with np.errstate(divide="ignore"):
         log_norm = norm.where(finite).map(np.log10)
-    suspect = (log_norm if score == "log_norm" else frame[score].astype("float64")).where(finite) * (
+    counts = finite & (frame["length"] > 0 if "length" in frame else True)
+    suspect = (log_norm if score == "log_norm" else frame[score].astype("float64")).where(counts) * (
         1 if tail == "upper" else -1
     )
     group = suspect.groupby(np.full(len(frame), "") if labels is None else labels)
@@ -82,9 +83,10 @@ def rank_samples(
         in_review &= norm > 0
     end, of = ("largest" if tail == "upper" else "smallest"), ("gradient norms" if score in NORMS else score)
     reasons = np.select(
-        [~finite, ~ranked, in_review, norm == 0],
+        [~finite, ~counts, ~ranked, in_review, norm == 0],
         [
             "loss or gradient is not finite",
+            "not judged: no position of it counts in the loss",
             f"not judged: {score} is undefined",
             f"among the {end} {100 * review_fraction:.3g} % of {of}",
             "gradient is exactly zero",

@@ -24,7 +24,7 @@ from psgrad.results import (
     pairs_of,
     shown_queries,
 )
-from psgrad.results.manifest import read_manifest
+from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
 
 UNIT_LIMIT = 260
 
@@ -81,7 +81,8 @@ def own_words(result: InfluenceResult) -> str:
     """The unit of an example's influence on itself, which is on its own loss whatever is asked of queries."""
     if not result.predicts_removal:
         return unit_words(result).replace("the query's", "its own")
-    nats = ", in nats" if read_manifest(result.manifest).loss_unit == "nats" else ""
+    unit = read_manifest(result.manifest).loss_unit
+    nats = "" if unit == UNKNOWN_UNIT else f", in {unit}"
     return (
         f"predicted rise of its own loss{nats}{' (uncalibrated)' if is_uncalibrated(result) else ''}, if it"
         " were removed"

@@ -178,7 +178,8 @@ def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[s
         found.append(f"Gradients of exactly zero: {count(zero)}. They would not move the model at all.")
     skipped = int((samples["status"] == "skipped").sum())
     if skipped:
-        found.append(f"Not judged, as they have no {words_of(facts.score)}: {count(skipped)}.")
+        missing = f"{words_of(facts.score)}, or no position that counts in the loss"
+        found.append(f"Not judged, as they have no {missing}: {count(skipped)}.")
     return found
 
 

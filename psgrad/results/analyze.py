@@ -43,6 +43,7 @@ class MeasureResult(ShortRepr):
 SAMPLE_COLUMNS = (
     "id",
     "index",
+    "dataset_row",
     "fingerprint",
     "target",
     "prediction",
@@ -97,8 +98,10 @@ class TopSample(ShortRepr):
 class AnalyzeResult(ShortRepr):
     """What `psgrad analyze` found.
 
-    `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `grad_norm` is the L2 norm of the
-    gradient of that sample's loss in all trainable parameters, `log_norm` its base-10 logarithm. `parameters`
+    `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `index` counts them from 0, and
+    `dataset_row`, where samples were drawn at random, is their row in the dataset; `grad_norm` is the L2 norm
+    of the gradient of that sample's loss in all trainable parameters, `log_norm` its base-10 logarithm.
+    `parameters`
     has one row per parameter with PARAMETER_COLUMNS: the distribution of the per-sample norm of that
     parameter's gradient, and its `share` of the mean squared norm. `top_inputs` are the inputs of the first
     ranks, largest norm first; empty where the config leaves inputs out. `measures` are those that were asked

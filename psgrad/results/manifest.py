@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from psgrad.wording import LOSSES_IN_NATS
+from psgrad.wording import unit_of_loss
 
 UNKNOWN_UNIT = "unit of the loss"
 
@@ -165,10 +165,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The dataset. source: its path, or the factory that makes it."""
+    """The dataset. source: its path, or the factory that makes it. files: each file's SHA-256, in order."""
 
     source: Path | str | None = None
     fingerprint: str | None = None
+    files: list[str] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ class RunManifest:
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
     psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. limit: of --limit,
-    None for the whole dataset. timings: phase -> seconds. state: running, finished, failed or interrupted.
+    None for the whole dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
+    timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 
     version: int = 1
@@ -257,6 +259,7 @@ class RunManifest:
     contains_private_statistics: bool = True
     identity: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     limit: int | float | None = field(default=None, metadata=_LIMIT)
+    sampled_by: int | None = field(default=None, metadata=OPTIONAL)
     outliers: OutlierFacts | None = field(default=None, metadata=OPTIONAL)
     influence: InfluenceFacts = InfluenceFacts()
     evaluation: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
@@ -274,10 +277,10 @@ class RunManifest:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of a loss: nats for psgrad's own cross-entropies; of any other one the unit is not
-        known.
+        """The unit of a loss: nats for psgrad's own cross-entropies, with what is done over tokens; of any
+        other one the unit is not known.
         """
-        return "nats" if self.loss in LOSSES_IN_NATS else UNKNOWN_UNIT
+        return unit_of_loss(self.loss, self.setting("loss", "reduction") or "mean") or UNKNOWN_UNIT
 
     @property
     def judged(self) -> OutlierFacts:
@@ -293,7 +296,10 @@ class RunManifest:
     def partial(self) -> str | None:
         """A part of a sentence where the run looked at a part of its dataset."""
         looked, there = self.counts.samples or 0, self.counts.in_dataset or 0
-        return f"looked at the first {looked:,} of {there:,} samples (--limit)" if looked < there else None
+        if looked >= there:
+            return None
+        which = "the first" if self.sampled_by is None else f"by seed {self.sampled_by} at random"
+        return f"looked at {which} {looked:,} of {there:,} samples (--limit)"
 
     def setting(self, *keys: str) -> Any:
         """A value of the config by its keys, one inside the other; None where there is none."""

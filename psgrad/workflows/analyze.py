@@ -33,7 +33,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
-from psgrad.wording import LOSSES_IN_NATS, listed_names
+from psgrad.wording import listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, reopen, require_judged_alike
 from psgrad.workflows.judging import Judging
@@ -53,6 +53,7 @@ def analyze(
     overwrite: bool = False,
     resume: bool = False,
     limit: int | float | None = None,
+    sample: bool = False,
     report: bool = True,
     progress: Say = lambda _: None,
 ) -> AnalyzeResult:
@@ -63,6 +64,7 @@ def analyze(
         resume: continue the run in the output folder, where there is one.
         limit: how many rows are measured, from the first one on: a number of them, or a fraction between 0
             and 1; None for all.
+        sample: whether these rows are drawn at random instead, by analyze.seed.
         report: write report.html and plots/.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What
@@ -74,14 +76,18 @@ def analyze(
     with clock("load"):
         measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
-        run = set_up(config, config.output / SHARDS).with_rows_described()
-        count = limited(len(run.samples), limit)
+        run = set_up(config, config.output / SHARDS)
+        in_dataset, count = len(run.samples), limited(len(run.samples), limit)
+        if sample:
+            require_limit(limit)
+            run = run.with_drawn_rows(count, config.analyze.seed)
+        run = run.with_rows_described()
         setting, every = prepare(
             run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
         )
         stream = setting.examples.stream
         judging = Judging(run, measures)
-    now = identity(run, count) | judging.identity()
+    now = identity(run, count) | judging.identity() | ({"rows are drawn at random": True} if sample else {})
     folder = reopen(config.output, now, run) if resume else None
     if folder is not None and folder.finished:
         folder.drop_shards()  # if it was killed just before
@@ -92,7 +98,8 @@ def analyze(
         folder = RunFolder.create(config.output, overwrite or resume)
         folder.write_json(NAMES, names_of(run))
     manifest = describe_run("analyze", run, check, measure_specs(config))
-    with recorded(folder, replace(manifest, identity=now, limit=limit), clock) as record:
+    seed = config.analyze.seed if sample else None
+    with recorded(folder, replace(manifest, identity=now, limit=limit, sampled_by=seed), clock) as record:
         with clock("gradients"):
             measured = Passes(setting, stream, every, about_rows(run), folder, progress).run()
             reference = judging.reference(folder, progress)
@@ -102,7 +109,7 @@ def analyze(
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
             results = {
-                each.name: result_of(each, measured.gathered[each.name], config.loss.name)
+                each.name: result_of(each, measured.gathered[each.name], run.criterion.unit)
                 for each in every
                 if each.name
             }
@@ -119,7 +126,7 @@ def analyze(
         facts = record.add(
             outliers=judged.facts,
             engine=engine_facts(manifest.engine, stream, norms),
-            counts=counts_of(frame, len(run.samples)),
+            counts=counts_of(frame, in_dataset),
             timings=clock.seconds,
         )
         verdict = check_samples(frame, facts, folder, gate)
@@ -179,9 +186,18 @@ def limited(count: int, limit: int | float | None) -> int:
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
 
 
-def result_of(measure: Measure, gathered: Gathered, loss: str) -> MeasureResult:
-    """What a measure gathered, without torch, in units of this loss."""
-    unit = "nats" if loss in LOSSES_IN_NATS else "loss"
+def require_limit(limit: int | float | None) -> None:
+    """Raises ConfigError for a sample of all rows."""
+    if limit is None:
+        raise ConfigError(
+            "--sample was given without --limit",
+            expected="both: how many rows are drawn, such as --limit 0.1 --sample",
+        )
+
+
+def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> MeasureResult:
+    """What a measure gathered, without torch. unit: of the loss; None where it is not known."""
+    unit = unit or "loss"
     tables = {name: frame_of(table) for name, table in gathered.tables.items()}
     arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
     return MeasureResult(

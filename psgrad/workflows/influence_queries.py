@@ -18,7 +18,7 @@ from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
 from psgrad.results.conditions import rows_where
-from psgrad.workflows.setup import Setup, class_count
+from psgrad.workflows.setup import Setup
 
 
 def queries_of(
@@ -31,9 +31,7 @@ def queries_of(
     dataset = None if wanted is None else wanted.own_data
     samples: Samples = run.samples if dataset is None else run.more_samples(dataset)
     with told_of_queries():
-        reader = CheckedReader(
-            samples, measurement.criterion, class_count(run.first_output, measurement.criterion)
-        )
+        reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
     if wanted is None or not wanted.choice_given - {"rows", "ids"}:
         return reader, rows
@@ -79,7 +77,7 @@ def _table(
     known = {"id", "index"} | (set() if targets is None else {"target", "label"})
     if wanted.wrong or wanted.worst is not None or names - known:
         run = at_last()
-        reader = CheckedReader(samples, run.criterion, class_count(run.first_output, run.criterion))
+        reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
         examples = Examples(
             run.objective, chosen_rows(reader, rows), len(rows), run.stream_options(lambda _: None)
         )

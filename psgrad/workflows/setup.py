@@ -7,19 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from psgrad.config import Config, DataConfig
-from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.buckets import ModelSize
+from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.padding import padding_is_masked
 from psgrad.engine.execution.placement import place
-from psgrad.engine.execution.self_check import SelfCheck, self_check
+from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
+from psgrad.inputs.drawn import DrawnSamples, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
@@ -54,6 +58,12 @@ class Loaded:
     model: nn.Module
     forward: Forward
 
+    def class_count(self, criterion: Criterion) -> int | None:
+        """How many classes the output has, by the first row; None where that is not known, or differs from
+        row to row.
+        """
+        return None if self.samples.labels_are_positions else class_count(self.first_output, criterion)
+
     def more_samples(self, data: DataConfig, unit: str | None = None) -> Samples:
         """Another dataset for the same model and loss: labels by name mean the same as in the run's own."""
         names = self.config.data.class_names
@@ -67,6 +77,8 @@ class Loaded:
             criterion=self.criterion,
             allow_download=self.config.allow_download,
         )
+        if found.ragged is not None and self.samples.ragged is not None:
+            found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
         if found.weighted != self.samples.weighted:
             raise ConfigError(
                 f"only one of {self.config.data.source} and {data.source} has weights",
@@ -92,6 +104,12 @@ class Setup(Loaded):
 
     objective: Objective
     reader: CheckedReader
+
+    def with_drawn_rows(self, count: int, seed: int) -> Setup:
+        """The same on so many rows of the dataset, drawn at random."""
+        samples = DrawnSamples(self.samples, drawn_rows(len(self.samples), count, seed))
+        reader = CheckedReader(samples, self.criterion, self.reader.classes)
+        return replace(self, samples=samples, reader=reader)
 
     def with_rows_described(self) -> Setup:
         """The same, with a reader that keeps what the table of samples says of each row: a digest where it
@@ -132,6 +150,8 @@ class Setup(Loaded):
         return {
             "chunk_size": engine.chunk_size,
             "memory": None if engine.memory == "auto" else engine.memory,
+            "tokens": engine.tokens_per_chunk,
+            "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
             "capture": engine.capture,
             "compile": engine.compile,
@@ -206,9 +226,28 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    classes = None if parts.samples.labels_are_positions else class_count(parts.first_output, criterion)
-    reader = CheckedReader(parts.samples, criterion, classes)
+    reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
+    _check_padding(parts, objective, reader)
     return Setup(**vars(parts), objective=objective, reader=reader)
+
+
+# Rows of which the shortest are compared with themselves padded.
+_ROWS_CHECKED = 16
+PADDING_NOTE = "padding changes this model's loss: only rows of equal length are computed together"
+
+
+def _check_padding(parts: Loaded, objective: Objective, reader: CheckedReader) -> None:
+    """Have rows that differ in length computed apart, with a note, where the model reads padding."""
+    samples = parts.samples
+    if samples.ragged is None or not samples.ragged.masked or parts.model.training:
+        return
+    block = reader.take(np.array(spread_rows(len(samples), _ROWS_CHECKED)))
+    inputs, target = to_device(block.inputs, block.target, parts.device, parts.dtype)
+    on_device = replace(block, inputs=inputs, target=target)
+    halves = parts.autocast is not None
+    if not padding_is_masked(objective.loss, objective.params, on_device, halves=halves):
+        samples.ragged = replace(samples.ragged, masked=False)
+        samples.notes = (*samples.notes, PADDING_NOTE)
 
 
 def pick_device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from psgrad.config import (
     MEASUREMENTS,
     Config,
     DataConfig,
+    ModelConfig,
     is_callable_spec,
     read_config,
 )
@@ -36,7 +37,13 @@ from psgrad.errors import (
     PsgradError,
 )
 from psgrad.inputs.code_checks import spec_problems
-from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
+from psgrad.inputs.models.checkpoint_headers import TensorHeader
+from psgrad.inputs.models.pretrained_checks import (
+    adapter_facts,
+    checkpoint_tensors,
+    library_problems,
+    pretrained_facts,
+)
 from psgrad.inputs.sources.files import input_names, require_file, target_names
 from psgrad.inputs.sources.headers import headers_of
 from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header
@@ -146,8 +153,11 @@ class _Checks:
         model = self.sections.get("model")
         if model is None:
             return
-        self._code("model.factory", model.factory, ModelError, model.kwargs)
-        self.found.facts["model"] = model.factory
+        if model.factory is not None:
+            self._code("model.factory", model.factory, ModelError, model.kwargs)
+            self.found.facts["model"] = model.factory
+        else:
+            self._foreign_model(model)
         weights = None
         if model.checkpoint is not None:
             weights = self._weights("model.checkpoint", model.checkpoint, model.state_dict_key)
@@ -161,15 +171,31 @@ class _Checks:
                     self._add(where, _unlike(ours, weights, path))
                 weights = weights or ours
 
+    def _foreign_model(self, model: ModelConfig) -> None:
+        """A model of a library: that it is there, and what its files say of themselves."""
+        self._add("model", library_problems(model))
+        if model.timm is not None:
+            self.found.facts["model"] = f"timm's {model.timm}"
+            return
+        self.found.facts["model"] = str(model.pretrained)
+        problems = len(self.found.problems)
+        with self.found.told("model.pretrained"):
+            self.found.facts["model"] = pretrained_facts(model, self.base)
+        if problems == len(self.found.problems):
+            with self.found.told("model.adapter"):
+                for words, notes in adapter_facts(model, self.base):
+                    self.found.facts["model.adapter"] = words
+                    self.found.notes += notes
+
     def _weights(self, where: str, path: Path, key: str | None) -> dict[str, TensorHeader] | None:
         with self.found.told(where):
-            header = checkpoint_header(
+            header = checkpoint_tensors(
                 self.base / path,
                 key if path.suffix != ".safetensors" or where == "model.checkpoint" else None,
             )
             if header is None:
                 self.found.facts[where] = str(path)
-                self.found.notes.append(f"{path} is a pickle inside: what it holds is checked with --deep")
+                self.found.notes.append(f"what {path} holds is checked with --deep")
                 return None
             numbers = sum(math.prod(tensor.shape) for tensor in header.values())
             self.found.facts[where] = f"{path}: {len(header):,} tensors, {numbers:,} numbers"

@@ -355,3 +355,16 @@ def test_another_ignored_label() -> None:
 def test_a_missing_target() -> None:
     with pytest.raises(DataError, match="the loss mse needs a target, and the data has none"):
         check_targets(criterion("mse"), None, None)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_token_cross_entropy_reduction_is_over_the_positions_that_count(reduction: str) -> None:
+    output, target = torch.randn(5, CLASSES), labels(5)
+    target[1] = -100
+    loss = criterion("token_cross_entropy", reduction=reduction)
+    torch.testing.assert_close(
+        loss.function(output, target), F.cross_entropy(output, target, reduction=reduction)
+    )
+    assert loss.unit == {"mean": "nats per token", "sum": "nats (sum over tokens)"}[reduction]
+    assert criterion("cross_entropy").unit == "nats"
+    assert criterion("mse").unit is None

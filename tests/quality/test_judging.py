@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
 from psgrad.quality.detector_scores import robust_z
-from psgrad.quality.judging import judge
+from psgrad.quality.judging import judge, rank_samples
 from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import content_of
@@ -178,6 +178,15 @@ def test_judge_group_missing_in_reference_not_evaluable() -> None:
     assert not facts.evaluable
     assert facts.why_not.startswith(f"10 samples of the groups {OTHER} can't be flagged")
     assert judge(frame[:20], config(group_by="class"), known).facts.evaluable
+
+
+def test_judge_row_without_a_position_that_counts_is_skipped() -> None:
+    frame = samples(np.array([1.0, 0.0, 2.0]), length=[3, 0, 1])
+    ranked = rank_samples(frame, 0.5)
+    assert ranked["status"].tolist() == ["ok", "skipped", "ok"]
+    assert ranked["reasons"][1] == "not judged: no position of it counts in the loss"
+    assert ranked["rank"].dropna().tolist() == [2, 1]
+    assert not ranked["is_outlier_issue"][1]
 
 
 def test_judge_group_by_length() -> None:

@@ -10,16 +10,21 @@ import pytest
 import torch
 
 import psgrad
+from psgrad.workflows.setup import PADDING_NOTE
 from tests.text_tasks import CASES
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float64") for name in CASES),
+        *((name, "float32") for name in ("classification", "completion")),
+    ],
+)
 def test_analyze_task_norms_are_those_of_the_librarys_loss_on_each_row_alone(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    path = CASES[name].write(tmp_path)
-    path.write_text(path.read_text().replace("DTYPE", dtype))
+    path = CASES[name].write(tmp_path, dtype=dtype)
 
     found = psgrad.analyze(path, report=False).samples.sort_values("index")
 
@@ -28,3 +33,12 @@ def test_analyze_task_norms_are_those_of_the_librarys_loss_on_each_row_alone(
     norms = torch.from_numpy(found["grad_norm"].to_numpy(copy=True)).double()
     torch.testing.assert_close(norms, expected, rtol=tolerance, atol=0)
     assert (found["status"] == "ok").all()
+
+
+def test_analyze_rows_of_equal_length_together_where_padding_changes_the_loss(tmp_path: Path) -> None:
+    path = CASES["last token"].write(tmp_path)
+    manifest = psgrad.analyze(path, report=False).manifest
+    assert PADDING_NOTE in manifest["model"]["notes"]
+    assert any("rows are padded with </s>" in note for note in manifest["model"]["notes"])
+    other = CASES["classification"].write(tmp_path / "other")
+    assert psgrad.analyze(other, report=False).manifest["model"]["notes"] == []

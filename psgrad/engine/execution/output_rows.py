@@ -76,6 +76,10 @@ class OutputDerivatives:
         """(S, c): S [k, C, C] with S S' = the Hessian, and the shortest c [k, C] for which S c comes nearest
         to the gradient.
 
+        S is the lower triangular root, that of Cholesky, which is unique: passes whose outputs differ by
+        rounding have the same rows but for rounding. Eigenvectors times roots of eigenvalues would change
+        their signs from pass to pass, and all directions where eigenvalues are equal.
+
         rows: [k], which samples these are. Raises InfluenceError, with the row, where the loss is not finite
         or not convex in the output.
         """
@@ -105,7 +109,23 @@ class OutputDerivatives:
         kept = values > _ROUNDING**2 * largest
         roots = torch.where(kept, values, 0).sqrt()
         along = (vectors.transpose(1, 2) @ self.gradient.unsqueeze(2)).squeeze(2)
-        return vectors * roots.unsqueeze(1), torch.where(kept, along / torch.where(kept, roots, 1), 0)
+        shortest = torch.where(kept, along / torch.where(kept, roots, 1), 0)
+        return _triangular(vectors * roots.unsqueeze(1), shortest, _ROUNDING * largest.sqrt())
+
+
+def _triangular(
+    root: torch.Tensor, coefficients: torch.Tensor, least: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S, c): the lower triangular S [k, C, C] with S S' = R R' and a positive diagonal, of a root R, and the
+    c [k, C] for which S c is R times the coefficients [k, C]; columns no longer than `least` [k, 1] are zero.
+    """
+    turn, upper = torch.linalg.qr(root.transpose(1, 2))
+    diagonal, largest = upper.diagonal(dim1=1, dim2=2), upper.gather(2, upper.abs().argmax(2, keepdim=True))
+    negligible = diagonal.abs() <= _ROUNDING * largest.abs().squeeze(2)  # of a matrix of lower rank
+    sign = torch.where(negligible, largest.squeeze(2), diagonal).sign()
+    sign = sign * (torch.linalg.vector_norm(upper, dim=2) > least)
+    turned = (turn.transpose(1, 2) @ coefficients.unsqueeze(2)).squeeze(2)
+    return (upper * sign.unsqueeze(2)).transpose(1, 2), turned * sign
 
 
 # Numbers in an output of which the exact rows are had: so many passes back a sample.
@@ -148,6 +168,8 @@ class OutputRows(Examples):
         options = dict(self.options)
         device = next(iter(self.params.values())).device
         size = options.get("chunk_size", "auto")
+        if options.get("tokens") is not None:
+            options["tokens"] = max(1, options["tokens"] // self.per_sample)
         if size == "auto":
             options["memory"] = max(1, chunk_budget(device, options.get("memory")) // self.per_sample)
         else:
@@ -157,8 +179,8 @@ class OutputRows(Examples):
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred rows of the samples start, ..., stop - 1, all at once."""
         stream = self.row_stream
-        inputs, target = stream.load(start, stop)
-        return self._rows_of(stream.loss, self.params, inputs, target, randomness=stream.randomness)
+        found: PerSampleGradients = stream.computed(self._rows_of, stream.load_block(start, stop))
+        return found
 
     def run(
         self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
@@ -181,6 +203,13 @@ class OutputRows(Examples):
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
+        if outputs[0].numel() != self.per_sample:
+            raise InfluenceError(
+                f"the model's output has {outputs[0].numel()} numbers for one sample and {self.per_sample}"
+                " for another, and the rows of its Jacobian are as many",
+                expected="outputs of one size, whatever the length of a row",
+                next_step="set curvature: fisher, which has one row a sample",
+            )
         cotangents = self.cotangents(outputs, target, numbers)
         cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
         repeated = tuple(x.repeat_interleave(self.per_sample, 0) for x in given)

@@ -42,6 +42,9 @@ PREDICTED_FROM = 2048
 # as long as the longest, and its least number of rows; and what it has of them where all factors are kept.
 _BUCKETS_OF_A_CHUNK, _LEAST_RAGGED_CHUNK = 16, 64
 _BUCKETS_OF_FACTORS = 2
+# Positions of padding behind the longest row of a bucket. Models of the transformers library take another way
+# for a row without padding; with one position each, the rows of a bucket agree, and it is one pass.
+_SPARE = 1
 
 
 class Measure(Protocol):
@@ -123,7 +126,9 @@ class Stream:
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
-        self.tokens, self._longest = tokens, 1
+        self.tokens = tokens
+        self._longest: int | None = None  # positions of a row, where rows differ in length
+        self._told_of_padding = False
         self._fits_tokens = self.automatic  # whether chunks are cut where they have too many positions
         size = model_size or ModelSize.of_tensors(params)
         self._positions_of_a_pass = size.positions_of_a_pass(machine(self.device), self.dtype)
@@ -143,7 +148,7 @@ class Stream:
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred gradients of the rows start, ..., stop - 1, all at once."""
-        return self._gradients_of(self._to_device(self.read(start, stop)))
+        return self._gradients_of(self.load_block(start, stop))
 
     def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
         """The deferred gradients of a few rows from anywhere, all at once.
@@ -165,10 +170,14 @@ class Stream:
 
     def load(self, start: int, stop: int) -> DeviceRows:
         """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
-        parameters.
+        parameters. Rows that differ in length are padded.
         """
-        block = self.read(start, stop)
-        return to_device(block.inputs, block.target, self.device, self.dtype)
+        block = self.load_block(start, stop)
+        return block.inputs, block.target
+
+    def load_block(self, start: int, stop: int) -> Block:
+        """The same with the rows' lengths, for `computed`."""
+        return self._to_device(self.read(start, stop))
 
     def _to_device(self, block: Block) -> Block:
         inputs, target = to_device(block.inputs, block.target, self.device, self.dtype)
@@ -182,17 +191,17 @@ class Stream:
         """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
         differ in length. A bucket that memory runs out on is halved, and the others stay done.
         """
-        run = self.pass_of(how)
         if block.ragged is None or block.lengths is None:
-            return run(self.params, block.inputs, block.target)
+            return self.pass_of(how)(self.params, block.inputs, block.target)
+        of_block = getattr(how, "of_block", lambda _: how)  # a way that takes single rows needs their lengths
         once, most = self._positions_of_a_pass, self.tokens
         waiting = plan_buckets(block.lengths, block.ragged, once=once, most=most)[::-1]
         parts, groups = [], []
         while waiting:
             places = waiting.pop()
-            some = block if len(places) == len(block) else block.at(places)
+            some = block if len(places) == len(block) else block.at(places, _SPARE)
             try:
-                parts.append(run(self.params, some.inputs, some.target))
+                parts.append(self.pass_of(of_block(some))(self.params, some.inputs, some.target))
             except Exception as error:
                 if len(places) == 1 or not is_out_of_memory(error):
                     raise
@@ -216,11 +225,30 @@ class Stream:
 
         return found
 
-    def fix_chunk_size(self, size: int) -> None:
-        """Take so many rows at a time from now on, as an earlier run did: then the numbers are the same to
-        the last bit.
+    def fix_chunk_size(self, size: int, positions: tuple[int, int] | None = None) -> None:
+        """Take so many rows at a time from now on, as an earlier run did, with its `positions`: then the
+        numbers are the same to the last bit.
         """
         self.chunk_size, self.automatic, self._measured = size, False, False
+        if positions is not None:
+            self.tokens, self._longest = positions
+
+    @property
+    def positions(self) -> tuple[int, int] | None:
+        """How many positions are computed at once, and those of the longest row that they were found by; None
+        where rows are alike, or their number was not chosen here.
+        """
+        return None if self.tokens is None or self._longest is None else (self.tokens, self._longest)
+
+    @property
+    def rows_at_longest(self) -> int:
+        """How many rows may be computed at once if all are as long as the longest that chunks were sized
+        by.
+        """
+        if self.positions is None:
+            return self.chunk_size
+        tokens, longest = self.positions
+        return max(1, min(self.chunk_size, tokens // longest))
 
     @property
     def replayed(self) -> dict[str, Any]:
@@ -268,7 +296,7 @@ class Stream:
                 if isinstance(chunk, Chunk):
                     if self.automatic:
                         self._predict(loader, chunk, foreseen, most)
-                    fitting = self._rows_that_fit(chunk, foreseen)
+                    fitting = self._rows_that_fit(chunk, foreseen if way is None else way)
                     if fitting < len(chunk):
                         waiting += [chunk.part(fitting, len(chunk)), chunk.part(0, fitting)]
                         continue
@@ -316,6 +344,8 @@ class Stream:
             how = self._way(measures) if way is None else way
             inputs, target = loader.place(chunk)
             block = replace(chunk.block, inputs=inputs, target=target)
+            if way is None:
+                self._tell_of_padding(block)
             gradients: Any = None
             if self.automatic:
                 gradients = self.computed(partial(per_sample_gradients, settle=False), block)
@@ -356,6 +386,16 @@ class Stream:
         chunk.on_device = None
         self._out_of_memory(chunk.rows, loader)
         return None
+
+    def _tell_of_padding(self, block: Block) -> None:
+        if block.ragged is None or block.lengths is None or block.ragged.masked or self._told_of_padding:
+            return
+        if bool((block.lengths != block.lengths[:1]).any()):
+            self._told_of_padding = True
+            self.say(
+                "rows are computed together with rows of their own length only: the model does not ignore"
+                " padding"
+            )
 
     def _way(self, measures: Sequence[Measure]) -> Callable[..., Any]:
         """What is computed of a chunk: norms alone where no measure asks for more."""
@@ -425,7 +465,7 @@ class Stream:
         block = chunk.block
         if block.ragged is None or block.lengths is None or self.tokens is None or not self._fits_tokens:
             return len(chunk)
-        if how is per_sample_square_norms:
+        if not getattr(how, "keeps_factors", how is not per_sample_square_norms):
             return len(chunk)
         positions = positions_of(block.lengths.numpy(), block.ragged).cumsum()
         return max(1, int((positions <= _BUCKETS_OF_FACTORS * self.tokens).sum()))
@@ -465,7 +505,7 @@ class Stream:
         of like length among them.
         """
         self.tokens = tokens if self.tokens is None else self.tokens
-        self._longest = longest
+        self._longest = max(1, longest)
         rows = _BUCKETS_OF_A_CHUNK * self.tokens // max(1, longest)
         self.chunk_size = min(max(rows, _LEAST_RAGGED_CHUNK), LARGEST_AUTO_CHUNK)
 

@@ -25,7 +25,7 @@ from psgrad.engine.measures.measure import (
 )
 from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
-from psgrad.ragged import joined
+from psgrad.ragged import joined, padded_and_joined
 
 _AT_ONCE = 8
 
@@ -40,7 +40,8 @@ class Attribution(Measure):
 
     Arrays of what is gathered, for m samples of the largest gradient norms, where inputs may be kept: `rows`
     [m]; for each input i `map_<i>` [m, *its shape], an embedding's entries put together into one number an
-    id; for inputs of ids `ids_<i>` [m, *its shape].
+    id; for inputs of ids `ids_<i>` [m, *its shape]. Rows that differ in length are padded, ids with -1 and
+    maps with 0.
 
     Class attributes:
         additive: whether the numbers are shares of a whole, which add up, or slopes, whose size is the root
@@ -82,10 +83,15 @@ class Attribution(Measure):
         shown = shown_rows(rows)
         if not self._setting.shows_inputs or not len(shown):
             return Gathered(numbers=numbers)
-        found = [self._maps(part) for part in shown.split(_AT_ONCE)]
+        ragged = self._setting.examples.stream.read(0, 1).ragged is not None
+        found = [self._maps(part) for part in shown.split(1 if ragged else _AT_ONCE)]
         return Gathered(
             numbers=numbers,
-            arrays={"rows": shown} | {name: torch.cat([each[name] for each in found]) for name in found[0]},
+            arrays={"rows": shown}
+            | {
+                name: padded_and_joined([each[name] for each in found], -1 if name.startswith("ids_") else 0)
+                for name in found[0]
+            },
         )
 
     def _padding(self) -> dict[str, int]:

@@ -170,6 +170,8 @@ def plain_objective(examples: Examples) -> Objective:
 def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Iterator[Columns]:
     """What `ask` says of the rows start, ..., n - 1, `chunk_size` at a time, fewer where memory runs out.
     Raises what Stream.run does.
+
+    Rows that differ in length are asked about without padding: what is asked may be about positions.
     """
     objective = plain_objective(examples)
     options = {
@@ -251,7 +253,7 @@ class _WithoutRows:
 
 def _numbered(examples: Examples, start: int, stop: int) -> Block:
     """The rows start, ..., stop - 1 with their numbers [k] as one more input."""
-    return examples.read(start, stop).with_inputs(after=[torch.arange(start, stop)])
+    return examples.read(start, stop).with_inputs(after=[torch.arange(start, stop)]).without_padding()
 
 
 class _Columns:

@@ -46,6 +46,7 @@ from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
+from psgrad.ragged import Block
 
 
 def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -240,11 +241,18 @@ class Total:
 class Clipper:
     """A way to compute a chunk, for a stream or by itself: its clipped sum.
 
-    memory: as for `per_sample_weighted_sum`.
+    memory: as for `per_sample_weighted_sum`. block: the records, where they differ in length: one that is
+    computed alone is not padded to the others then.
     """
 
-    def __init__(self, clipping: Clipping, memory: float | None = None) -> None:
-        self.clipping, self.memory = clipping, memory
+    keeps_factors = False  # what is found of a chunk is no larger for more records
+
+    def __init__(self, clipping: Clipping, memory: float | None = None, block: Block | None = None) -> None:
+        self.clipping, self.memory, self.block = clipping, memory, block
+
+    def of_block(self, block: Block) -> Clipper:
+        """The same for these records, which a stream computes together."""
+        return Clipper(self.clipping, self.memory, block)
 
     @torch.no_grad()
     def __call__(
@@ -272,8 +280,12 @@ class Clipper:
         job = Pass(loss, params, batch, **options)
 
         def alone(clipping: Clipping, place: int) -> ClippedSum:
-            row = torch.tensor([place], device=next(iter(params.values())).device)
-            return _alone(clipping, per_sample_gradients(loss, params, *job.batch_of(row), **options))
+            if self.block is not None:
+                single = self.block.at([place])
+                one: tuple[Any, ...] = (single.inputs, single.target)
+            else:
+                one = job.batch_of(torch.tensor([place], device=next(iter(params.values())).device))
+            return _alone(clipping, per_sample_gradients(loss, params, *one, **options))
 
         if self.clipping.grid is not None:
             total, inside = Total(self.clipping, params), _inside_the_grid(self.clipping, params)

@@ -214,7 +214,23 @@ class RecordReader:
         width = int(sizes.max()) if self._width is None else self._width
         places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
         labels = () if self.draws is None else (torch.from_numpy(labels_of(chosen, width)),)
+        self._require_like_rows(rows, places, chosen)
         return rows.grouped(places).with_inputs(after=[*labels, weights])
+
+    def _require_like_rows(self, rows: Block, places: Tensor, chosen: RowNumbers) -> None:
+        """Raises DataError where the rows of a record differ in length, and the model would see padding."""
+        if rows.lengths is None or rows.ragged is None or rows.ragged.masked:
+            return
+        each = rows.lengths[places]
+        odd = torch.nonzero((each != each[:, :1]).flatten(1).any(1)).flatten().tolist()
+        if odd:
+            record, first = int(chosen[odd[0]]), each[odd[0]][:, 0]
+            raise DataError(
+                f"record {record} has rows of {int(first.min())} to {int(first.max())} positions, and the"
+                " model does not ignore padding",
+                expected="rows of one length in each record, or a model that takes a mask of the positions",
+                next_step="let each row be a record, or give the model a mask as an input",
+            )
 
     def _draws_now(self) -> StepDraws:
         assert self._now is not None

@@ -149,7 +149,7 @@ def transposed_vjp(
         arrived = leaves if several else leaves[0]
         if isinstance(rule.vjp, JointVJP):
             found = rule.vjp.make(out, *args, **kwargs)(arrived, list(tangents))
-            return [found.get(position) for position in tangents]
+            return [x() if callable(x) else x for x in map(found.get, tangents)]
         closures = [rule.closure(position, out, args, kwargs) for position in tangents]
         return [closure(arrived) if closure is not None else None for closure in closures]
 

@@ -34,6 +34,8 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.bucketize.Tensor,
         aten.conv3d.default,
         aten.conv3d.padding,
+        aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input,
         aten.soft_margin_loss.default,
         aten.geqrf.default,
         aten.linalg_lstsq.default,

@@ -138,9 +138,13 @@ def pull_back(
                 state.cotangent_is_shared = False
                 results = node.joint(arrived, [edge.position for edge in node.edges])
                 for edge in node.edges:
-                    add(edge.source, edge.output, results.get(edge.position))
+                    found = results.get(edge.position)
+                    if callable(found):
+                        state.cotangent_is_shared = edge.shared
+                        found = found()
+                    add(edge.source, edge.output, found)
                     settle(edge.source)
-                del results
+                del results, found
             else:
                 for edge in node.edges:
                     state.cotangent_is_shared = edge.shared

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,10 @@ Smoothing = Annotated[float, Field(ge=0, le=1, description="Share of the label s
 ClassWeights = Annotated[
     list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None,
     Field(description="A factor for each class"),
+]
+Reduction = Annotated[
+    Literal["mean", "sum"],
+    Field(description="Whether a sample's loss is the mean or the sum of its positions'"),
 ]
 IgnoreIndex = Annotated[int | None, Field(description="Targets with this value don't count")]
 
@@ -89,11 +93,12 @@ class CrossEntropy(_OfClasses):
 
 @dataclass(frozen=True)
 class TokenCrossEntropy(_OfClasses):
-    """Logits [t, c] against labels [t]."""
+    """Logits [t, c] against labels [t]: the mean, or the sum, over the positions that are not ignored."""
 
     label_smoothing: Smoothing = 0.0
     weight: ClassWeights = None
     ignore_index: IgnoreIndex = None
+    reduction: Reduction = "mean"
 
     name: ClassVar[str] = "token_cross_entropy"
     kind: ClassVar[Kind] = "token"
@@ -115,7 +120,7 @@ class TokenCrossEntropy(_OfClasses):
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        return rounded(self._mean(losses, target), output)
+        return rounded(losses.sum() if self.reduction == "sum" else self._mean(losses, target), output)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,15 @@ def library(name: str, extra: str = "hugging-face") -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ModelError(
-            f"{error.name or name} is not installed, and this config needs it",
-            next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
-        ) from error
+        raise not_installed(error.name or name, extra) from error
+
+
+def not_installed(name: str, extra: str) -> ModelError:
+    """What is said of a library that is missing."""
+    return ModelError(
+        f"{name} is not installed, and this config needs it",
+        next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
+    )
 
 
 def is_hub_id(name: str) -> bool:

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from psgrad.config import DataConfig
-from psgrad.inputs.rows import Block, Samples, row_numbers, unique_ids, unit_ids
+from psgrad.inputs.rows import Block, Samples, checked_weights, row_numbers, unique_ids, unit_ids
 from psgrad.inputs.sources.arrow import plain
 from psgrad.inputs.sources.tables import Array, Rows
-from psgrad.inputs.tasks.task import TARGET, TextRows, TextTask
+from psgrad.inputs.tasks.task import TARGET, Field, TextRows, TextTask
 from psgrad.inputs.text.token_blocks import TokenBlocks, packed, stacked
 from psgrad.ragged import RaggedAxes
 
+_WEIGHT = "weight"
 BLOCK = 256  # rows that are tokenised together
+_COLUMNS = ("text", "prompt", "completion", "messages", "target", "weight")
 _FORMAT = 1  # of the tokens of a row: another one is another dataset
 
 
@@ -38,7 +41,10 @@ class TextSamples(Samples):
         kept: Path | None = None,
     ) -> None:
         task.check(rows.schema)
-        self._rows, self._task = rows, task
+        self._rows, self._task, self._weight = rows, task, config.weight
+        self.weighted = config.weight is not None
+        weight = (Field(_WEIGHT),) if self.weighted else ()
+        self._fields = (*task.fields[:-1], *weight, task.fields[-1])
         fingerprint = _fingerprint(rows, task)
         self._blocks = TokenBlocks(kept, fingerprint)
         self.keywords = tuple(field.name for field in task.fields if field.name != TARGET)
@@ -46,8 +52,8 @@ class TextSamples(Samples):
         self.class_names = task.class_names
         self.labels_are_positions = task.labels_are_positions
         self.ragged = RaggedAxes(
-            tuple(field.axes for field in task.fields),
-            tuple(field.padding for field in task.fields),
+            tuple(field.axes for field in self._fields),
+            tuple(field.padding for field in self._fields),
             masked=task.masked and "attention_mask" in self.keywords,
         )
         targets = None
@@ -100,20 +106,23 @@ class TextSamples(Samples):
         numbers = rows.tolist()
         consecutive = numbers[-1] - numbers[0] + 1 == len(numbers)
         table = self._rows.read(numbers[0], numbers[-1] + 1) if consecutive else self._rows.take(rows)
-        encoded = self._task.encode(TextRows(table, numbers, self._rows.place))
-        return packed(encoded, self._task.fields)
+        texts = TextRows(table, numbers, self._rows.place)
+        encoded = self._task.encode(texts)
+        if self._weight is not None:
+            given = np.asarray(texts.values(self._weight), np.float32)
+            weights = checked_weights(torch.from_numpy(given), self._weight, texts.where).numpy()
+            encoded = [(*row[:-1], weight, row[-1]) for row, weight in zip(encoded, weights, strict=True)]
+        return packed(encoded, self._fields)
 
     def _stacked(self, parts: Sequence[pa.Table]) -> Block:
-        (*inputs, target), lengths = stacked(pa.concat_tables(parts), self._task.fields)
+        (*inputs, target), lengths = stacked(pa.concat_tables(parts), self._fields)
         return Block(tuple(inputs), target, lengths, self.ragged)
 
 
 def _fingerprint(rows: Rows, task: TextTask) -> str:
     """A SHA-256 of all that decides the tensors: the files, the tokenizer, the task and its options."""
     data, config = task.data, task.pretrained.config
-    given = data.model_dump(
-        include={"text", "prompt", "completion", "messages", "target", "class_names", "masked", "seed"}
-    )
+    given = data.model_dump(include={*_COLUMNS, "class_names", "masked", "seed"})
     said = {
         "format": _FORMAT,
         "files": rows.fingerprint,

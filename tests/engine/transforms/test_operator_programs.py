@@ -22,28 +22,39 @@ from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operat
 from psgrad.engine.transforms.rules import registry
 from psgrad.errors import TransformError
 from tests.random_programs.checking import Outcome, check
+from tests.random_programs.noticed import NOTICED
+from tests.random_programs.planting import exactly, operator, planted
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
-PROGRAMS, BLOCKS = 200, 8
+BLOCKS = 8
+SEEDS = sorted({*range(100), *NOTICED.values()})
 SECONDS = 60
-# How many of a run's programs may fail, as long as not all that were found are mended: so many, or this share
-# of them.
-FEW, SHARE = 1, 0.0001
+# How many of a run's programs may fail: so many, or this share of them.
+FEW, SHARE = 1, 0.00005
 
 
-def failure(seed: int) -> str:
+def failure(seed: int, program: Program | None = None) -> str:
     """What is wrong with the program of a seed, and the program, made small; empty where nothing is."""
-    program = write(seed)
+    program = write(seed) if program is None else program
     outcome = check(program)
     return f"seed {seed}: {outcome.kind}: {outcome.words}\n{shrunk(program)}" if outcome.failed else ""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_random_operator_programs_fixed_seeds(block: int) -> None:
-    found = [words for seed in range(block, PROGRAMS, BLOCKS) if (words := failure(seed))]
-    assert not found, "\n\n".join(found)
+    found = [failure(seed) or failure(seed, exactly(seed)) for seed in SEEDS[block::BLOCKS]]
+    assert not any(found), "\n\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("op", NOTICED)
+def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> None:
+    """Derivatives off by 0.1 %. Where this fails after a change of the catalogue, other programs have the
+    seeds: noticed.py says how it is made.
+    """
+    with planted(operator(op)):
+        assert check(exactly(NOTICED[op])).failed
 
 
 @pytest.mark.sweep
@@ -560,7 +571,7 @@ def test_vmap_returns_view_of_fresh_tensor_written_to_since() -> None:
 # -- the checker itself --------------------------------------------------------------------------------------
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name == "tanh off by 0.1 %":
         rule = registry.DerivativeRule({0: lambda out, x: lambda g: g * (1 - out * out) * 1.001})
         monkeypatch.setitem(registry._derivatives, torch.ops.aten.tanh.default, rule)
@@ -601,7 +612,7 @@ def test_random_programs_checker_notices_planted_error(
     )
     program = Program(arguments, lines, ("t1",), 3, torch.float32, mode)
     assert check(program) == Outcome("equal")
-    planted(monkeypatch, name)
+    plant(monkeypatch, name)
     assert check(program).failed
 
 
@@ -617,7 +628,7 @@ def test_random_programs_checker_notices_planted_error_beside_large_number(
     lines = (Statement("t0 = (a0 * a1).tanh().cumprod(0)", "t0"), Statement("t1 = a0 * a2", "t1"))
     program = Program(arguments, lines, ("t0",), 3, torch.float64, mode, extreme=True)
     assert check(program) == Outcome("equal")
-    planted(monkeypatch, "tanh off by 0.1 %")
+    plant(monkeypatch, "tanh off by 0.1 %")
     assert check(program).failed
 
 
@@ -644,7 +655,7 @@ def test_random_programs_checker_notices_sign_where_uses_cancel(
         program = Program(arguments, lines, ("t1",), 3, torch.float64, mode, extreme=True)
         assert check(program) == Outcome("equal")
         with monkeypatch.context() as patch:
-            planted(patch, "atan2 with a sign")
+            plant(patch, "atan2 with a sign")
             assert check(program).failed
 
 

@@ -227,7 +227,9 @@ class PassProducts(CurvatureProducts):
         super().__init__(training.flat, len(training), weight_decay)
         self.training, self.curvature, self.seed = training, curvature, seed
         memory = chunk_budget(training.device, training.options.get("memory")) // _VECTORS
-        self._examples = replace(training, options={**training.options, "memory": memory})
+        tokens = training.options.get("tokens")
+        own = {"memory": memory, "tokens": None if tokens is None else max(1, tokens // _VECTORS)}
+        self._examples = replace(training, options={**training.options, **own})
 
     def apply(self, block: torch.Tensor) -> torch.Tensor:
         block = block.to(self.training.device)

@@ -47,8 +47,19 @@ class LoadedRows:
 
     @staticmethod
     def of(examples: Examples) -> LoadedRows:
-        """All rows of these examples: what is trained again has to fit into memory."""
-        block: Any = examples.read(0, len(examples))
+        """All rows of these examples: what is trained again has to fit into memory. Raises ModelError where
+        they would have to be padded for a model that does not ignore padding.
+        """
+        block = examples.read(0, len(examples))
+        if block.lengths is not None and block.ragged is not None and not block.ragged.masked:
+            shortest, longest = int(block.lengths.min()), int(block.lengths.max())
+            if shortest < longest:
+                raise ModelError(
+                    f"rows of {shortest} to {longest} positions can't be trained on together: the model does"
+                    " not ignore padding",
+                    expected="rows of one length, or a model that takes a mask of the positions",
+                    next_step="give the model a mask as an input, or evaluate on rows of one length",
+                )
         return LoadedRows(
             *to_device(
                 block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype

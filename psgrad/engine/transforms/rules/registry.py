@@ -38,7 +38,8 @@ Push = Callable[..., Callable[..., Any] | None]  # None: not for these arguments
 @dataclass(frozen=True)
 class JointVJP:
     """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) ->
-    {position: cotangent}`.
+    {position: cotangent}`. In the place of a cotangent may be a function without arguments that returns it: a
+    contraction that can stay un-run.
     """
 
     make: Maker
@@ -89,6 +90,7 @@ _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
 _refused: set[Op] = set()
+_as_they_are: set[Op] = set()
 
 
 class Known(NamedTuple):
@@ -171,11 +173,16 @@ def constant(
     define(*ops, batch=batch, same=same)
 
 
-def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how an operator is written with others, where PyTorch's own way does not serve."""
+def replace(op: Op, *, as_it_is: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how an operator is written with others, where PyTorch's own way does not serve.
+
+    as_it_is: what the program returns is neither cloned, nor laid out as the kernel's result, nor traced.
+    """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         _decompositions[op] = function
+        if as_it_is:
+            _as_they_are.add(op)
         return function
 
     return declare
@@ -226,12 +233,13 @@ def is_constant(op: Op) -> bool:
 
 
 def taken_apart(op: Op) -> bool:
-    """Whether `op` is a composite operator without a derivative of its own.
+    """Whether `op` is a composite operator without a derivative of its own, or is replaced by a program that
+    returns what no level may wrap.
 
     Where no derivative is followed its pieces are handled one by one, too: they say what is a view and what
     is written in place.
     """
-    return is_composite(op) and derivative_rule(op) is None and not is_constant(op)
+    return op in _as_they_are or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
@@ -262,6 +270,7 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts(op).mutated
         or facts(op).is_view
         or state.going_back
+        or op in _as_they_are
         or (is_composite(op) and op not in _decompositions)
     ):
         return result

@@ -1,0 +1,179 @@
+"""Clipped sums of records that differ in length: the bound holds for each, and no record sees another's
+length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from psgrad.engine.execution.buckets import ModelSize
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.privacy.batches import RecordStreams, stream_source
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
+from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.errors import DataError
+from psgrad.ragged import Block
+from tests.engine.execution.ragged_models import Case, Row, case, flat
+
+LARGE = ModelSize(1, 10**12)
+LENGTHS = [3, 9, 2, 3, 7, 12, 1, 5]
+KINDS = ["mean", "gpt2", "lstm"]
+
+
+def clipped(ragged: Case, rows: Sequence[Row], clipping: Clipping, **options: Any) -> Any:
+    stream = ragged.stream(rows, **{"model_size": LARGE, **options})
+    return stream_source(stream, len(rows))(clipping)
+
+
+def as_row(sums: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in sums.values()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipped_sum_of_ragged_records_is_that_of_a_loop(kind: str) -> None:
+    ragged = case(kind)
+    rows = ragged.rows(LENGTHS)
+    gradients = flat(ragged.gradients(rows))
+    norms = gradients.norm(dim=1)
+    bound = float(norms.median())
+    factors = ((1 - MARGIN) * bound / norms).clamp(max=1)
+    clipping = Clipping.flat(ragged.objective.params, bound)
+    for options in ({"chunk_size": 8}, {"chunk_size": 3}, {"chunk_size": "auto", "tokens": 12}):
+        found = clipped(ragged, rows, clipping, **options)
+        torch.testing.assert_close(as_row(found.sums), factors @ gradients, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.records.norms, norms, rtol=1e-9, atol=0)
+        torch.testing.assert_close(found.records.factors[:, 0], factors, rtol=1e-9, atol=0)
+        torch.testing.assert_close(found.records.losses, ragged.losses(rows), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "lstm"])
+@settings(max_examples=8, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    scale=st.sampled_from([1e-12, 1.0, 1e12]),
+    poison=st.sampled_from([None, torch.inf, torch.nan]),
+)
+def test_ragged_record_adds_no_more_than_its_bound(
+    kind: str, lengths: list[int], scale: float, poison: float | None
+) -> None:
+    ragged = case(kind, torch.float32)
+    plain = ragged.criterion
+    ragged = replace(ragged, criterion=lambda output, target: scale * plain(output, target))
+    rows = ragged.rows(lengths)
+    if poison is not None and kind == "lstm":
+        rows[0][0][0][0, 0] = poison
+    clipping = Clipping.flat(ragged.objective.params, 0.5)
+    whole = clipped(ragged, rows, clipping, chunk_size=len(rows))
+    assert bool(torch.isfinite(as_row(whole.sums)).all())
+    assert float(as_row(whole.sums).norm()) <= 0.5 * len(rows)
+    for place in range(len(rows)):
+        others = [row for other, row in enumerate(rows) if other != place]
+        rest = clipped(ragged, others, clipping, chunk_size=len(rows)).sums if others else None
+        part = as_row(whole.sums) - (0 if rest is None else as_row(rest))
+        assert float(part.norm()) <= 0.5 * (1 + 1e-6)
+
+
+def test_ragged_record_on_a_grid_is_the_same_in_any_company() -> None:
+    """It is computed alone, and not padded to the others."""
+    ragged = case("gpt2", torch.float32)
+    rows = ragged.rows(LENGTHS)
+    clipping = replace(Clipping.flat(ragged.objective.params, 0.5), grid=2.0**-31)
+    whole = clipped(ragged, rows, clipping, chunk_size=8, model_size=ModelSize(10**9, 1)).sums
+    alone = [clipped(ragged, [row], clipping, chunk_size=1).sums for row in rows]
+    for name, value in whole.items():
+        assert torch.equal(value, torch.stack([each[name] for each in alone]).sum(0))
+
+
+def test_ragged_record_that_cancels_is_computed_without_the_others_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from psgrad.engine.privacy import clipped_sums
+
+    ragged = case("mean", torch.float32)
+    rows = ragged.rows([2, 9])
+    shapes: list[tuple[int, ...]] = []
+    alone = clipped_sums.per_sample_gradients
+
+    def watched(loss: Any, params: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        shapes.append(tuple(inputs[0].shape))
+        return alone(loss, params, inputs, *rest, **options)
+
+    monkeypatch.setattr(clipped_sums, "per_sample_gradients", watched)
+    monkeypatch.setattr(clipped_sums, "MOST_ABSOLUTE", 0.0)  # all records are taken for such ones
+    clipping = Clipping.flat(ragged.objective.params, 0.5)
+    clipped(ragged, rows, clipping, chunk_size=2, model_size=ModelSize(10**9, 1))
+    assert shapes == [(1, 2), (1, 9)]
+
+
+# -- records of several rows ---------------------------------------------------------------------------------
+
+
+def reader_of(ragged: Case, rows: Sequence[Row], owners: list[int], **options: Any) -> RecordReader:
+    whole = ragged.block(rows)
+    records = Records.of_units(np.array(owners))
+    return RecordReader(records, lambda places: whole.at(places), **options)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows(copies: int) -> None:
+    ragged = case("mean")
+    rows = ragged.rows(LENGTHS)
+    owners = [0, 1, 0, 2, 1, 0, 3, 2]
+    shapes: list[tuple[int, ...]] = []
+
+    def same(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        shapes.append(tuple(ids.shape))
+        assert bool(mask.all()), "an augmentation is given a row without padding"
+        return ids, mask
+
+    options = {} if copies == 1 else {"augment": same, "copies": copies}
+    reader = reader_of(ragged, rows, owners, **options)
+    reader.draw(np.arange(4))
+    objective = ragged.objective
+    stream = Stream(reader.loss_of(objective.loss), objective.params, reader, chunk_size=4, model_size=LARGE)
+    found = flat(stream.gradients(0, 4).materialise())
+    each = flat(ragged.gradients(rows))
+    expected = torch.stack([each[[n for n, o in enumerate(owners) if o == own]].mean(0) for own in range(4)])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert sorted(set(shapes)) == ([] if copies == 1 else sorted({(length,) for length in LENGTHS}))
+
+
+def test_records_of_rows_of_unequal_length_without_a_mask_are_refused() -> None:
+    ragged = case("lstm")
+    rows = ragged.rows([3, 3, 5, 4])
+    reader = reader_of(ragged, rows, [0, 0, 1, 1])
+    reader.draw(np.array([0]))
+    assert isinstance(reader(0, 1), Block)
+    reader.draw(np.array([0, 1]))
+    with pytest.raises(DataError, match=r"record 1 has rows of 4 to 5 positions") as raised:
+        reader(0, 2)
+    assert "takes a mask of the positions" in str(raised.value)
+
+
+def test_record_streams_of_ragged_rows_are_clipped_like_a_loop_over_users() -> None:
+    ragged = case("bert")
+    rows = ragged.rows(LENGTHS)
+    owners = [0, 1, 0, 2, 1, 0, 3, 2]
+    whole, objective = ragged.block(rows), ragged.objective
+    streams = RecordStreams(
+        Records.of_units(np.array(owners)),
+        lambda places: whole.at(places),
+        objective.loss,
+        objective.params,
+        lambda loss, read: Stream(loss, objective.params, read, chunk_size=4, model_size=LARGE),
+    )
+    each = flat(ragged.gradients(rows))
+    users = torch.stack([each[[n for n, o in enumerate(owners) if o == own]].mean(0) for own in range(4)])
+    bound = float(users.norm(dim=1).median())
+    factors = ((1 - MARGIN) * bound / users.norm(dim=1)).clamp(max=1)
+    found = streams.source(np.arange(4))(Clipping.flat(objective.params, bound))
+    torch.testing.assert_close(as_row(found.sums), factors @ users, rtol=1e-9, atol=1e-12)
