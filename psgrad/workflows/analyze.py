@@ -43,6 +43,7 @@ from psgrad.workflows.running import Clock, describe_run, recorded
 from psgrad.workflows.setup import set_up
 
 _PICTURES = 40
+_TOLD = 10  # rows that can not be read
 
 
 @with_code_beside
@@ -115,6 +116,8 @@ def analyze(
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
+        for row, reason in sorted(run.reader.unreadable.items())[:_TOLD]:
+            progress(Progress(0, 0, "samples", f"row {row} is not finite: {reason}"))
         if norms.unfactored:
             progress(Progress(0, 0, "samples", unfactored_words(norms.unfactored)))
         shows = config.report.include_inputs

@@ -113,11 +113,16 @@ class Setup(Loaded):
 
     def with_rows_described(self) -> Setup:
         """The same, with a reader that keeps what the table of samples says of each row: a digest where it
-        has no id, and its length where positions count.
+        has no id, and its length where positions count; rows that can't be read are measured as not finite.
         """
         digests, lengths = self.config.data.id is None, self.criterion.kind == "token"
         reader = CheckedReader(
-            self.samples, self.criterion, self.reader.classes, with_digests=digests, with_lengths=lengths
+            self.samples,
+            self.criterion,
+            self.reader.classes,
+            with_digests=digests,
+            with_lengths=lengths,
+            with_unreadable=True,
         )
         return replace(self, reader=reader)
 

@@ -45,7 +45,8 @@ from psgrad.inputs.models.pretrained_checks import (
     pretrained_facts,
 )
 from psgrad.inputs.sources.files import input_names, require_file, target_names
-from psgrad.inputs.sources.source import DataHeader, data_headers, header_problems, joined_header
+from psgrad.inputs.sources.headers import headers_of
+from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -216,8 +217,9 @@ class _Checks:
             self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
             self.found.facts[where] = data.factory
             return None
-        with self.found.told(f"{where}.path"):
-            headers, loss = data_headers(data, self.base), self.sections.get("loss")
+        with self.found.told(f"{where}.{data.sources_given[0]}"):
+            data, headers = headers_of(data, self.base)
+            loss = self.sections.get("loss")
             labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
             problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
             self._add(where, next(filter(None, problems), []))

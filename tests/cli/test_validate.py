@@ -406,3 +406,33 @@ def test_files_that_are_no_config(workplace: Workplace, command: str, kind: str)
         }
         path.write_bytes(content[kind])
     workplace.command(command, str(path)).refused(2)
+
+
+def test_image_folders(workplace: Workplace) -> None:
+    (workplace.folder / "images" / "cat").mkdir(parents=True)
+    workplace.config["data"] = {"images": "images"}
+    outcome = validated(workplace)
+    assert outcome.code == 0, outcome.err
+    workplace.config["data"] |= {"target": "lable"}
+    refused(workplace, 2, "images has no column 'lable'; did you mean label?")
+    (workplace.folder / "images" / "metadata.csv").write_text("file_name,y\ncat/0.png,1\n")
+    workplace.config["data"] = {"images": "images", "target": "z"}
+    refused(workplace, 2, "metadata.csv has no column 'z'", "one of its columns: image, y")
+    workplace.config["data"] = {"images": "nowhere"}
+    refused(workplace, 2, "data.images: there is no folder nowhere")
+
+
+def test_datasets_of_the_library(workplace: Workplace) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(workplace.folder / "set")
+    workplace.config["data"] = {"dataset": "set", "inputs": "x", "target": "y"}
+    outcome = validated(workplace)
+    assert outcome.code == 0, outcome.err
+    assert f"set: {ROWS} rows; x list" in outcome.out
+    workplace.config["data"]["inputs"] = "z"
+    refused(workplace, 2, "set has no column 'z'")
+    workplace.config["data"] |= {"inputs": "x", "split": "test"}
+    refused(workplace, 2, "has no rows 'test'")
+    workplace.config["data"] |= {"dataset": "someone/something"}
+    refused(workplace, 2, "someone/something is not in the local cache of datasets")

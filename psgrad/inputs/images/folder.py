@@ -52,8 +52,7 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows
     if metadata is not None:
         return _of_metadata(metadata, config, unit)
     found: list[tuple[Path, str | None]] = []
-    classes: list[str | None] = [*class_folders(folder)]
-    for name in classes or [None]:
+    for name in (*class_folders(folder),) or (None,):
         images = list(_images(folder if name is None else folder / name))
         if not images:
             raise DataError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from psgrad.errors import DataError
+from psgrad.errors import DataError, UnreadableRow
 from psgrad.inputs.models.hub import library
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _NOTES: Mapping[str, str] = {
 }
 
 
-class BrokenImage(DataError):
+class BrokenImage(UnreadableRow):
     """An image that can't be read."""
 
 
