@@ -76,15 +76,20 @@ class Block:
     def __len__(self) -> int:
         return len(self.inputs[0])
 
-    def at(self, places: Any) -> Block:
+    def at(self, places: Any, spare: int = 0) -> Block:
         """The rows at these places of the block, in this order, padded to the longest of them and no further:
         whole numbers [k], which are copied, or a slice, which is a view.
+
+        spare: positions more, where lengths differ and the block has them.
         """
         index = places if isinstance(places, slice) else torch.as_tensor(places)
         if self.lengths is None or self.ragged is None:
             return self._with([x[index] for x in self._tensors], None)
         lengths = self.lengths[index]
-        longest = lengths.flatten(0, -2).amax(0).tolist() if len(lengths) else [0] * lengths.shape[-1]
+        longest = [0] * lengths.shape[-1]
+        if len(lengths):
+            each = lengths.flatten(0, -2)
+            longest = (each.amax(0) + spare * (each.amin(0) < each.amax(0))).tolist()
         tensors = []
         for x, axes in zip(self._tensors, self.ragged.axes, strict=False):
             for axis, column in axes:

@@ -99,7 +99,7 @@ def plan_buckets(
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
         places = np.flatnonzero((first <= of_row) & (of_row < end))
         size = int(positions_of(distinct[first:end].max(0, keepdims=True), ragged)[0])
-        pieces = 1 if most is None else min(len(places), -(-len(places) * size // max(most, 1)))
+        pieces = 1 if most is None else -(-len(places) // max(1, most // max(size, 1)))
         if pieces > 1:
             places = places[np.argsort(of_row[places], kind="stable")]
         buckets += [torch.from_numpy(np.sort(piece)) for piece in np.array_split(places, pieces)]
@@ -115,9 +115,9 @@ def _cheapest_ends(
     for end in range(1, len(distinct) + 1):
         # longest[i]: of the kinds i, ..., end - 1
         longest = np.maximum.accumulate(distinct[:end][::-1], axis=0)[::-1]
-        padded = (before[end] - before[:end]) * positions_of(longest, ragged)
-        passes = 1 if most is None else np.maximum(1, -(-padded // max(most, 1)))
-        costs = least[:end] + padded + once * passes
+        rows, size = before[end] - before[:end], positions_of(longest, ragged)
+        passes = 1 if most is None else -(-rows // np.maximum(1, most // np.maximum(size, 1)))
+        costs = least[:end] + rows * size + once * passes
         start_of[end] = int(costs.argmin())
         least[end] = costs[start_of[end]]
     ends, end = [], len(distinct)

@@ -42,6 +42,9 @@ PREDICTED_FROM = 2048
 # as long as the longest, and its least number of rows; and what it has of them where all factors are kept.
 _BUCKETS_OF_A_CHUNK, _LEAST_RAGGED_CHUNK = 16, 64
 _BUCKETS_OF_FACTORS = 2
+# Positions of padding behind the longest row of a bucket. Models of the transformers library take another way
+# for a row without padding; with one position each, the rows of a bucket agree, and it is one pass.
+_SPARE = 1
 
 
 class Measure(Protocol):
@@ -196,7 +199,7 @@ class Stream:
         parts, groups = [], []
         while waiting:
             places = waiting.pop()
-            some = block if len(places) == len(block) else block.at(places)
+            some = block if len(places) == len(block) else block.at(places, _SPARE)
             try:
                 parts.append(self.pass_of(of_block(some))(self.params, some.inputs, some.target))
             except Exception as error:

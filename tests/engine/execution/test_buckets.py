@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from psgrad.engine.execution.buckets import ModelSize, plan_buckets, positions_of
@@ -28,7 +28,7 @@ APART = RaggedAxes((((0, 0),), ()), (0, 0), masked=False)
 TWO = RaggedAxes((((0, 0),), ((0, 1),), ()), (0, 0, 0), masked=True)
 MASKED = ("mean", "bert", "gpt2", "llama", "t5")
 UNMASKED = ("lstm", "packed", "conv")
-LENGTHS = (3, 9, 2, 3, 7, 12, 9, 1, 5, 3)
+LENGTHS = (3, 9, 1, 3, 7, 9, 3)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 # A model of this size costs so much a position that a pass costs nothing beside.
 LARGE = ModelSize(1, 10**12)
@@ -61,6 +61,8 @@ def cost(lengths: np.ndarray, buckets: Sequence[Sequence[int]], ragged: RaggedAx
     st.one_of(st.none(), st.integers(1, 60)),
     st.booleans(),
 )
+@example([7, 7, 7, 7, 7], 0.0, 13, True)
+@example([7, 7, 7, 7, 6], 100.0, 13, True)
 def test_buckets_have_each_row_once_and_keep_to_the_bound(
     lengths: list[int], once: float, most: int | None, masked: bool
 ) -> None:
@@ -142,7 +144,7 @@ def test_bucketed_gradients_answer_every_query_as_each_row_alone(ragged: Case) -
     assert_close(largest, expected.abs().amax(1))
 
 
-@pytest.mark.parametrize("kind", ["mean", "t5", "conv"])
+@pytest.mark.parametrize("kind", ["mean", "conv"])
 def test_bucketed_gradients_with_those_of_other_rows(kind: str) -> None:
     ragged = case(kind)
     found, rows = gradients_in_buckets(ragged)
@@ -158,14 +160,14 @@ def test_bucketed_gradients_with_those_of_other_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("projection", [Gaussian(6), Rademacher(6), Sparse(6), TwoSided(2, 3)], ids=str)
 def test_bucketed_gradients_projected_as_their_values_are(projection: Any) -> None:
-    for kind in ("mean", "gpt2", "lstm"):
+    for kind in ("mean", "lstm"):
         ragged = case(kind)
         found, rows = gradients_in_buckets(ragged)
         expected = as_gradients(ragged.gradients(rows)).project(projection)
         assert_close(found.project(projection), expected)
 
 
-@pytest.mark.parametrize("samples", [slice(2, 7), slice(1, 2), torch.tensor([9, 0, 4]), slice(0, 0)], ids=str)
+@pytest.mark.parametrize("samples", [slice(2, 7), slice(1, 2), torch.tensor([6, 0, 4]), slice(0, 0)], ids=str)
 def test_some_samples_of_bucketed_gradients(samples: Any) -> None:
     ragged = case("mean")
     found, rows = gradients_in_buckets(ragged)
@@ -246,7 +248,7 @@ def shapes_computed(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> list[tup
 
 
 @pytest.mark.parametrize("kind", ["mean", "lstm"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     chunk_size=st.one_of(st.just("auto"), st.integers(1, 13)),
@@ -343,8 +345,8 @@ def test_ragged_row_that_fails_is_named() -> None:
 def test_ragged_rows_from_anywhere() -> None:
     ragged = case("mean")
     rows = ragged.rows(LENGTHS)
-    found = ragged.stream(rows, model_size=LARGE).gradients_at([7, 5, 0])
-    assert_close(flat(found.materialise()), flat(ragged.gradients(rows))[[7, 5, 0]])
+    found = ragged.stream(rows, model_size=LARGE).gradients_at([6, 5, 0])
+    assert_close(flat(found.materialise()), flat(ragged.gradients(rows))[[6, 5, 0]])
 
 
 def test_summaries_of_positions_are_padded_with_nan() -> None:
@@ -359,7 +361,7 @@ def test_summaries_of_positions_are_padded_with_nan() -> None:
     found = stream.gradients(0, 3)
     assert found.aux["best"].shape == (3, 5)
     assert (~found.aux["best"].isnan()).sum(1).tolist() == [2, 5, 3]
-    assert torch.equal(found.aux["to"][1], rows[1][1])
+    assert torch.equal(found.aux["target"][1], rows[1][1])
 
 
 def test_outputs_and_norms_of_ragged_examples() -> None:
@@ -377,7 +379,7 @@ def test_outputs_and_norms_of_ragged_examples() -> None:
 def test_square_norms_of_buckets_are_joined_in_order() -> None:
     ragged = case("lstm")
     rows = ragged.rows(LENGTHS)
-    stream = ragged.stream(rows, chunk_size=10)
+    stream = ragged.stream(rows, chunk_size=7)
     kinds: list[type] = []
 
     class Kinds(Watched):
@@ -385,7 +387,7 @@ def test_square_norms_of_buckets_are_joined_in_order() -> None:
             kinds.append(type(gradients))
             return super().columns(gradients)
 
-    (chunk,) = stream.run(10, [Kinds(False)])
+    (chunk,) = stream.run(7, [Kinds(False)])
     assert kinds == [SquareNorms]
     assert_close(chunk.values["norm"], flat(ragged.gradients(rows)).square().sum(1))
 
