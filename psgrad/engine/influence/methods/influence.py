@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size, outputs_alike
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
@@ -200,7 +200,7 @@ class Influence(Method):
             )
         undamped = amounts and fitted.facts["damping"] == 0
         by_default = (
-            convex and undamped and output_size(training) <= LARGEST_OUTPUT
+            convex and undamped and output_size(training) <= LARGEST_OUTPUT and outputs_alike(training)
         )  # which both corrections need row by row
         corrected = self.leverage
         if corrected is None:
@@ -249,6 +249,8 @@ class Influence(Method):
         rows = None if self.curvature == "hessian" else count
         if self.curvature == "gauss_newton":
             outputs = output_size(training)
+            if not outputs_alike(training):
+                return "conjugate_gradient", "outputs of rows that differ in length differ in size"
             if outputs > LARGEST_OUTPUT:
                 return (
                     "conjugate_gradient",
