@@ -153,7 +153,8 @@ def _witness(
     parameters = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         with precision:
-            loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
+            alone = [x[0] for x in inputs]
+            loss = objective.loss_of(objective.output(*inputs), alone, None if target is None else target[0])
             loss = loss * inputs[-1][0] if objective.weighted else loss
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
