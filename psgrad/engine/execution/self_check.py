@@ -155,7 +155,8 @@ def _witness(
     try:
         with torch.enable_grad():
             with precision:
-                loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
+                one = None if target is None else target[0]
+                loss = objective.loss_of(objective.output(*inputs), [x[0] for x in inputs], one)
                 loss = loss * inputs[-1][0] if objective.weighted else loss
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except RuntimeError as error:

@@ -91,8 +91,13 @@ class _FewRows:
         """(loss, output, whether random numbers were drawn) of one row by itself."""
         with self._call(f"row {row} of the rows looked at") as drew:
             output = self.objective.output(*[x[row : row + 1] for x in self.inputs])
-            loss = self.objective.criterion(output, None if self.target is None else self.target[row])
+            loss = self._loss(output, row)
             return torch.as_tensor(loss), output, drew()
+
+    def _loss(self, output: Any, row: int) -> Tensor:
+        target = None if self.target is None else self.target[row]
+        loss: Tensor = self.objective.loss_of(output, [x[row] for x in self.inputs], target)
+        return loss
 
     def together(self, rows: Sequence[int]) -> Any | None:
         """The model's output for a batch; None where it takes no batches."""
@@ -237,7 +242,7 @@ class _FewRows:
             return None
         try:
             with self._call("a batch"):
-                loss = self.objective.criterion(mine, None if self.target is None else self.target[row])
+                loss = self._loss(mine, row)
         except PsgradError:
             return None
         # An output without an axis of samples (a statistic of the batch, for display) matters only if the
