@@ -659,6 +659,25 @@ def test_random_programs_checker_notices_sign_where_uses_cancel(
             assert check(program).failed
 
 
+@pytest.mark.parametrize("mode", ["vmap", "vmap(jacfwd)"])
+def test_random_programs_checker_convolution_of_infinite_weight_many_samples(mode: str) -> None:
+    """PyTorch's kernels for 16 images and more, which mix the numbers of a tile, are not what is compared."""
+    arguments = (
+        Argument("a0", (1, 2, 4), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
+        Argument(
+            "a1",
+            (1, 2, 3),
+            "torch.randn({shape}, dtype=torch.float64)",
+            ("{name}[0, 0, 1] = float('inf')",),
+            differentiated=True,
+            seed=2,
+        ),
+    )
+    lines = (Statement("t0 = F.conv1d(a0, a1, padding=1)", "t0"),)
+    program = Program(arguments, lines, ("t0",), 20, torch.float32, mode, extreme=True)
+    assert check(program) == Outcome("equal")
+
+
 def test_random_programs_checker_names_first_use_and_others() -> None:
     """A statement's target, and the first use of a value, stay the tensors that they are: views are taken of
     them, and writes go there.
