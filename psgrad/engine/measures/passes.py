@@ -216,30 +216,29 @@ def random_signs(
     """[k, count, size] of -1 and 1, float32: the vectors number first, first + 1, ... of each row,
     independent of the other rows.
     """
-    return _random(signs, 64, seed, name, rows, size, first, count)
+    return _random((signs, 64), key_of(seed, name), rows, size, range(first, first + count))
 
 
 def random_normals(
     seed: int, name: str, rows: torch.Tensor, size: int, first: int = 0, count: int = 1
 ) -> torch.Tensor:
     """[k, count, size] standard normal numbers, float32, of 16 bits each; as `random_signs`."""
-    return _random(normals, 4, seed, name, rows, size, first, count)
+    return _random((normals, 4), key_of(seed, name), rows, size, range(first, first + count))
 
 
 def _random(
-    made: Callable[[torch.Tensor], torch.Tensor],
-    per_word: int,
-    seed: int,
-    name: str,
+    kind: tuple[Callable[[torch.Tensor], torch.Tensor], int],
+    key: int,
     rows: torch.Tensor,
     size: int,
-    first: int,
-    count: int,
+    vectors: range,
 ) -> torch.Tensor:
+    """kind: a function of words, and how many numbers it makes of each."""
+    made, per_word = kind
     words = -(-size // per_word)
-    numbers = torch.arange(first * words, (first + count) * words, device=rows.device)
-    some = words_at(streams(key_of(seed, name), rows).unsqueeze(1), numbers)
-    return made(some.view(-1, words)).view(len(rows), count, words * per_word)[..., :size]
+    numbers = torch.arange(vectors.start * words, vectors.stop * words, device=rows.device)
+    some = words_at(streams(key, rows).unsqueeze(1), numbers)
+    return made(some.view(-1, words)).view(len(rows), len(vectors), words * per_word)[..., :size]
 
 
 class _WithoutRows:
