@@ -84,15 +84,15 @@ class SecondPass(Measure):
         """The columns of the second pass, of the rows from `start` on. The stream's chunk size is another one
         afterwards.
         """
-        asked = [_Again(measure) for measure in self.measures]
+        measures = [_InSecondPass(measure) for measure in self.measures]
         for size, first, last in self._pieces(start):
             gradients = self._kept.pop(first, None)
-            values = None if gradients is None else self._answered(gradients, asked)
+            values = None if gradients is None else self._columns_of_stored(gradients, measures)
             if values is not None:
                 yield Columns(first, last, values)
                 continue
             self.stream.fix_chunk_size(size)
-            yield from self.stream.run(last, asked, start=first, often=True)
+            yield from self.stream.run(last, measures, start=first, often=True)
 
     def _pieces(self, start: int) -> Iterator[tuple[int, int, int]]:
         """(chunk size, first row, last row + 1): kept chunks one by one, those in between in runs of one
@@ -115,18 +115,20 @@ class SecondPass(Measure):
             if waiting is not None:
                 yield size, waiting, reached
 
-    def _answered(self, gradients: PerSampleGradients, asked: Sequence[_Again]) -> Arrays | None:
+    def _columns_of_stored(
+        self, gradients: PerSampleGradients, measures: Sequence[_InSecondPass]
+    ) -> Arrays | None:
         """The columns of a kept chunk; None if memory ran out."""
         values: Arrays = {}
         try:
-            for measure in asked:
+            for measure in measures:
                 values |= measure.columns(gradients)
             values = on_the_cpu(values)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         else:
-            for measure in asked:
+            for measure in measures:
                 measure.keep()
             return values
         self._give_back()  # outside the handler, whose traceback holds tensors
@@ -137,7 +139,7 @@ class SecondPass(Measure):
         self._chunk, self._left = None, 0
 
 
-class _Again:
+class _InSecondPass:
     """A measure in its second pass, with the interface of a stream's measure."""
 
     def __init__(self, measure: Measure) -> None:

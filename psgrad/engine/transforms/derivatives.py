@@ -161,7 +161,7 @@ class DerivativeLevel(AdoptingLevel):
         if operator.writes:
             return self._in_place(op, args, kwargs)
         if (
-            operator.taken_apart
+            operator.is_decomposed
         ):  # its pieces are handled one by one: they show which are views, and which write in place
             return decompose(op, args, kwargs)
         inputs, values = self.opened(args)

@@ -293,10 +293,18 @@ def _back_by_matrix_products(
 
 @replace(_backward_for_cpu)
 def _cpu_backward(
-    g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, **options: Any
+    g: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    causal: bool,
+    **options: Any,
 ) -> Any:
     mask, scale = options.get("attn_mask"), options.get("scale")
-    return _back_by_matrix_products(g, query, key, value, mask, *rest, scale)[:3]
+    return _back_by_matrix_products(g, query, key, value, mask, dropout_p, causal, scale)[:3]
 
 
 def _cuda_flash_back(
