@@ -185,9 +185,8 @@ class BatchLevel(SampleAxis):
                     "a tensor without a sample axis, from one that has it",
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
-            if (
-                args[position].has_other_layout and 0 in args[position].value.stride()
-            ):  # samples, or elements of one, share a place
+            # samples, or elements of one, share a place
+            if args[position].has_other_layout and 0 in args[position].value.stride():
                 args[position].lay_out()
         if reshapes_in_place(op):
             if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):

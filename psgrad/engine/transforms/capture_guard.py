@@ -90,9 +90,8 @@ class Watch(_Refuser, DispatchMode):
             self.refuse(f"{op} draws from a generator of its own{diagnostics.where()}")
         if draws(op):
             self.random_states.drawn()
-        if (
-            op is not aten.lift_fresh.default
-        ):  # the result of torch.tensor(..) has a value, yet is not from outside
+        # the result of torch.tensor(..) has a value, yet is not from outside
+        if op is not aten.lift_fresh.default:
             args, kwargs = map_tracers(self.inside, args), map_tracers(self.inside, kwargs)
         result = op(*args, **kwargs)
         self.made += [weakref.ref(x) for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]

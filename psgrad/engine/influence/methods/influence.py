@@ -199,9 +199,8 @@ class Influence(Method):
                 self.seed,
             )
         undamped = amounts and fitted.facts["damping"] == 0
-        by_default = (
-            convex and undamped and output_size(training) <= LARGEST_OUTPUT
-        )  # which both corrections need row by row
+        # both corrections need the output row by row
+        by_default = convex and undamped and output_size(training) <= LARGEST_OUTPUT
         corrected = self.leverage
         if corrected is None:
             corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
@@ -309,9 +308,8 @@ class Influence(Method):
     def _preconditioner(
         self, products: CurvatureProducts, damping: float, rhs: torch.Tensor
     ) -> Preconditioner | None:
-        few = (
-            len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
-        )  # which need not be positive, as a Nystroem factor must
+        # a Hessian need not be positive, as a Nystroem factor must be
+        few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
         if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
             rank = self._rank("nystroem", rhs)
             return nystroem(

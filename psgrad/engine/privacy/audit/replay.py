@@ -158,9 +158,8 @@ class Replayed:
         """Whether the sensitivity is respected, all published values are equal, and all released numbers are
         finite.
         """
-        near = (
-            self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
-        )  # not so for NaN
+        # false for NaN
+        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
         counted = (
             self.count_distance is None
             or self.count_sensitivity is None

@@ -129,11 +129,8 @@ def _attention_batch(
     ]
     mask = _fold_mask(batch, attn_mask, query)
     folded = [batch.fold(t) for t in lifted]
-    if (
-        state.attached
-        # the kernel keeps its arguments and its result for outer autograd; the function may write into its
-        # own
-    ):
+    # the kernel keeps its arguments and its result for outer autograd; the function may write into its own
+    if state.attached:
         folded = [t.clone() for t in folded]
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
     if state.attached:

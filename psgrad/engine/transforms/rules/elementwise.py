@@ -73,9 +73,8 @@ elementwise(
 )
 elementwise(
     aten.ldexp.Tensor,
-    x0=lambda out, x, y: (
-        lambda g: g * conj(torch.pow(2.0, y))
-    ),  # 2.0: whole powers of a whole number are 0 below 0
+    # 2.0: whole powers of a whole number are 0 below 0
+    x0=lambda out, x, y: lambda g: g * conj(torch.pow(2.0, y)),
     x1=lambda out, x, y: lambda g: g * conj(out) * math.log(2),
 )
 elementwise(
@@ -108,9 +107,8 @@ elementwise(
 )
 elementwise(
     aten.hypot.default,
-    x0=lambda out, x, y: (
-        lambda g: g * x / out
-    ),  # at the origin, where there is no derivative, NaN, as PyTorch's
+    # at the origin, where there is no derivative, NaN, as PyTorch's
+    x0=lambda out, x, y: lambda g: g * x / out,
     x1=lambda out, x, y: lambda g: g * y / out,
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
@@ -289,9 +287,8 @@ def _between(position: int) -> Any:
         if low is None:
             return _AT_MOST[min(position, 1)](out, x, high)
         tie = ((x == low) | (x == high)) & (low < high)
-        in_order = (
-            low <= high if BOUNDS_SHARE else low < high
-        )  # up to 2.13, neither of two equal bounds has the part that a smaller value does not have
+        # up to 2.13, neither of two equal bounds has the part that a smaller value does not have
+        in_order = low <= high if BOUNDS_SHARE else low < high
         counts = ((x >= low) & (x <= high), (x < low) & in_order, (x > high) | (high < low))[position]
         if BOUNDS_SHARE and position:
             counts = counts | (tie & (x == (low, high)[position - 1]))
