@@ -1,4 +1,4 @@
-"""What is trained in an evaluation: the rows, the jobs, the recipe of the built-in trainer, and the trained
+"""The trainings of an evaluation: the rows, the jobs, the recipe of the built-in trainer, and the trained
 models with their weights stacked.
 """
 

@@ -19,7 +19,7 @@ from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, defi
 
 
 def raised(batch: Any, x: torch.Tensor, rank: int) -> Any:
-    """The operand with `rank` logical axes behind that of the samples (new ones of length one)."""
+    """The operand with `rank` logical axes behind the sample axis, of length one if it is not mapped."""
     return batch.aligned(x, rank) if batch.is_mapped(x) else x.reshape(*(1,) * (rank + 1 - x.dim()), *x.shape)
 
 
