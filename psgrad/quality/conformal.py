@@ -89,11 +89,8 @@ def resolution(tested: Mapping[str, int], reference: Mapping[str, int], fdr: flo
     """
     count = sum(tested.values())
     floor = {group: 1 / (reference.get(group, 0) + 1) for group, tests in tested.items() if tests}
-    possible = (
-        []
-        # (smallest p-value, how many must be flagged) where the groups with such p-values have that many
-        # samples
-    )
+    # (smallest p-value, how many must be flagged) where the groups with such p-values have that many samples
+    possible = []
     for p in sorted(set(floor.values())):
         needed = max(1, math.ceil(count * p / fdr * (1 - 1e-12)))
         if needed <= sum(tests for group, tests in tested.items() if tests and floor[group] <= p):

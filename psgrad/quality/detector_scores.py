@@ -22,9 +22,8 @@ from psgrad.quality.references import Reference
 Array = npt.NDArray[Any]
 
 LEAST_ROWS = 30
-_MEAN_TO_SIGMA = (
-    1.2533  # sqrt(pi / 2): of a normal distribution, sigma is this times the mean absolute deviation
-)
+# sqrt(pi / 2): of a normal distribution, sigma is this times the mean absolute deviation
+_MEAN_TO_SIGMA = 1.2533
 
 
 def robust_z(log_norms: Array, labels: Array) -> tuple[Array, dict[str, str]]:

@@ -181,9 +181,9 @@ def judge(
         group=labels,
     )
     for each in detected:
-        ranked = ranked.assign(**_against(each, labels, small, verdict, outliers.tail))
+        ranked = ranked.assign(**_detector_values(each, labels, small, verdict, outliers.tail))
     facts = _facts(ranked, config, reference, verdict, small)
-    detectors = {each.name: _said(each, ranked, outliers.fdr) for each in detected}
+    detectors = {each.name: _detector_facts(each, ranked, outliers.fdr) for each in detected}
     facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
     columns = [column for column in SAMPLE_COLUMNS if column in ranked]
     return Judged(ranked[columns + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
@@ -236,7 +236,7 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
     return reasons
 
 
-def _against(
+def _detector_values(
     scores: DetectorScores, labels: Array, small: set[str], verdict: _Verdict, tail: str
 ) -> dict[str, Array]:
     """A detector's p- and q-values; none without a reference."""
@@ -247,7 +247,7 @@ def _against(
     return {f"{scores.name}_p": p, f"{scores.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
 
 
-def _said(scores: DetectorScores, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
+def _detector_facts(scores: DetectorScores, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
     q = f"{scores.name}_q"
     return DetectorFacts(
         title=scores.title,

@@ -132,12 +132,12 @@ def require_comparable(
 
     Raises ConfigError with every difference where they can't.
     """
-    asked = [
+    keys = [
         key
         for key in changed_keys(theirs, ours)
         if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)
     ]
-    changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in asked]
+    changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in keys]
     if changed:
         raise ConfigError(
             "\n".join(

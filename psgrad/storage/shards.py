@@ -64,7 +64,7 @@ class Shards:
         if self._count:
             self._path("state", self._count - 1).unlink(missing_ok=True)
         self._count += 1
-        self._took(self._rows + len(table))
+        self._set_rows(self._rows + len(table))
 
     def read(self) -> Kept:
         """The complete shards, from the first row on; shards behind one that is damaged or missing are
@@ -84,14 +84,14 @@ class Shards:
         else:
             state = {}
         self._count = len(result)
-        self._took(sum(len(table) for table, _ in result))
+        self._set_rows(sum(len(table) for table, _ in result))
         if not result:
             return Kept()
         table = pd.concat([table for table, _ in result], ignore_index=True)
         arrays = {name: np.concatenate([parts[name] for _, parts in result]) for name in result[0][1]}
         return Kept(self._rows, table, arrays, state or {})
 
-    def _took(self, rows: int) -> None:
+    def _set_rows(self, rows: int) -> None:
         self._rows = rows
         if self._counted:
             self._folder.rows = rows

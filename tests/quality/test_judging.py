@@ -1,4 +1,4 @@
-"""The verdict: its columns, who is flagged and why, and what is said of what can't be told."""
+"""The verdict: its columns, which samples are flagged and why, and what is reported if it is undecided."""
 
 from __future__ import annotations
 

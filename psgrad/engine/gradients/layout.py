@@ -1,4 +1,6 @@
-"""How a parameter's axes lie over those of a term: transposes, reshapes and slices that touch no value."""
+"""Layouts: the axes of a parameter over those of a term, by transposes, reshapes and slices that touch no
+value.
+"""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class _StoredGradients:
         self.gradients: dict[str, DeferredGradient] = {}
         self.full = memory is not None and memory <= 0
         self._device = device
-        self._asked = memory is not None
+        self._is_limited = memory is not None
         self._left = _WITHOUT_ASKING if memory is None else memory
         self._seen: set[int] = set()  # tensors share storages: an input serves several weights
 
@@ -135,8 +135,8 @@ class _StoredGradients:
                 if storage_key(storage) not in self._seen:
                     self._seen.add(storage_key(storage))
                     self._left -= storage.nbytes()
-        if self._left < 0 and not self._asked:
-            self._asked = True
+        if self._left < 0 and not self._is_limited:
+            self._is_limited = True
             self._left += free_memory(self._device) / 2
         if self._left < 0:
             self.give_up()

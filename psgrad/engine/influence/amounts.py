@@ -1,4 +1,4 @@
-"""Whether scores are amounts, that is, equal to the change on removal and not only in the same order.
+"""The calibration of scores: whether they are amounts, equal to the change on removal, or only rank.
 
 They are if the model is affine in its parameters, at the minimum of its training objective, without damping,
 with the leverage correction, and if one Newton step comes near enough to the minimum without an example.

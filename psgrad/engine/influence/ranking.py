@@ -113,7 +113,7 @@ def joined_scores(
         fitted, queries: one of each for every checkpoint.
         divisors: for each checkpoint [n], what each training example's scores are divided by; see `divisor`.
     """
-    streams = [each.scores(asked, per) for each, asked in zip(fitted, queries, strict=True)]
+    streams = [each.scores(query, per) for each, query in zip(fitted, queries, strict=True)]
     for blocks in aligned(streams):
         if divisors is not None:
             blocks = [_divided(block, divisor) for block, divisor in zip(blocks, divisors, strict=True)]

@@ -29,12 +29,12 @@ def column(name: str, first: int) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """names: of the T checkpoints, in the order of training. said: name -> [n, T]: `loss` and `grad_norm`
+    """names: of the T checkpoints, in the order of training. values: name -> [n, T]: `loss` and `grad_norm`
     always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see checkpoint_summary).
     """
 
     names: Sequence[str]
-    said: Mapping[str, torch.Tensor]
+    values: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
@@ -55,15 +55,15 @@ class History:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """[n, T] float64."""
-        return self.said[name].double()
+        return self.values[name].double()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.said
+        return name in self.values
 
     @property
     def finite(self) -> torch.Tensor:
         """[n, T] bool: where loss and gradient norm are finite."""
-        return torch.isfinite(self.said["loss"]) & torch.isfinite(self.said["grad_norm"])
+        return torch.isfinite(self.values["loss"]) & torch.isfinite(self.values["grad_norm"])
 
     def whole(self, name: str) -> torch.Tensor:
         """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, because a mean

@@ -36,9 +36,8 @@ def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: in
     classes [n] below `groups`.
     """
     value = accumulating(_value(gradient))
-    if (
-        value.shape[1] > _FEW and value.device.type == "cpu"
-    ):  # row by row; on a GPU the order of additions would be random
+    # row by row; on a GPU the order of additions would be random
+    if value.shape[1] > _FEW and value.device.type == "cpu":
         return torch.zeros(groups, value.shape[1], dtype=value.dtype).index_add_(0, classes, value)
     one_hot = classes.unsqueeze(0) == torch.arange(groups, device=classes.device).unsqueeze(1)
     return one_hot.to(value.dtype) @ value
@@ -127,9 +126,8 @@ class GradientSums:
         self._sums: torch.Tensor | None = None  # [groups, p]
         self.counts = torch.zeros(1, dtype=torch.int64)
         self.squares = torch.zeros(len(self.flat.shapes), dtype=torch.float64)
-        self._chunk: weakref.ref[PerSampleGradients] | None = (
-            None  # the last gradients; memory may be short, so they are not held
-        )
+        # the last gradients; memory may be short, so they are not held
+        self._chunk: weakref.ref[PerSampleGradients] | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._means: tuple[torch.Tensor, list[Vectors]] | None = None  # [p], and each group's
         self._dots: dict[str, torch.Tensor] = {}

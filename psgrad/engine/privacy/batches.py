@@ -74,7 +74,7 @@ def batch_source(
                 total.add(
                     clipper(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
                 )
-        return total.found()
+        return total.result()
 
     return source
 
@@ -102,7 +102,7 @@ def stream_source(stream: Stream, count: int) -> GradientSource:
         with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
             for _ in stream.run(count, [total], Clipper(clipping)):
                 pass
-        return total.found()
+        return total.result()
 
     return source
 
@@ -186,7 +186,7 @@ class RecordStreams:
                 reader, stream = self._stream(width)
                 reader.draw(part, step)
                 total.add(stream_source(stream, len(part))(clipping))
-            return total.found()
+            return total.result()
 
         return source
 

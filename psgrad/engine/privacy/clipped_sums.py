@@ -156,7 +156,7 @@ class Total:
                 value.add_(part.sums[name])
         self._records.append(part.records)
 
-    def found(self) -> ClippedSum:
+    def result(self) -> ClippedSum:
         """The sum, zero where nothing was added."""
         kind = torch.float64 if self._clipping.grid is None else torch.int64
         sums = self._sums or {
@@ -224,7 +224,7 @@ class Clipper:
             total, inside = Total(self.clipping, params), _inside_the_grid(self.clipping, params)
             for place in range(job.level.size):
                 total.add(alone(inside, place))
-            return total.found()
+            return total.result()
         sums, records, cancelling = self._at_once(loss, params, batch, options)
         for place in cancelling:
             one = alone(self.clipping, place)

@@ -51,7 +51,7 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
     with _put_back(objective.model) as state:
         rows.require_no_update(state)
         rows.require_no_memory(state)
-        rows.require_no_company()
+        rows.require_no_mixing()
 
 
 def _require_no_batch_statistics(model: nn.Module) -> None:
@@ -168,7 +168,7 @@ class _FewRows:
                     next_step="keep nothing from one call to the next; draw random numbers with torch",
                 )
 
-    def require_no_company(self) -> None:
+    def require_no_mixing(self) -> None:
         """The output and loss of the first and of the last row are the same among others, among copies of
         itself, and alone.
         """

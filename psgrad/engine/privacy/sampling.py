@@ -1,5 +1,5 @@
-"""How the records of a step are drawn, and how the noise multiplier changes from step to step. Every scheme
-here is one that an accountant covers.
+"""Sampling schemes, by which the records of a step are drawn, and schedules of the noise multiplier. Every
+scheme here is one that an accountant covers.
 
     poisson             each record by itself with probability q; the number of records varies, and may be 0
     truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset of that size

@@ -160,9 +160,8 @@ class DerivativeLevel(AdoptingLevel):
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
             return self._in_place(op, args, kwargs)
-        if (
-            operator.taken_apart
-        ):  # its pieces are handled one by one: they show which are views, and which write in place
+        # its pieces are handled one by one: they show which are views, and which write in place
+        if operator.is_decomposed:
             return decompose(op, args, kwargs)
         inputs, values = self.opened(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
@@ -190,9 +189,8 @@ class DerivativeLevel(AdoptingLevel):
                 )
         below = op
         if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
-            below = (
-                aten.reshape.default
-            )  # a write has stored a value whose memory layout differs from the tracer's strides
+            # a write has stored a value whose memory layout differs from the tracer's strides
+            below = aten.reshape.default
         if not follows:
             result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = (

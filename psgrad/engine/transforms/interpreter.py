@@ -234,7 +234,7 @@ class Interpreter(DispatchMode):
         if adopter is None or (top is not None and (top is _DEAD or top.index >= adopter.index)):
             return dispatch(top, op, args, kwargs)
         if op in RANDOM_COMPOSITES:
-            return in_pieces(op.decompose, args, kwargs)
+            return run_definition(op.decompose, args, kwargs)
         if is_random(op, args, kwargs):
             drawn = interpret(op, args, kwargs)
             return drawn if facts(op).mutated else map_tracers(adopter.adopt_from_below, drawn)
@@ -317,7 +317,7 @@ def recorded_outside() -> Iterator[None]:
         yield
 
 
-def in_pieces(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_definition(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a composite operator by its definition, whose operators the interpreter handles."""
     with Interpreter():
         return definition(*args, **kwargs)

@@ -66,23 +66,23 @@ def register_rule(
             expected="a vjp, of which forward mode is the transpose; a jvp beside it is a shortcut",
         )
     if vjp is None and batch is None and not constant:
-        vjp, batch = _told_to_torch(op, overload)
+        vjp, batch = _rules_of_torch(op, overload)
     makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
     pushes = _by_position(overload, jvp or {}, complete=False)
     if (vjp is not None or constant) and (
         registry.derivative_rule(overload) is not None or registry.is_constant(overload)
     ):
-        _give_way(name, "a derivative", replace)
+        _remove_rules(name, "a derivative", replace)
         registry.forget_derivative(overload)
     if batch is not None and registry.batching_rule(overload) is not None:
-        _give_way(name, "a batching rule", replace)
+        _remove_rules(name, "a batching rule", replace)
         registry.forget_batching(overload)
     if constant:
         registry.constant(overload)
     registry.define(overload, vjp=makers, jvp=pushes, batch=batch)
 
 
-def _give_way(name: str, what: str, replace: bool) -> None:
+def _remove_rules(name: str, what: str, replace: bool) -> None:
     if not replace:
         raise TransformError(
             f"register_rule({name}): the operator has {what} already",
@@ -159,7 +159,7 @@ def _refusal(op: Op, argument: str) -> Maker:
 # -- rules from torch.library ---------------------------------------------------------------------------
 
 
-def _told_to_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
+def _rules_of_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
     """The formulas that were registered for a custom_op, as rules."""
     backward, setup, vmap = (
         getattr(op, name, None) for name in ("_backward_fn", "_setup_context_fn", "_vmap_fn")

@@ -19,8 +19,7 @@ from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
 aten = torch.ops.aten
 
-# Operators for which the meta device accepts shapes that the kernel refuses: the kernel runs on zeros. For
-# these always,
+# Operators for which the meta device accepts shapes that the kernel refuses: the kernel always runs on zeros.
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
@@ -43,7 +42,7 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.histogram.bins_tensor,
     }
 )
-# and of these where an argument, by its position, has another rank.
+# For these it runs on zeros if the rank of an argument, by its position, is another one.
 _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.addmm.default: {0: (1, 2)},
     aten.addmv.default: {0: (0, 1)},

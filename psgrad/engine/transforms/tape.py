@@ -51,9 +51,8 @@ class Node:
         self.sequence = next(_sequence)
         self.outputs = outputs  # how many results; None for one that does not come in a tuple
         self.edges: list[Edge] = []
-        self.joint: Callable[..., Any] | None = (
-            None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
-        )
+        # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
+        self.joint: Callable[..., Any] | None = None
 
 
 class Edge:

@@ -60,7 +60,7 @@ def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> N
 @pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
-    """One minute of programs that nobody has seen; PSGRAD_PROGRAMS_SEED repeats those of another day.
+    """One minute of new programs; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
     The aim is that none fails. About one of twenty thousand still does, most of them with infinities, NaN or
     numbers of 1e30; each is printed. What turns this test red is more than that: a fault that is new.
@@ -137,7 +137,7 @@ def test_vmap_outer_autograd_write_of_number_through_empty_view() -> None:
 
 @pytest.mark.parametrize("name", ["unsqueeze", "unsqueeze_", "two views"])
 def test_vmap_outer_autograd_write_into_whole_view_after_write_through_another(name: str) -> None:
-    """PyTorch takes a view for a leaf as long as nobody asks for its history, though its base was
+    """PyTorch takes a view for a leaf until its history is read, though its base was
     written to.
     """
     p, v = P.clone().requires_grad_(), V[:, 0]
@@ -354,7 +354,7 @@ OVERWRITES = {
 
 @pytest.mark.parametrize("name", OVERWRITES)
 def test_overwritten_value_without_finite_derivative(name: str) -> None:
-    """Autograd's gradient there is zero times infinity; the sample's is no number, and nobody else's."""
+    """Autograd's gradient there is zero times infinity; the sample's is NaN, and no other sample's."""
 
     def f(x: Tensor) -> Tensor:
         t = torch.fmax(x, x.flip(0)).log()

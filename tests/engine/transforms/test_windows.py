@@ -1,5 +1,5 @@
-"""A convolution's per-sample weight gradients: every way to them beside the kernel's own gradient of one
-sample at a time.
+"""A convolution's per-sample weight gradients: every order of computing them beside the kernel's own gradient
+of one sample at a time.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_convolution_norms_memory_below_gradient(channels: int, monkeypatch: pyt
     expected = one_by_one(g.double(), x.double(), shape, geometry).flatten(1).square().sum(1)
 
     def never(*args: object) -> None:
-        raise AssertionError("a weight gradient was written out")
+        raise AssertionError("a weight gradient was materialised")
 
     monkeypatch.setattr(convolution, "weight_gradients", never)
     torch.testing.assert_close(term.square_norms().double(), expected, rtol=1e-5, atol=0)

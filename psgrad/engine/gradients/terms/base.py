@@ -1,4 +1,4 @@
-"""What a kind of term can do, and a term's place in its parameter.
+"""The interface of the kinds of terms, and the place of a term in its parameter.
 
 A term is a per-sample value that is kept as its factors until a query contracts them, such as a sum over
 positions of outer products. A kind of term is one file of this folder: how its norms, inner products, sums,

@@ -271,9 +271,8 @@ class Convolution(Term):
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The second matrix is a convolution with kernels."""
         groups, axes = self.geometry.groups, len(self.weight_shape) - 2
-        kernels = (
-            second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
-        )  # [g * k, i, *kernel]
+        # [g * k, i, *kernel]
+        kernels = second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
         geometry = self.geometry._replace(transposed=False, output_padding=(0,) * axes)
         each = (self.cotangents[:1].numel() + self.inputs[:1].numel()) * dtype.itemsize
         for samples in blocks(self.samples, 2 * each, self.device):

@@ -92,9 +92,8 @@ class Product(Term):
         return (norms_at_least(self.left, 3) * norms_at_least(self.right, 3)).sum((1, 2))
 
     def materialise(self) -> torch.Tensor:
-        if (
-            self.left.shape[2] == 1
-        ):  # a product of matrices with one summand is a third slower than an elementwise product
+        # a product of matrices with one summand is a third slower than an elementwise product
+        if self.left.shape[2] == 1:
             return self.left.transpose(2, 3) * self.right
         return torch.matmul(self.left.transpose(2, 3), self.right)
 
@@ -247,9 +246,8 @@ class Product(Term):
                 ):  # less than a row only where a row by itself is a slice
                     right = self.right[:, group, :, j : j + some_columns]
                     a, b = left.shape[2], right.shape[2]
-                    if (
-                        positions == 1
-                    ):  # samples last: best for a sparse projection, and no worse for a product
+                    # samples last: best for a sparse projection, and no worse for a product
+                    if positions == 1:
                         value = memory.tensor("values", (a, b, n), dtype)
                         torch.mul(
                             left[:, 0].t().contiguous().unsqueeze(1), right[:, 0].t().contiguous(), out=value

@@ -1,5 +1,5 @@
-"""How well scores find labels that were flipped on purpose, and the controls of an evaluation: scores without
-any influence method.
+"""The detection of labels that were flipped on purpose, and the controls of an evaluation: scores without any
+influence method.
 
 A method that is not better than the same label, the nearest input and the loss of the training example
 explains little.

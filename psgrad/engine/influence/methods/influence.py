@@ -199,9 +199,10 @@ class Influence(Method):
                 self.seed,
             )
         undamped = amounts and fitted.facts["damping"] == 0
+        # both corrections need the output row by row
         by_default = (
             convex and undamped and output_size(training) <= LARGEST_OUTPUT and outputs_alike(training)
-        )  # which both corrections need row by row
+        )
         corrected = self.leverage
         if corrected is None:
             corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
@@ -311,9 +312,8 @@ class Influence(Method):
     def _preconditioner(
         self, products: CurvatureProducts, damping: float, rhs: torch.Tensor
     ) -> Preconditioner | None:
-        few = (
-            len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
-        )  # which need not be positive, as a Nystroem factor must
+        # a Hessian need not be positive, as a Nystroem factor must be
+        few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
         if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
             rank = self._rank("nystroem", rhs)
             return nystroem(

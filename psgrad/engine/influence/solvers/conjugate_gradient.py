@@ -245,9 +245,8 @@ class _BlockSolver:
         if float(values[0]) < -rounding:
             start = self._root((directions @ vectors[:, :1]).t(), -0.5)[0]
             raise negative_curvature(extremes(self.apply, start))
-        return (
-            vectors / values.clamp_min(rounding)
-        ) @ vectors.t()  # directions of a right-hand side that is solved already
+        # rounding: along directions of a right-hand side that is solved already
+        return (vectors / values.clamp_min(rounding)) @ vectors.t()
 
 
 def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

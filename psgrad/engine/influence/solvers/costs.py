@@ -1,4 +1,4 @@
-"""What each solver is predicted to cost, from sizes alone: multiplications and additions, and bytes."""
+"""The predicted cost of each solver, from sizes alone: multiplications and additions, and bytes."""
 
 from __future__ import annotations
 

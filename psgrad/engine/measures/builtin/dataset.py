@@ -205,9 +205,8 @@ class CovarianceSpectrum(Measure):
 
     def prepare(self, setting: Setting) -> None:
         self._setting = setting
-        self._sums = (
-            shared_sums(setting, self) if len(setting) > self.exact_up_to else None
-        )  # else all inner products are computed
+        # without them all inner products are computed
+        self._sums = shared_sums(setting, self) if len(setting) > self.exact_up_to else None
         self.needs_factors = self._sums is not None
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:

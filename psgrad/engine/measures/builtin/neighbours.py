@@ -120,9 +120,8 @@ class NeighbourDistance(Measure):
         if labels is not None and labels.dim() == 1:
             labelled = by_angle >= 0
             other = labelled & (labels[by_angle] != labels.unsqueeze(1))
-            columns["neighbour_label_share"] = (
-                other.sum(1) / labelled.sum(1).double()
-            )  # nothing by nothing is NaN
+            # nothing by nothing is NaN
+            columns["neighbour_label_share"] = other.sum(1) / labelled.sum(1).double()
         numbers: dict[str, Any] = {
             "neighbours": int((near[:1] >= 0).sum()),
             "samples": len(projected.places),

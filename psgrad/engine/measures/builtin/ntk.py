@@ -197,9 +197,8 @@ def _by_output(blocks: torch.Tensor, targets: torch.Tensor | None, epsilon: floa
         values, condition, rank = _spectrum(own, epsilon)
         alignment = None
         if targets is not None:
-            belongs = (
-                targets == output if blocks.shape[1] > 1 else targets
-            )  # a single output is that of class 1
+            # a single output is that of class 1
+            belongs = targets == output if blocks.shape[1] > 1 else targets
             alignment = _alignment(own, belongs.double().unsqueeze(1))
         row = (output, float(own.trace()), float(values[0]), condition, rank, alignment)
         for name, value in zip(result, row, strict=True):

@@ -1,4 +1,4 @@
-"""What one step costs: the event that a ledger line holds and an accountant reads.
+"""The cost of one step: the event that a ledger line holds and an accountant reads.
 
 A step draws records by a scheme, sums their clipped gradients, and adds noise whose standard deviation is the
 noise multiplier times the sum's sensitivity under a relation between datasets. These three say all that

@@ -113,7 +113,7 @@ class Canaries:
 
     def nothing(self, clipping: Clipping) -> ClippedSum:
         """The clipped sum of no records."""
-        return Total(clipping, self.params).found()
+        return Total(clipping, self.params).result()
 
     def read(self, sums: Mapping[str, torch.Tensor], clipping: Clipping) -> np.ndarray:
         """[count] float64: each canary's part in these sums, the unit being the whole norm that a record can
@@ -132,8 +132,8 @@ class Canaries:
         return (scores / math.sqrt(used * math.fsum(squares))).numpy()
 
 
-class KeptSource:
-    """A source that stores the last clipped sum that it returned, in `found`."""
+class StoringSource:
+    """A source that stores the last clipped sum that it returned, in `last`."""
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
@@ -144,7 +144,7 @@ class KeptSource:
         return self._last
 
     @property
-    def found(self) -> ClippedSum:
+    def last(self) -> ClippedSum:
         assert self._last is not None
         return self._last
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from psgrad.engine.privacy.accounting import adaptive_multiplier
-from psgrad.engine.privacy.audit.canaries import Canaries, KeptSource, with_canaries
+from psgrad.engine.privacy.audit.canaries import Canaries, StoringSource, with_canaries
 from psgrad.engine.privacy.audit.noise_check import NoiseCheck, NoiseLog
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
@@ -118,8 +118,8 @@ def play(
         drawn, others = _drawn(run.sampling, canaries.count, records if source is not None else 0, generator)
         who = drawn if replaced else drawn[inside[drawn]]
         signs = np.where(inside[who], 1.0, -1.0)
-        rest = None if source is None else KeptSource(source(others))
-        stored = KeptSource(with_canaries(rest, canaries, who, signs))
+        rest = None if source is None else StoringSource(source(others))
+        stored = StoringSource(with_canaries(rest, canaries, who, signs))
         noise = run.noise(step)
         now = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
         noisy = private_sum(
@@ -137,16 +137,16 @@ def play(
             # The auditor knows the other records, and which of them were drawn: the guarantee holds whatever
             # these are. Where batches are truncated, the draws depend on one another, and are left unknown.
             expected = (
-                rest.found.sums
+                rest.last.sums
                 if now.grid is None
-                else {name: value * now.grid for name, value in rest.found.sums.items()}
+                else {name: value * now.grid for name, value in rest.last.sums.items()}
             )
             seen = seen - canaries.read(expected, now)
         rate = 1.0 if run.sampling.sample_rate is None else run.sampling.sample_rate
         scores += evidence(seen / 2 if replaced else seen, rate, multiplier, far, near)
         simulated += evidence(_as_declared(random, rate, multiplier, near), rate, multiplier, far, near)
         if multiplier > 0:
-            log.add(noisy.sums, stored.found.sums, multiplier * sensitivity, now.grid)
+            log.add(noisy.sums, stored.last.sums, multiplier * sensitivity, now.grid)
         adaptive = noisy.following
         tell(step + 1)
     return Played(scores, inside, simulated, log.check(), reach, steps)

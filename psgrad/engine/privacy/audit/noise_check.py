@@ -1,5 +1,5 @@
-"""Whether a step adds the noise that it declares: its standard deviation, its shape, no number used twice,
-and no released number off its public grid.
+"""A check of the noise that a step adds against the declared one: its standard deviation, its shape, no
+number used twice, and no released number off its public grid.
 
 The auditor knows the clipped sums, so the noise is the difference, and no canary is needed. Each question is
 a test whose probability of a false alarm is known.

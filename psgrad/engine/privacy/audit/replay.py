@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.audit.canaries import KeptSource
+from psgrad.engine.privacy.audit.canaries import StoringSource
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipped_sums import ClippedSum
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
@@ -54,7 +54,7 @@ class DrawLog:
 
 
 class _LoggedGenerator(Generator):
-    """A generator each of whose draws is one call of `_give(asked, draw)`."""
+    """A generator each of whose draws is one call of `_give(request, draw)`."""
 
     def __init__(self, name: str, secure: bool, reach: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _LoggedGenerator(Generator):
         return drawn
 
     @abstractmethod
-    def _give(self, asked: tuple[Any, ...]) -> Any: ...
+    def _give(self, request: tuple[Any, ...]) -> Any: ...
 
     def _in_a_fork(self) -> None:
         pass  # the logged numbers are not secret, and are repeated on purpose
@@ -86,9 +86,9 @@ class _LoggingGenerator(_LoggedGenerator):
         super().__init__(generator.name, generator.secure, generator.reach)
         self._generator, self._drawn = generator, drawn
 
-    def _give(self, asked: tuple[Any, ...]) -> Any:
-        numbers = getattr(self._generator, asked[0])(*asked[1:])
-        self._drawn.append((asked, numbers))
+    def _give(self, request: tuple[Any, ...]) -> Any:
+        numbers = getattr(self._generator, request[0])(*request[1:])
+        self._drawn.append((request, numbers))
         return numbers
 
 
@@ -97,11 +97,11 @@ class _ReplayingGenerator(_LoggedGenerator):
         super().__init__("replayed", secure=False, reach=math.inf)
         self._drawn, self._next = drawn, 0
 
-    def _give(self, asked: tuple[Any, ...]) -> Any:
+    def _give(self, request: tuple[Any, ...]) -> Any:
         logged = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
-        if logged[0] != asked:
+        if logged[0] != request:
             raise DrawsDiffer(
-                f"draw {self._next + 1} of the step on the neighbour is {asked}, and was"
+                f"draw {self._next + 1} of the step on the neighbour is {request}, and was"
                 f" {logged[0] or 'none'} on the dataset",
                 expected="the same random numbers, whatever the data are",
                 cause="noise that is skipped, or drawn again, depending on records",
@@ -158,9 +158,8 @@ class Replayed:
         """Whether the sensitivity is respected, all published values are equal, and all released numbers are
         finite.
         """
-        near = (
-            self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
-        )  # not so for NaN
+        # false for NaN
+        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
         counted = (
             self.count_distance is None
             or self.count_sensitivity is None
@@ -198,7 +197,7 @@ def compare_neighbours(
     """
     log = DrawLog()
     replaying = log.replaying()
-    sources = KeptSource(source), KeptSource(neighbour)
+    sources = StoringSource(source), StoringSource(neighbour)
     outcomes: list[NoisySum] = []
     differing: list[str] = []
     for stored, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
@@ -216,7 +215,7 @@ def compare_neighbours(
             differing.append("the random draws")
             break
         outcomes.append(noisy)
-    seen = [stored.found for stored in sources]
+    seen = [stored.last for stored in sources]
     if len(outcomes) == 2:
         if replaying.left:
             differing.append("the random draws")

@@ -129,11 +129,8 @@ def _attention_batch(
     ]
     mask = _fold_mask(batch, attn_mask, query)
     folded = [batch.fold(t) for t in lifted]
-    if (
-        state.attached
-        # the kernel keeps its arguments and its result for outer autograd; the function may write into its
-        # own
-    ):
+    # the kernel keeps its arguments and its result for outer autograd; the function may write into its own
+    if state.attached:
         folded = [t.clone() for t in folded]
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
     if state.attached:
@@ -293,11 +290,18 @@ def _back_by_matrix_products(
 
 @replace(_backward_for_cpu)
 def _cpu_backward(
-    g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, **options: Any
+    g: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    causal: bool,
+    **options: Any,
 ) -> Any:
     mask, scale = options.get("attn_mask"), options.get("scale")
-    dropout_p, is_causal = rest
-    return _back_by_matrix_products(g, query, key, value, mask, dropout_p, is_causal, scale)[:3]
+    return _back_by_matrix_products(g, query, key, value, mask, dropout_p, causal, scale)[:3]
 
 
 def _cuda_flash_back(

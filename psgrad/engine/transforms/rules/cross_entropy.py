@@ -283,9 +283,8 @@ def _linear_cross_entropy(
 
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"
-if (
-    importlib.util.find_spec(_MODULE) is not None
-):  # missing in older versions of PyTorch; the import registers the operators
+# missing in older versions of PyTorch; the import registers the operators
+if importlib.util.find_spec(_MODULE) is not None:
     importlib.import_module(_MODULE)  # which makes the operators known
 
     @replace(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)

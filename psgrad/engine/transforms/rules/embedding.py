@@ -76,9 +76,8 @@ def _without_gradient(x: torch.Tensor) -> torch.Tensor:
 
 def looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
     """The slices of each sample's part of `x` [n, ...] along an axis, at its own `places` [n, k]."""
-    if (
-        state.attached
-    ):  # gather saves `x` for its derivative, which doesn't need it: a write to `x` would be an error
+    # gather saves `x` for its derivative, which doesn't need it: a write to `x` would be an error
+    if state.attached:
         x = x.movedim(dim, 1)
         samples = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
         outside = x.shape[1]  # so that a negative place is an error, as in the lookup operators

@@ -210,9 +210,8 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
         lead = next(i for i, index in enumerate(indices) if index is not None)
         rank = max(i.dim() for i in indices if i is not None)
         moved = out.movedim(list(range(1, 1 + rank)), list(range(1 + lead, 1 + lead + rank)))
-        return (
-            moved.contiguous()
-        )  # in the layout of one sample's result in PyTorch: `view` and `as_strided` depend on it
+        # in the layout of one sample's result in PyTorch: `view` and `as_strided` depend on it
+        return moved.contiguous()
     return out
 
 

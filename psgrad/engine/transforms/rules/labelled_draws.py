@@ -66,9 +66,8 @@ def _integers(draw: Drawer, given: Given) -> torch.Tensor:
     else:
         shape, dtype, device = _as_asked(given)
     low, high = given.get("low", given.get("from")), given.get("high", given.get("to"))
-    if (
-        high is None
-    ):  # up to the largest number of the type, or the largest whole number that it represents exactly
+    # up to the largest number of the type, or the largest whole number that it represents exactly
+    if high is None:
         high = 2 ** _BITS[dtype] if dtype in _BITS else torch.iinfo(dtype).max + 1
     return draw.integers(low or 0, high, shape, dtype, device)
 

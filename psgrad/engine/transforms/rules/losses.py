@@ -37,7 +37,7 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
         return [args[i] if i < len(args) else kwargs.get(name, defaults[i]) for i, name in enumerate(names)]
 
     def written(args: list[Any]) -> torch.Tensor | None:
-        """The loss, with weights or a reduction."""
+        """The loss, if it has weights or a reduction."""
         weights = None if weight is None else args[weight]
         if weights is None and args[reduction] == 0:
             return None

@@ -203,9 +203,8 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
         return op(a, batch.physical(b))
     if batch.is_mapped(a) and batch.is_mapped(b) and a.dim() == 2 and b.dim() == 2:
         left, right = batch.raw(a), batch.raw(b)
-        return (
-            left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)
-        )  # one position: an outer product
+        # one position: an outer product
+        return left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)
     rank = max(a.dim(), b.dim())
     left = batch.aligned(a, rank) if batch.is_mapped(a) else a
     right = batch.aligned(b, rank) if batch.is_mapped(b) else b

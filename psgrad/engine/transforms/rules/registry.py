@@ -102,7 +102,7 @@ class Known(NamedTuple):
     derivative: DerivativeRule | None
     batching: Callable[..., Any] | None
     constant: bool
-    taken_apart: bool
+    is_decomposed: bool
     tables: tuple[Any, Any, Any]  # from which this was read
 
 
@@ -119,7 +119,7 @@ def known(op: Op) -> Known:
     writes = bool(schema.mutated or schema.mutated_kwargs)
     tables = _derivatives, _batchings, _constants
     cached = Known(
-        op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op), tables
+        op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), is_decomposed(op), tables
     )
     _known[id(op)] = cached
     return cached
@@ -228,7 +228,7 @@ def is_constant(op: Op) -> bool:
     return op in _constants
 
 
-def taken_apart(op: Op) -> bool:
+def is_decomposed(op: Op) -> bool:
     """Whether `op` is a composite operator without a derivative of its own, or is replaced by a program that
     returns what no level may wrap.
 

@@ -306,9 +306,8 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     """The n-th place of the mask gets the n-th element of the source, by a cumulative sum."""
     x, mask = torch.broadcast_tensors(x, mask)
     number = mask.reshape(-1).cumsum(0) - 1
-    if (
-        not source.numel()
-    ):  # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+    # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+    if not source.numel():
         source, number = source.new_zeros(1), number + 1
     values = aten.index.Tensor(source.reshape(-1), [torch.where(mask, number.reshape(x.shape), 0)])
     return torch.where(mask, values, x)
