@@ -7,9 +7,8 @@ Nothing that computes may import it; only the workflows do.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,29 +145,6 @@ def _require_agreement(
             )
 
 
-def _naming_failures(witness: Callable[..., Any]) -> Callable[..., Any]:
-    """`witness`, with a SelfCheckError where PyTorch's autograd can't do what psgrad has just done."""
-
-    @functools.wraps(witness)
-    def named(*args: Any) -> Any:
-        try:
-            return witness(*args)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            raise SelfCheckError(
-                f"the self-check can't run, as PyTorch's autograd fails: {str(error).partition(chr(10))[0]}",
-                cause="psgrad has a rule where PyTorch has no derivative, or none for this dtype",
-                next_step=(
-                    "engine.verify: 0 goes on without the check; or run the model with an implementation"
-                    " that PyTorch differentiates (experts_implementation: eager, dequantised weights)"
-                ),
-            ) from error
-
-    return named
-
-
-@_naming_failures
 def _witness(
     objective: Objective,
     inputs: tuple[torch.Tensor, ...],
@@ -176,10 +152,22 @@ def _witness(
     precision: AbstractContextManager[Any],
 ) -> dict[str, torch.Tensor]:
     parameters = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
-    with torch.enable_grad():
-        with precision:
-            loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    try:
+        with torch.enable_grad():
+            with precision:
+                loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise SelfCheckError(
+            f"the self-check can't run, as PyTorch's autograd fails: {str(error).partition(chr(10))[0]}",
+            cause="psgrad has a rule where PyTorch has no derivative, or none for this dtype",
+            next_step=(
+                "engine.verify: 0 goes on without the check; or run the model with an implementation that"
+                " PyTorch differentiates (experts_implementation: eager, dequantised weights)"
+            ),
+        ) from error
     return {
         name: (
             torch.zeros_like(parameter, dtype=torch.float64)
