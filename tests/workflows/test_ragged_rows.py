@@ -121,9 +121,7 @@ def test_analyze_gives_ragged_rows_their_own_norms(
     assert ("the model does not ignore padding" in outcome.err) == (model == "last")
 
 
-def test_analyze_of_the_first_ragged_rows_gives_the_same_numbers(
-    samples: Sequences, place: Workplace
-) -> None:
+def test_analyze_of_some_ragged_rows_gives_the_same_numbers(samples: Sequences, place: Workplace) -> None:
     place.config |= {"model": {"factory": "model.py:mean"}, "engine": {"device": "cpu"}}
     place.config["analyze"] = {"measures": ["cosine_to_mean", "input_gradient"]}
     place.succeeded()
