@@ -18,6 +18,7 @@ from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
+from psgrad.ragged import Block
 from psgrad.workflows.measures import joined_summary
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -35,7 +36,7 @@ class Rows:
     classes: int | None = 3
 
     def read(self, start: int, stop: int) -> Any:
-        return _Batch((self.inputs[start:stop],), None if self.targets is None else self.targets[start:stop])
+        return Block((self.inputs[start:stop],), None if self.targets is None else self.targets[start:stop])
 
     def setting(self, chunk_size: int | str = "auto", seed: int = 0) -> Setting:
         objective = Objective(self.model, self.criterion)
@@ -58,12 +59,6 @@ class Rows:
         """[n, C] float64."""
         with torch.no_grad():
             return self.model(self.inputs).double().numpy()
-
-
-@dataclass(frozen=True)
-class _Batch:
-    inputs: tuple[Tensor, ...]
-    target: Tensor | None
 
 
 @dataclass
