@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Loaded:
             unit,
             self.loaded.pretrained,
             criterion=self.criterion,
+            trained_on=trained_on(self.config, self.loaded),
             allow_download=self.config.allow_download,
         )
         if found.ragged is not None and self.samples.ragged is not None:
@@ -201,6 +202,7 @@ def load(
         loaded.pretrained,
         kept,
         criterion=criterion,
+        trained_on=trained_on(config, loaded),
         allow_download=config.allow_download,
     )
     if config.data.class_names is None and samples.class_names is not None:
@@ -209,6 +211,12 @@ def load(
     model = place(loaded.model, device, dtype, config.model.dtype)
     forward = Forward(samples.keywords, loaded.pick, samples.weighted)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
+
+
+def trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:
+    """What timm says of the images that a model of its was trained on; None for other models."""
+    found: Mapping[str, Any] | None = getattr(loaded.model, "pretrained_cfg", None)
+    return found if config.model.timm is not None else None
 
 
 def set_up(config: Config, kept: Path | None = None) -> Setup:
