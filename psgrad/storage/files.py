@@ -76,7 +76,7 @@ def written_atomically(target: Path) -> Iterator[BinaryIO]:
             file.flush()
             sync(file.fileno())
         point()
-        os.replace(temporary, target)  # noqa: PTH105 (one module, one way: everything here is a call of os)
+        os.replace(temporary, target)  # noqa: PTH105 (one module, one style: everything here is a call of os)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -104,9 +104,7 @@ def leftovers_of(target: Path) -> list[Path]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte at the descriptor's place, in one call where the system takes them so. Raises
-    OSError.
-    """
+    """Write every byte at the descriptor's place, in one call if the system allows it. Raises OSError."""
     point()
     point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
     written = os.write(descriptor, data)

@@ -23,7 +23,7 @@ from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
-from psgrad.inputs.drawn import DrawnSamples, drawn_rows
+from psgrad.inputs.drawn import DrawnSamples, SamplesWithColumns, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
@@ -69,13 +69,13 @@ class Loaded:
         names = self.config.data.class_names
         if data.class_names is None and names is not None:
             data = data.model_copy(update={"class_names": names})
-        found = load_data(
+        found = samples_of(
             data,
             self.config.base,
             unit,
             self.loaded.pretrained,
             criterion=self.criterion,
-            trained_on=trained_on(self.config, self.loaded),
+            trained_on=images_trained_on(self.config, self.loaded),
             allow_download=self.config.allow_download,
         )
         if found.ragged is not None and self.samples.ragged is not None:
@@ -195,28 +195,49 @@ def load(
     )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
-    samples = load_data(
+    samples = samples_of(
         config.data,
         config.base,
         unit,
         loaded.pretrained,
         kept,
         criterion=criterion,
-        trained_on=trained_on(config, loaded),
+        trained_on=images_trained_on(config, loaded),
         allow_download=config.allow_download,
     )
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
     model = place(loaded.model, device, dtype, config.model.dtype)
-    forward = Forward(samples.keywords, loaded.pick, samples.weighted)
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
-def trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:
+def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:
     """What timm says of the images that a model of its was trained on; None for other models."""
     found: Mapping[str, Any] | None = getattr(loaded.model, "pretrained_cfg", None)
     return found if config.model.timm is not None else None
+
+
+def samples_of(
+    data: DataConfig,
+    base: Path,
+    *arguments: Any,
+    criterion: Criterion,
+    trained_on: Mapping[str, Any] | None,
+    allow_download: bool,
+) -> Samples:
+    """The dataset as `load_data` has it, with the columns that the loss takes."""
+    found = load_data(
+        data, base, *arguments, criterion=criterion, trained_on=trained_on, allow_download=allow_download
+    )
+    if not criterion.columns:
+        return found
+    alone = {"inputs": list(criterion.columns), "stack": False}
+    others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight", "task")
+    cleared = {name: None for name in others if name in DataConfig.model_fields}
+    columns = load_data(data.model_copy(update={**cleared, **alone}), base, allow_download=allow_download)
+    return SamplesWithColumns(found, columns, criterion.columns)
 
 
 def set_up(config: Config, kept: Path | None = None) -> Setup:

@@ -178,12 +178,13 @@ class _Checks:
             self.found.facts["model"] = f"timm's {model.timm}"
             return
         self.found.facts["model"] = str(model.pretrained)
+        allowed = self.sections.get("allow_download") is True
         problems = len(self.found.problems)
         with self.found.told("model.pretrained"):
-            self.found.facts["model"] = pretrained_facts(model, self.base)
+            self.found.facts["model"] = pretrained_facts(model, self.base, allow_download=allowed)
         if problems == len(self.found.problems):
             with self.found.told("model.adapter"):
-                for words, notes in adapter_facts(model, self.base):
+                for words, notes in adapter_facts(model, self.base, allow_download=allowed):
                     self.found.facts["model.adapter"] = words
                     self.found.notes += notes
 
@@ -484,6 +485,8 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
         found.facts["rows"] = f"{len(run.samples):,}"
+        with found.told("data.class_names"):
+            _require_a_name_each(config.data.class_names, run.reader.classes)
         stream, count = run.stream(say), min(_ROWS, len(run.samples))
         rows = [place * len(run.samples) // count for place in range(count)]
         found.facts["losses"] = _losses(stream, rows)
@@ -497,6 +500,15 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
         plan = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
+        )
+
+
+def _require_a_name_each(names: Sequence[str] | None, classes: int | None) -> None:
+    """Raises ConfigError for more or fewer names than the model's output has classes."""
+    if names is not None and classes is not None and len(names) != classes:
+        raise ConfigError(
+            f"the names are {', '.join(names[:5])} ({len(names)}), and the model has {classes} classes",
+            expected="a name for each class, in the order of the outputs",
         )
 
 

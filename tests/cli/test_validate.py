@@ -360,6 +360,17 @@ def test_a_baseline_that_is_yet_to_be_saved_is_no_problem(workplace: Workplace) 
     refused(workplace, 3, "baseline.json")
 
 
+@pytest.mark.parametrize("names", [["a", "b"], ["a", "b", "c", "d"]])
+def test_class_names_that_are_not_one_for_each_output_are_found_by_deep(
+    workplace: Workplace, names: list[str]
+) -> None:
+    workplace.config["data"]["class_names"] = names
+    words = f"data.class_names: the names are {', '.join(names)} ({len(names)}), and the model has 3 classes"
+    refused(workplace, 2, words, options=("--deep",))
+    workplace.config["data"]["class_names"] = ["a", "b", "c"]
+    assert validated(workplace, "--deep").code == 0
+
+
 def test_options_of_measures_have_values_that_deep_checks(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"measures": [{"name": "hessian_trace", "probes": "many"}]}
     assert validated(workplace).code == 0

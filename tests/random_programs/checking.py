@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,15 +102,19 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _kernels(program: Program) -> AbstractContextManager[None]:
-    """Convolutions without the library that PyTorch calls for some sizes, where infinite numbers may meet
-    padding: it leaves padding out, and PyTorch's own kernels multiply it with zero. In bfloat16 it ends the
-    process at third derivatives of conv3d.
+@contextmanager
+def _kernels(program: Program) -> Iterator[None]:
+    """Convolutions without the libraries that PyTorch calls for some sizes, where infinite numbers may meet
+    padding: oneDNN leaves padding out, and PyTorch's own kernels multiply it with zero; NNPACK, which takes
+    16 images and more where oneDNN is off, mixes all numbers of a tile. In bfloat16 oneDNN ends the process
+    at third derivatives of conv3d.
     """
     text = " ".join(statement.text for statement in program.statements)
-    if (program.extreme and "conv" in text) or (program.dtype == torch.bfloat16 and "conv3d(" in text):
-        return torch.backends.mkldnn.flags(enabled=False)  # type: ignore[no-any-return]
-    return nullcontext()
+    with ExitStack() as off:
+        if (program.extreme and "conv" in text) or (program.dtype == torch.bfloat16 and "conv3d(" in text):
+            off.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            off.enter_context(torch.backends.nnpack.flags(enabled=False))
+        yield
 
 
 def attempted(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], BaseException | None]:

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 import yaml
 
 import psgrad
-from psgrad.config import AnalyzeConfig, InfluenceConfig
-from psgrad.errors import CheckpointError
+from psgrad.config import AnalyzeConfig, InfluenceConfig, load_config
+from psgrad.errors import CheckpointError, ConfigError
+from psgrad.workflows.evaluation_bench import fresh_models
 from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer, transformers
 from tests.workplace import Workplace
 
@@ -153,6 +154,14 @@ def test_analyze_checkpoints_of_another_model(trained: Path, tmp_path: Path) -> 
     )
     with pytest.raises(CheckpointError, match="has other parameters than the config's model"):
         psgrad.analyze(config, report=False)
+
+
+def test_influence_evaluation_of_a_model_without_the_weights_that_training_began_with(
+    trained: Path, tmp_path: Path
+) -> None:
+    config = load_config(write(trained, tmp_path / "out"))
+    with pytest.raises(ConfigError, match="would be trained again from the trained weights"):
+        fresh_models(config, None)  # type: ignore[arg-type]
 
 
 # -- The order of steps --------------------------------------------------------------------------------------

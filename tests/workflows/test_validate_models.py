@@ -137,6 +137,28 @@ def test_a_library_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "pip install 'psgrad[hugging-face]'" in said
 
 
+def test_what_would_be_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def hub(name: str, *, dry_run: bool = False, **_: Any) -> Any:
+        if not dry_run:
+            raise FileNotFoundError(name)
+        planned = huggingface_hub.file_download.DryRunFileInfo
+        return [planned("0" * 40, 1234, "model.safetensors", "", False, True)]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    data = {"path": "rows.jsonl", "text": "text", "id": None}
+    sections = {"allow_download": True, "data": data}
+    facts = found(folder, {"pretrained": "someone/new", "adapter": "adapter"}, **sections).facts
+    assert (
+        facts["model"]
+        == "would download 1 files of someone/new, 1,234 bytes: model.safetensors (1,234 bytes)"
+    )
+    where, said = problem(folder, {"pretrained": "someone/new"})
+    assert where == "model.pretrained"
+    assert "is not in the local cache" in said
+
+
 def test_a_pattern_without_a_match(folder: Path) -> None:
     problems = found(folder, {}, analyze={"checkpoints": "no-*"}).problems
     assert any("no checkpoint matches 'no-*'" in str(each.error) for each in problems)

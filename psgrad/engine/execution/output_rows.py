@@ -130,6 +130,7 @@ def _triangular(
 
 # Numbers in an output of which the exact rows are had: so many passes back a sample.
 LARGEST_OUTPUT = 128
+_LOOKED_AT = 64  # rows, to see whether outputs differ in size
 
 
 @dataclass(frozen=True)
@@ -204,12 +205,7 @@ class OutputRows(Examples):
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
         if outputs[0].numel() != self.per_sample:
-            raise InfluenceError(
-                f"the model's output has {outputs[0].numel()} numbers for one sample and {self.per_sample}"
-                " for another, and the rows of its Jacobian are as many",
-                expected="outputs of one size, whatever the length of a row",
-                next_step="set curvature: fisher, which has one row a sample",
-            )
+            raise _differing()
         cotangents = self.cotangents(outputs, target, numbers)
         cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
         repeated = tuple(x.repeat_interleave(self.per_sample, 0) for x in given)
@@ -266,11 +262,21 @@ def jacobian_rows(training: Examples) -> JacobianRows:
     return _of(JacobianRows, training, output_size(training))
 
 
-def output_size(training: Examples) -> int:
-    """How many numbers the model's output for one sample has. Raises InfluenceError where it is not one
-    tensor.
+def outputs_alike(training: Examples) -> bool:
+    """Whether the outputs of rows that differ in length have one size, by the shortest and the longest of the
+    first rows.
     """
-    inputs, _ = training.stream.load(0, 1)
+    block = training.stream.read(0, min(_LOOKED_AT, len(training)))
+    lengths = getattr(block, "lengths", None)
+    if lengths is None:
+        return True
+    total = lengths.sum(1)
+    return output_size(training, int(total.argmin())) == output_size(training, int(total.argmax()))
+
+
+def output_size(training: Examples, row: int = 0) -> int:
+    """How many numbers the output for one row has. Raises InfluenceError where it is not one tensor."""
+    inputs, _ = training.stream.load(row, row + 1)
     output = vmap(training.objective.predict, in_dims=(None, 0), randomness=training.stream.randomness)(
         training.params, inputs
     )
@@ -306,8 +312,20 @@ def _of(kind: Any, training: Examples, size: int) -> Any:
                 " sample"
             ),
         )
+    if not outputs_alike(training):
+        raise _differing()
     return kind(
         training.objective, training.read, training.count, training.options, training.numbers, per_sample=size
+    )
+
+
+def _differing() -> InfluenceError:
+    return InfluenceError(
+        "the model's output has more numbers for long samples than for short ones, and its Jacobian as many"
+        " rows",
+        expected="outputs of one size, whatever the length of a row",
+        next_step="set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row"
+        " a sample",
     )
 
 

@@ -30,8 +30,8 @@ from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.record_separation import require_separate_records
 from psgrad.engine.privacy.records import Relation
-from psgrad.engine.privacy.refusals import require_separate_records
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.engine.transforms.private_torch import tree_map

@@ -242,10 +242,11 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
                 f"the parameter {name} is on the meta device: it has a shape but no values",
                 next_step="build the model on the CPU in the factory",
             )
-        if not parameter.is_floating_point():
+        wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+        if parameter.requires_grad and not wide:
             raise ModelError(
                 f"the parameter {name} is of type {parameter.dtype}",
-                expected="real floating-point parameters",
+                expected="real floating-point parameters of 16 bits or more; others with requires_grad=False",
             )
 
 

@@ -22,7 +22,7 @@ from psgrad.inputs.models.adapter_folders import (
     read_adapter_settings,
 )
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
-from psgrad.inputs.models.hub import Location, located, not_installed
+from psgrad.inputs.models.hub import Location, is_hub_id, located, not_installed, what_is_fetched
 from psgrad.inputs.models.model_folders import (
     config_of,
     require_model_folder,
@@ -56,11 +56,13 @@ def library_problems(model: ModelConfig) -> Iterator[ModelError]:
             yield not_installed(name, "hugging-face")
 
 
-def pretrained_facts(model: ModelConfig, base: Path) -> str:
-    """What a pretrained model's folder holds, in words. Raises ConfigError and CheckpointError, as loading it
-    would.
+def pretrained_facts(model: ModelConfig, base: Path, *, allow_download: bool = False) -> str:
+    """What a pretrained model's folder holds, in words; of a hub id that may be downloaded, what would be.
+    Raises ConfigError and CheckpointError, as loading it would.
     """
-    location = _location(model, base)
+    location = _location(model, base, allow_download)
+    if isinstance(location, str):
+        return location
     require_model_folder(location.folder)
     settings = config_of(location.folder)
     headers = weight_headers(weights_file(location.folder))
@@ -74,23 +76,28 @@ def pretrained_facts(model: ModelConfig, base: Path) -> str:
     return f"{model.pretrained}: {settings.get('model_type')}, {model.task}; numbers: {kinds}"
 
 
-def adapter_facts(model: ModelConfig, base: Path) -> Iterator[tuple[str, list[str]]]:
+def adapter_facts(
+    model: ModelConfig, base: Path, *, allow_download: bool = False
+) -> Iterator[tuple[str, list[str]]]:
     """(in words, notes) of each adapter that a model section names. Raises ConfigError and CheckpointError
     for one that was made for another base model.
     """
-    if model.adapter is None or isinstance(model.adapter, NewAdapterConfig):
+    location = _location(model, base, allow_download)
+    if model.adapter is None or isinstance(model.adapter, NewAdapterConfig) or isinstance(location, str):
         return
-    location = _location(model, base)
     theirs = weight_headers(weights_file(location.folder))
     for name in model.adapter:
-        folder = located(name, base, key="model.adapter", holds=WEIGHTS).folder
-        settings = read_adapter_settings(folder)
-        headers = adapter_headers(adapter_weights(folder))
+        found = _located(name, base, "model.adapter", WEIGHTS, allow_download)
+        if isinstance(found, str):
+            yield found, []
+            continue
+        settings = read_adapter_settings(found.folder)
+        headers = adapter_headers(adapter_weights(found.folder))
         if headers is not None and theirs is not None:
-            _require_places(folder, headers, theirs)
+            _require_places(found.folder, headers, theirs)
         size = sum(math.prod(each.shape) for each in (headers or {}).values())
         words = f"{name}: {settings['peft_type']}, {size:,} numbers"
-        yield words, base_notes(settings, folder, location, model)
+        yield words, base_notes(settings, found.folder, location, model)
 
 
 def checkpoint_tensors(path: Path, key: str | None = None) -> dict[str, TensorHeader] | None:
@@ -104,10 +111,29 @@ def checkpoint_tensors(path: Path, key: str | None = None) -> dict[str, TensorHe
     return checkpoint_header(path, key)
 
 
-def _location(model: ModelConfig, base: Path) -> Location:
-    assert model.pretrained is not None
-    holds, key = ("*.safetensors", "*.bin"), "model.pretrained"
-    return located(model.pretrained, base, key=key, holds=holds, revision=model.revision)
+def _location(model: ModelConfig, base: Path, allow_download: bool) -> Location | str:
+    holds = ("*.safetensors", "*.bin")
+    return _located(
+        str(model.pretrained), base, "model.pretrained", holds, allow_download, revision=model.revision
+    )
+
+
+def _located(
+    name: str,
+    base: Path,
+    key: str,
+    holds: tuple[str, ...],
+    allow_download: bool,
+    *,
+    revision: str | None = None,
+) -> Location | str:
+    """Where a name's folder is; where it would be downloaded, what would be, in words."""
+    try:
+        return located(name, base, key=key, holds=holds, revision=revision)
+    except ConfigError:
+        if not allow_download or (base / name).exists() or not is_hub_id(name):
+            raise
+        return f"would download {what_is_fetched(name, revision, key)}"
 
 
 def _require_head(model: ModelConfig, folder: Path, settings: Mapping[str, Any]) -> None:

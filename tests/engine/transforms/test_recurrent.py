@@ -155,7 +155,7 @@ def test_recurrent_weight_is_one_term(name: str) -> None:
     model = Last(LAYERS[name](INPUTS, HIDDEN, batch_first=True))
     x = torch.randn(4, TIMES, INPUTS)
     objective = Objective(model, lambda output, target: output.square().sum())
-    gradients: dict[str, DeferredGradient] = {}  # as the pass leaves them, before small ones are written out
+    gradients: dict[str, DeferredGradient] = {}  # as the pass leaves them, before small ones are materialised
     Pass(objective.loss, objective.params, ((x,), torch.zeros(4)), 0, True, "error").run(
         gradients.__setitem__
     )

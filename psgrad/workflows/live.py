@@ -1,4 +1,4 @@
-"""Configs whose model, data, queries and loss are objects of this process, not names of code."""
+"""Configs with objects of this process in place of names of code."""
 
 from __future__ import annotations
 
