@@ -131,5 +131,5 @@ def test_plugin_that_fails_as_it_is_made(tmp_path: Path) -> None:
 def test_unknown_name_lists_installed_plugins_too() -> None:
     with pytest.raises(ConfigError, match=r"did you mean halved\?"):
         find(MEASURES, "halve", Path())
-    with pytest.raises(ConfigError, match="there is no source 'feather'"):
-        find(SOURCES, "feather", Path())
+    with pytest.raises(ConfigError, match="there is no source 'orc'"):
+        find(SOURCES, "orc", Path())

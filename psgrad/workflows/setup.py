@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Loaded:
             unit,
             self.loaded.pretrained,
             criterion=self.criterion,
+            trained_on=images_trained_on(self.config, self.loaded),
             allow_download=self.config.allow_download,
         )
         if found.ragged is not None and self.samples.ragged is not None:
@@ -201,6 +202,7 @@ def load(
         loaded.pretrained,
         kept,
         criterion=criterion,
+        trained_on=images_trained_on(config, loaded),
         allow_download=config.allow_download,
     )
     if config.data.class_names is None and samples.class_names is not None:
@@ -211,11 +213,24 @@ def load(
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 
 
+def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:
+    """What timm says of the images that a model of its was trained on; None for other models."""
+    found: Mapping[str, Any] | None = getattr(loaded.model, "pretrained_cfg", None)
+    return found if config.model.timm is not None else None
+
+
 def samples_of(
-    data: DataConfig, base: Path, *arguments: Any, criterion: Criterion, allow_download: bool
+    data: DataConfig,
+    base: Path,
+    *arguments: Any,
+    criterion: Criterion,
+    trained_on: Mapping[str, Any] | None,
+    allow_download: bool,
 ) -> Samples:
     """The dataset as `load_data` has it, with the columns that the loss takes."""
-    found = load_data(data, base, *arguments, criterion=criterion, allow_download=allow_download)
+    found = load_data(
+        data, base, *arguments, criterion=criterion, trained_on=trained_on, allow_download=allow_download
+    )
     if not criterion.columns:
         return found
     alone = {"inputs": list(criterion.columns), "stack": False}

@@ -152,9 +152,9 @@ def test_the_loss_is_found_by_its_file(tmp_path: Path) -> None:
 SOURCE_PROGRAM = """
 from psgrad.config.data import DataConfig
 from psgrad.inputs.sources.load import load_data
-from psgrad.inputs.sources.source import data_header, header_problems
+from psgrad.inputs.sources.source import data_headers, header_problems
 config = DataConfig(path=Path("rows.npy"), inputs="x", target="y")
-header = data_header(config, Path())
+(header,) = data_headers(config, Path())
 print(header.rows, [str(each) for each in header_problems(header, config)])
 block = load_data(config, Path()).read(1, 3)
 print(block.inputs[0].tolist(), block.target.tolist())
@@ -165,7 +165,7 @@ def test_the_source_is_found_by_its_file(tmp_path: Path) -> None:
     rows = np.zeros(3, dtype=[("x", np.float32, (2,)), ("y", np.int64)])
     rows["x"], rows["y"] = np.arange(6).reshape(3, 2), [0, 1, 2]
     np.save(tmp_path / "rows.npy", rows)
-    source = block(PAGE, "NPY(Source)")
+    source = block(PAGE, "NPY(ArraySource)")
     printed = run_with("psgrad.inputs.sources.formats", "npy", source, SOURCE_PROGRAM, tmp_path)
     assert printed.splitlines() == ["3 []", "[[2.0, 3.0], [4.0, 5.0]] [1, 2]"]
 

@@ -298,3 +298,12 @@ def test_numbers_of_channels_that_are_none(folder: Path) -> None:
     assert "data.mean has 2 numbers" in error(folder, ConfigError, images="images", mean=[0.5, 0.5])
     message = error(folder, ConfigError, images="images", mean=[0.5], std=[0.5, 0.5, 0.5])
     assert "data.mean and data.std differ in length" in message
+
+
+def test_what_timm_says_of_a_models_images(folder: Path) -> None:
+    said = {"input_size": (3, 4, 4), "crop_pct": 0.5, "mean": (0.1, 0.2, 0.3), "std": (1.0, 1.0, 1.0)}
+    criterion = resolve_loss(LossConfig(name="cross_entropy"), folder)
+    samples = load_data(DataConfig(images="images"), folder, criterion=criterion, trained_on=said)
+    values = np.asarray(Image.open(folder / "images" / "cat" / "c.png"))[2:6, 2:6]  # 4 / 0.5 is its own size
+    wanted = expected(values) - torch.tensor([0.1, 0.2, 0.3])[:, None, None]
+    torch.testing.assert_close(samples.read(0, 1).inputs[0][0], wanted)

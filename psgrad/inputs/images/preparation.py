@@ -119,18 +119,16 @@ class Processed(Preparation):
         return torch.as_tensor(found)[0].float()
 
 
-def preparation(
-    config: DataConfig, pretrained: Pretrained | None, trained_on: Mapping[str, Any] | None = None
-) -> Preparation:
+def preparation(config: DataConfig, trained: Pretrained | Mapping[str, Any] | None) -> Preparation:
     """How a config's images become inputs: by the model's own processor, or as data.size, crop, mean and std
     say.
 
-    `trained_on` is what timm's pretrained_cfg says of a model. Raises ConfigError.
+    `trained` is a pretrained model, or what timm's pretrained_cfg says of one. Raises ConfigError.
     """
     given = _steps(config)
-    if pretrained is None:
-        return given if trained_on is None else _with_defaults(given, trained_on)
-    processor = _processor(pretrained)
+    if not isinstance(trained, Pretrained):
+        return given if trained is None else _with_defaults(given, trained)
+    processor = _processor(trained)
     if given == Steps():
         return Processed(processor)
     defaults = {"mean": getattr(processor, "image_mean", None), "std": getattr(processor, "image_std", None)}

@@ -63,9 +63,10 @@ class DatasetSamples(Samples):
         self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
         count = len(self._items)
         require_rows(count, self._source)
-        self._first = self._kept.put(0, self._items(0))
-        ids, units = self._identified(count, unit, listed)
-        self.ragged = self._ragged(count)
+        with _drawing_the_same():
+            self._first = self._looked_at(0)
+            ids, units = self._identified(count, unit, listed)
+            self.ragged = self._ragged(count)
         super().__init__(ids, None, self._digest(count, units), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
@@ -76,7 +77,8 @@ class DatasetSamples(Samples):
 
     def take(self, rows: Array) -> Block:
         numbers = self._existing(rows).tolist()
-        distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
+        # Never those that were kept: a private run reads rows here, and what one draws must be its own.
+        distinct = {row: self._items(row) for row in dict.fromkeys(numbers)}
         return self._stacked(numbers, [distinct[row] for row in numbers])
 
     def content(self, count: int | None = None) -> str:
@@ -94,7 +96,7 @@ class DatasetSamples(Samples):
         if until not in self._contents:
             digest = hashlib.sha256(self.fingerprint.encode())
             with _drawing_the_same():
-                for row, found in enumerate(self._read_ahead(0, until)):
+                for row, found in enumerate(self._read_ahead(0, until, seeded=True)):
                     _add(digest, row, found)
                     if isinstance(found, Item):
                         self._kept.put(row, found)
@@ -134,6 +136,14 @@ class DatasetSamples(Samples):
             how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
 
+    def _looked_at(self, row: int) -> Item:
+        """An item, kept until it is read for its numbers."""
+        found = self._kept.get(row)
+        if found is None:
+            _seed(row)
+            found = self._kept.put(row, self._items(row))
+        return found
+
     def _item(self, row: int) -> Item:
         return self._kept.pop(row) or self._items(row)
 
@@ -153,19 +163,21 @@ class DatasetSamples(Samples):
             found.append(each)
         return found
 
-    def _read_ahead(self, start: int, stop: int) -> Iterator[Item | PsgradError]:
-        """The items of these rows, or what is wrong with them; made by data.workers, if any."""
+    def _read_ahead(self, start: int, stop: int, *, seeded: bool = False) -> Iterator[Item | PsgradError]:
+        """The items of these rows, or what is wrong with them; made by data.workers, if any. `seeded`: what
+        they draw from the global generators goes by their row.
+        """
         kept = [row in self._kept for row in range(start, stop)]
         made = iter(
             DataLoader(
-                _Made(self._items),
+                _Made(self._items, seeded),
                 sampler=[row for row, known in enumerate(kept, start) if not known],
                 batch_size=None,
                 num_workers=self._config.workers,
             )
         )
         for row, known in enumerate(kept, start):
-            yield (self._kept.pop(row) or _made(self._items, row)) if known else next(made)
+            yield (self._kept.pop(row) or _made(self._items, row, seeded)) if known else next(made)
 
     def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
         for row, item in zip(rows, items, strict=True):
@@ -204,7 +216,7 @@ class DatasetSamples(Samples):
         differing: set[tuple[int, int]] = set()
         for row in sorted({*np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()}):
             try:
-                item = self._kept.get(row) or self._kept.put(row, self._items(row))
+                item = self._looked_at(row)
             except PsgradError:
                 continue  # whoever comes to that row says so
             for place, (mine, first) in enumerate(zip(item.shapes, self._first.shapes, strict=False)):
@@ -223,15 +235,13 @@ class DatasetSamples(Samples):
     def _identified(self, count: int, unit: str | None, listed: Any) -> tuple[Array, Array | None]:
         """(the ids, whom each row belongs to): numbers and the dataset's own list, or what its items hold."""
         in_items = self._config.id is not None or (unit is not None and listed is None)
-        found = [
-            self._kept.put(row, self._kept.get(row) or self._items(row))
-            for row in range(count if in_items else 0)
-        ]
+        items = (self._looked_at(row) for row in range(count if in_items else 0))
+        found = [(item.id, item.unit) for item in items]
         ids, units = row_numbers(count), None
         if self._config.id is not None:
-            ids = unique_ids([item.id for item in found], self._config.id)
+            ids = unique_ids([each for each, _ in found], self._config.id)
         if unit is not None and listed is None:
-            units = unit_ids([item.unit for item in found], unit)
+            units = unit_ids([each for _, each in found], unit)
         elif unit is not None:
             values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
             if values.shape != (count,):
@@ -253,10 +263,10 @@ class DatasetSamples(Samples):
         )
         with _drawing_the_same():
             for row in (0, count - 1):
-                found = self._kept.get(row) or _made(self._items, row)
-                _add(digest, row, found)
-                if isinstance(found, Item):
-                    self._kept.put(row, found)
+                try:
+                    _add(digest, row, self._looked_at(row))
+                except PsgradError as error:
+                    _add(digest, row, error)
         if units is not None:
             digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()
@@ -265,14 +275,16 @@ class DatasetSamples(Samples):
 class _Made(Dataset[Item | PsgradError]):
     """The items for torch's DataLoader: what is wrong with one comes in its place."""
 
-    def __init__(self, items: Items) -> None:
-        self._items = items
+    def __init__(self, items: Items, seeded: bool) -> None:
+        self._items, self._seeded = items, seeded
 
     def __getitem__(self, row: int) -> Item | PsgradError:
-        return _made(self._items, row)
+        return _made(self._items, row, self._seeded)
 
 
-def _made(items: Items, row: int) -> Item | PsgradError:
+def _made(items: Items, row: int, seeded: bool) -> Item | PsgradError:
+    if seeded:
+        _seed(row)
     try:
         return items(row)
     except PsgradError as error:
@@ -301,16 +313,20 @@ def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
     return whole
 
 
+def _seed(row: int) -> None:
+    """An item that draws from the global generators is the same one in every process, whatever was read
+    before.
+    """
+    torch.default_generator.manual_seed(row)
+    np.random.seed(row)
+    random.seed(row)
+
+
 @contextmanager
 def _drawing_the_same() -> Iterator[None]:
-    """Items that draw from the global generators are the same ones in every process; these are in the end as
-    they were.
-    """
+    """The global generators are in the end as they were, whatever was drawn."""
     of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        torch.default_generator.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
         yield
     finally:
         torch.set_rng_state(of_torch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
@@ -70,6 +72,7 @@ def load_data(
     kept: Path | None = None,
     *,
     criterion: Criterion | None = None,
+    trained_on: Mapping[str, Any] | None = None,
     allow_download: bool = False,
 ) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
@@ -80,6 +83,7 @@ def load_data(
         pretrained: the model that texts and images are prepared for.
         kept: the folder of a run that keeps the tokens of texts.
         criterion: the loss that the targets are for; None for one of the user's own.
+        trained_on: timm's pretrained_cfg of a model, where it has one: how its images are prepared.
         allow_download: whether a dataset by a hub id may be downloaded.
 
     Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
@@ -88,7 +92,7 @@ def load_data(
         return _load_texts(config, base, unit, pretrained, kept)
     labels = labels_for(config, criterion)
     if config.images is not None or config.image is not None:
-        return _load_images(config, base, unit, pretrained, labels)
+        return _load_images(config, base, unit, labels, pretrained or trained_on)
     if config.factory is not None:
         dataset = made_by_factory(config, base)
         if not is_library_dataset(dataset):
@@ -116,7 +120,11 @@ def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:
 
 
 def _load_images(
-    config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None, labels: Labels
+    config: DataConfig,
+    base: Path,
+    unit: str | None,
+    labels: Labels,
+    trained: Pretrained | Mapping[str, Any] | None,
 ) -> Samples:
     from psgrad.inputs.images.folder import with_names
     from psgrad.inputs.images.preparation import preparation
@@ -127,12 +135,12 @@ def _load_images(
         base / config.images if config.images is not None else rows.files[0].parent if rows.files else base
     )
     config = config if config.images is None else with_names(config, base)
-    if pretrained is not None:
-        names = HeadLabels.of(pretrained.config, config).given
+    if isinstance(trained, Pretrained):
+        names = HeadLabels.of(trained.config, config).given
         labels = replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
         if not isinstance(config.inputs, dict):
             config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
-    return ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, pretrained))
+    return ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, trained))
 
 
 def _load_texts(

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """A format of data files. A subclass is a dataclass in `psgrad/inputs/sources/formats`.
+    """A format of data files. A subclass is a class in `psgrad/inputs/sources/formats`: a TableSource, an
+    ArraySource, or one that loads its rows itself.
 
     Attributes:
         name: the suffix of its files, without the dot.
@@ -47,12 +48,13 @@ class Source(ABC):
     def header(self, path: Path) -> DataHeader:
         """What the file says of itself, without torch and without its rows. Raises DataError."""
 
-    @abstractmethod
     def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-        """The rows of the columns that `config` names. unit: the column that says whom a row belongs to.
+        """The rows of the columns that `config` names, of a format that is neither a table nor arrays. unit:
+        the column that says whom a row belongs to.
 
         Raises ConfigError for a column that is not there, DataError for data that can't be used.
         """
+        raise NotImplementedError
 
 
 class TableSource(Source):
@@ -62,11 +64,6 @@ class TableSource(Source):
     def rows(self, path: Path, wanted: Wanted) -> Rows:
         """The wanted columns. Raises ConfigError for one that is not there, DataError for a damaged file."""
 
-    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-        from psgrad.inputs.sources.table_samples import TableSamples
-
-        return TableSamples(self.rows(path, Wanted.of(config, unit)), config, unit)
-
 
 class ArraySource(Source):
     """A format whose columns are arrays with an axis of rows."""
@@ -74,11 +71,6 @@ class ArraySource(Source):
     @abstractmethod
     def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
         """The wanted columns, of numpy or torch. Raises ConfigError and DataError."""
-
-    def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
-        from psgrad.inputs.sources.arrays import ArraySamples
-
-        return ArraySamples(self.arrays(path, Wanted.of(config, unit)), config, path, unit)
 
 
 @dataclass(frozen=True)
