@@ -21,7 +21,7 @@ ROWS = [{"t": f"{TEXTS[place % 4]} {place}", "w": place / 4} for place in range(
 
 
 def made(folder: Path, **options: object) -> Samples:
-    return samples_of(folder, "causal-lm", ROWS, tokenizer="gpt", text="t", **options)
+    return samples_of(folder, "causal-lm", ROWS, kind="gpt", text="t", **options)
 
 
 def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_tokenizer_of_another_folder(tmp_path: Path) -> None:
 
 def test_rows_are_padded_with_the_end_token_where_there_is_no_pad_token(tmp_path: Path) -> None:
     config = {"architecture": "gpt2"}
-    samples = samples_of(tmp_path, TASK, ROWS, text="t", tokenizer="gpt", config=config)
+    samples = samples_of(tmp_path, TASK, ROWS, text="t", kind="gpt", config=config)
     assert samples.notes == ("the tokenizer has no pad token: rows are padded with </s>",)
     block = samples.read(0, 2)
     assert block.lengths is not None
@@ -56,7 +56,7 @@ def test_rows_are_padded_with_the_end_token_where_there_is_no_pad_token(tmp_path
 
 @pytest.mark.parametrize(("truncation", "kept"), [("right", slice(3)), ("left", slice(-3, None))])
 def test_long_rows_are_cut_at_one_end(truncation: str, kept: slice, tmp_path: Path) -> None:
-    whole = samples_of(tmp_path, TASK, ROWS, text="t", tokenizer="gpt").read(0, 1).inputs[0][0]
+    whole = samples_of(tmp_path, TASK, ROWS, text="t", kind="gpt").read(0, 1).inputs[0][0]
     cut = samples_of(tmp_path, TASK, ROWS, text="t", max_length=3, truncation=truncation).read(0, 1)
     assert cut.inputs[0][0].tolist() == whole[kept].tolist()
 
