@@ -4,7 +4,7 @@ gradient, by each way to them.
 `groups`: the samples are groups of one convolution. `patches`: the patches are written out for a few samples
 at a time and multiplied. `shifted`: a product for each place of the kernel, with the input moved. `pixels`:
 the norms alone, from the pixels' Gram matrix, where that fits into memory. The last column is what psgrad
-takes for the norms (transforms/rules/convolution.py, gradients/terms/convolution.py).
+takes for the norms (transforms/rules/convolution_weights.py, gradients/terms/convolution.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from collections.abc import Callable
 import torch
 
 from psgrad.engine.gradients.terms import Convolution
-from psgrad.engine.transforms.rules.convolution import Geometry, as_groups, as_matrices, grams, shifted
+from psgrad.engine.transforms.rules.convolution_weights import (
+    Geometry,
+    as_groups,
+    as_matrices,
+    grams,
+    shifted,
+)
 
 # samples, input channels, output channels, side of the input, padding; all kernels are 3x3
 SHAPES = (

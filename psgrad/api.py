@@ -2,23 +2,28 @@
 psgrad` has these names.
 
 A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current
-directory), or a `Config`. Everything that can be wrong raises a PsgradError (psgrad.errors), whose text is
-what the command line prints.
+directory), or a `Config`. Objects stand in place of its sections: `analyze(model=m, data=dataset, loss=f)`;
+see psgrad.workflows.live.Objects. Everything that can be wrong raises a PsgradError (psgrad.errors), whose
+text is what the command line prints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from psgrad.config import Config, config_from
 from psgrad.config import load_config as _load
 from psgrad.errors import PsgradError
+from psgrad.workflows.live import Live, Objects, config_of
 
 if TYPE_CHECKING:
     from psgrad.config import EvaluationKind
+    from psgrad.engine.gradients import per_sample_gradients as per_sample_gradients
+    from psgrad.engine.privacy.loop import make_private as make_private
     from psgrad.results import (
         AnalyzeResult,
         CheckResult,
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from psgrad.results.findings import BaselineChange, Comparison
     from psgrad.results.influence import EvaluationResult
     from psgrad.workflows.report import WrittenReport
+    from psgrad.workflows.select import Selection
     from psgrad.workflows.validate import Validation
 
 __all__ = [
@@ -49,11 +55,24 @@ __all__ = [
     "influence_index",
     "load_config",
     "load_run",
+    "make_private",
+    "per_sample_gradients",
     "plan",
     "report",
     "save_baseline",
+    "select",
     "validate",
 ]
+
+_ENGINE = {"per_sample_gradients": "psgrad.engine.gradients", "make_private": "psgrad.engine.privacy.loop"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the engine, whose import takes torch."""
+    if name not in _ENGINE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ENGINE[name]), name)
+
 
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
 AnyPath = str | PathLike[str]
@@ -77,13 +96,15 @@ def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = Fals
 
 
 def analyze(
-    config: AnyConfig,
+    config: AnyConfig | None = None,
     *,
     limit: int | float | None = None,
+    sample: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     report: bool = True,
     progress: Say = lambda _: None,
+    **objects: Unpack[Objects],
 ) -> AnalyzeResult:
     """Measure each sample by its own gradient; `psgrad analyze`. The run is in the config's output folder,
     and comes back: `samples` and `parameters` are pandas frames, `measures` what was measured of the whole
@@ -91,9 +112,16 @@ def analyze(
     """
     from psgrad.workflows.analyze import analyze as run_analyze
 
-    return run_analyze(
-        load_config(config), limit=limit, resume=resume, overwrite=overwrite, report=report, progress=progress
-    )
+    with config_of(config, objects, resume=resume) as found:
+        return run_analyze(
+            found,
+            limit=limit,
+            sample=sample,
+            resume=resume,
+            overwrite=overwrite,
+            report=report,
+            progress=progress,
+        )
 
 
 def load_run(run: AnyPath) -> AnalyzeResult:
@@ -133,45 +161,62 @@ def diff(a: AnyPath, b: AnyPath, *, top: int = 20) -> Comparison:
     return run_diff(Path(a), Path(b), top=top)
 
 
-def plan(config: AnyConfig) -> PlanResult:
+def select(
+    run: AnyPath, where: str, *, output: AnyPath, drop: bool = False, overwrite: bool = False
+) -> Selection:
+    """Write the rows of a finished run's dataset for which a condition holds; `psgrad select`."""
+    from psgrad.workflows.select import select as run_select
+
+    return run_select(Path(run), where, output=Path(output), drop=drop, overwrite=overwrite)
+
+
+def plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> PlanResult:
     """What `analyze` would take: time, memory, orders of contraction; `psgrad plan`."""
     from psgrad.workflows.plan import plan as run_plan
 
-    return run_plan(load_config(config))
+    with config_of(config, objects) as found:
+        return run_plan(found)
 
 
 def influence(
-    config: AnyConfig,
+    config: AnyConfig | None = None,
     *,
     overwrite: bool = False,
     matrix: bool = False,
     report: bool = True,
     progress: Say = lambda _: None,
+    **objects: Unpack[Objects],
 ) -> InfluenceResult:
     """Which training examples made the model do this; `psgrad influence`."""
     from psgrad.workflows.influence import influence as run_influence
 
-    return run_influence(
-        load_config(config), overwrite=overwrite, matrix=matrix, report=report, progress=progress
-    )
+    with config_of(config, objects) as found:
+        return run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
 
 
 def influence_index(
-    config: AnyConfig, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
+    config: AnyConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
+    **objects: Unpack[Objects],
 ) -> IndexResult:
     """Build the config's index of training gradients; `psgrad influence index`."""
     from psgrad.workflows.influence_index import influence_index as run_influence_index
 
-    return run_influence_index(load_config(config), resume=resume, overwrite=overwrite, progress=progress)
+    with config_of(config, objects, resume=resume) as found:
+        return run_influence_index(found, resume=resume, overwrite=overwrite, progress=progress)
 
 
 def evaluate_influence(
-    config: AnyConfig,
+    config: AnyConfig | None,
     kind: EvaluationKind,
     *,
     output: AnyPath | None = None,
     overwrite: bool = False,
     progress: Say = lambda _: None,
+    **objects: Unpack[Live],
 ) -> EvaluationResult:
     """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
     'mislabel' or 'removal'.
@@ -179,39 +224,48 @@ def evaluate_influence(
     from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
     folder = None if output is None else Path(output)
-    return run_evaluate_influence(
-        load_config(config), kind, output=folder, overwrite=overwrite, progress=progress
-    )
+    with config_of(config, objects) as found:
+        return run_evaluate_influence(found, kind, output=folder, overwrite=overwrite, progress=progress)
 
 
 def dp_step(
-    config: AnyConfig,
+    config: AnyConfig | None = None,
     *,
-    steps: int = 1,
+    steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
     moved: bool = False,
     progress: Say = lambda _: None,
+    **objects: Unpack[Objects],
 ) -> DPStepResult:
     """Take differentially private steps; `psgrad dp-step`. `moved` says that a folder to be resumed was
     moved, and has no copy.
     """
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-    return run_dp_step(
-        load_config(config), steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
-    )
+    with config_of(config, objects, resume=resume) as found:
+        return run_dp_step(
+            found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
+        )
 
 
-def dp_plan(config: AnyConfig) -> DPPlanResult:
+def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:
     """What the planned private steps would cost; `psgrad dp-step --plan`."""
     from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
 
-    return run_dp_plan(load_config(config))
+    with config_of(config, objects) as found:
+        return run_dp_plan(found)
 
 
-def dp_audit(config: AnyConfig, *, overwrite: bool = False, progress: Say = lambda _: None) -> DPAuditResult:
+def dp_audit(
+    config: AnyConfig | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
+    **objects: Unpack[Objects],
+) -> DPAuditResult:
     """Attack the private steps that a config describes; `psgrad dp-audit`."""
     from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-    return run_dp_audit(load_config(config), overwrite=overwrite, progress=progress)
+    with config_of(config, objects) as found:
+        return run_dp_audit(found, overwrite=overwrite, progress=progress)

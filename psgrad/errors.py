@@ -61,6 +61,10 @@ class DataError(PsgradError):
     """The dataset can't be read, or its rows can't be used."""
 
 
+class UnreadableRow(DataError):
+    """What one row holds can't be read; other rows can."""
+
+
 class LossError(PsgradError):
     """The loss does not return one differentiable scalar per sample."""
 

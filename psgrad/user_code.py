@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -36,12 +37,42 @@ def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -
 def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> ModuleType:
     """The module or file of a spec, imported. Raises as `resolve` does."""
     location = module_of(spec)
+    if location == LIVE:
+        return _live_module()
     with importing_beside(base), _noting(spec, base):
         return (
             _file_module(base / location, base, raises)
             if location.endswith(".py")
             else _named_module(location, base, raises)
         )
+
+
+LIVE = "psgrad_live"
+"""The module of specs that stand for objects of this process: see `live_objects`."""
+_live: ContextVar[ModuleType | None] = ContextVar("_live", default=None)
+
+
+@contextmanager
+def live_objects(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While the block runs, the spec `psgrad_live:NAME` names a callable of this process."""
+    module = ModuleType(LIVE)
+    vars(module).update(objects)
+    before = _live.set(module)
+    try:
+        yield
+    finally:
+        _live.reset(before)
+
+
+def _live_module() -> ModuleType:
+    module = _live.get()
+    if module is None:
+        raise ConfigError(
+            "the config names objects that were given to psgrad in Python",
+            cause="it is that of a run of live objects, which are gone",
+            next_step="call the function of psgrad again with the objects",
+        )
+    return module
 
 
 def imported_while_running(spec: str, base: Path) -> frozenset[str]:

@@ -20,7 +20,7 @@ LAYERS = (
     ("__init__", "__main__"),
     ("cli",),
     ("api",),
-    ("workflows",),
+    ("live", "workflows"),
     ("engine", "inputs", "quality", "reports", "storage"),
     ("results", "ragged"),
     ("plugins",),

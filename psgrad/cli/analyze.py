@@ -41,6 +41,10 @@ Limit = Annotated[
         help="Only the first N samples, or a fraction of them: a PARTIAL run.",
     ),
 ]
+Sample = Annotated[
+    bool,
+    typer.Option("--sample", help="Draw the samples of --limit at random, by analyze.seed of the config."),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the run in the run folder, if it was interrupted.")
 ]
@@ -64,6 +68,7 @@ Verbose = Annotated[
 def analyze(
     config: ConfigPath,
     limit: Limit = None,
+    sample: Sample = False,
     check: Check = False,
     resume: Resume = False,
     report: Report = True,
@@ -90,7 +95,13 @@ def analyze(
 
         with progress_display(ProgressStyle.none if quiet else shown) as progress:
             result = run_analyze(
-                resolved, overwrite=overwrite, resume=resume, limit=limit, report=report, progress=progress
+                resolved,
+                overwrite=overwrite,
+                resume=resume,
+                limit=limit,
+                sample=sample,
+                report=report,
+                progress=progress,
             )
         _say(result, quiet, verbose)
         if as_json:
@@ -121,7 +132,13 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
     if quiet:
         return
     if looked_at is not None and there is not None and looked_at < there:
-        typer.echo(f"PARTIAL: the first {looked_at:,} of {there:,} samples", err=True)
+        seed = result.manifest.get("sampled_by")
+        which = (
+            f"the first {looked_at:,} of {there:,} samples"
+            if seed is None
+            else f"{looked_at:,} of {there:,} samples, drawn at random by seed {seed}"
+        )
+        typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:
         for about in ("versions", "engine", "timings"):

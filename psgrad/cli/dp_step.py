@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,20 @@ if TYPE_CHECKING:
     from psgrad.config import Config
     from psgrad.results import DPPlanResult, DPStepResult
 
-Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Take N of the planned steps.")]
+
+def _steps(text: str | int) -> int | str:
+    """A number of steps, or all."""
+    if text == "all" or (str(text).isascii() and str(text).isdigit() and int(text) >= 1):
+        return text if text == "all" else int(text)
+    raise typer.BadParameter(f"{text!r} is neither a number of steps of at least 1 nor all")
+
+
+Steps = Annotated[
+    Any,
+    typer.Option(
+        "--steps", metavar="N|all", parser=_steps, help="Take N of the planned steps, or all that are left."
+    ),
+]
 Plan = Annotated[
     bool,
     typer.Option(

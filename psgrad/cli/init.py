@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
     from psgrad.errors import PsgradError
+    from psgrad.workflows.proposals import Proposal
 
 CONFIG = "psgrad.yaml"
 SCHEMA = "psgrad.schema.json"
@@ -52,35 +54,77 @@ Folder = Annotated[
         metavar="[DIR]", help="Folder to write to; created if it does not exist.", show_default=False
     ),
 ]
-KindOption = Annotated[Kind, typer.Option("--kind", help="What the samples are.")]
+KindOption = Annotated[
+    Kind | None, typer.Option("--kind", help="Write an example, of samples of this kind (image).")
+]
+FromFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FOLDER",
+        help="Write a config for this model: a folder of save_pretrained or of PEFT.",
+    ),
+]
+DataFile = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="FILE", help="With --from: the dataset, whose columns are named."),
+]
 OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")]
 
 
 @command(Panel.BEGIN, 1)
 def init(
     folder: Folder = Path(),
-    kind: KindOption = Kind.image,
+    kind: KindOption = None,
+    model: FromFolder = None,
+    data: DataFile = None,
     overwrite: OverwriteFiles = False,
     debug: Debug = False,
 ) -> None:
-    """Write a commented config, a small model, its weights and its data. They run as they are; change them to
-    your own.
+    """Write a commented config: for a pretrained model and its data, for the model.py and the data file that
+    lie in the folder, or with a small example: a model, its weights and its data, which run as they are.
 
     Prints the files that it wrote.
     """
     with boundary(debug):
         _require_no_kind(folder)
-        content = _content(kind)
+        proposal = _proposal(folder, kind, model, data)
+        content = _content(kind or Kind.image) if proposal is None else _config_of(proposal)
         _require_free(folder, content, overwrite)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, data in content.items():
-                (folder / name).write_bytes(data)
+            for name, text in content.items():
+                (folder / name).write_bytes(text)
         except OSError as error:
             raise _unwritable(folder, error) from error
         for name in content:
             typer.echo(str(folder / name))
+        for note in [] if proposal is None else proposal.notes:
+            typer.echo(note, err=True)
         typer.echo(_next_steps(folder / CONFIG), err=True)
+
+
+def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | None) -> Proposal | None:
+    """A config for what there is; None for an example."""
+    from psgrad.errors import ConfigError
+    from psgrad.workflows.proposals import MODEL, has_own_files, own_files, pretrained
+
+    if (model is None and data is not None) or (model is not None and kind is not None):
+        raise ConfigError(
+            "--data was given without --from" if model is None else "--from was given together with --kind",
+            expected="--from FOLDER [--data FILE] for a model of your own, or --kind for an example",
+        )
+    if model is not None:
+        return pretrained(model, data, folder)
+    if kind is not None or not folder.is_dir() or not has_own_files(folder):
+        return None
+    examples = [_content(each)[MODEL] for each in Kind]
+    return None if (folder / MODEL).read_bytes() in examples else own_files(folder)
+
+
+def _config_of(proposal: Proposal) -> dict[str, bytes]:
+    """The files of a config: name -> content."""
+    return _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
 
 
 def _require_no_kind(folder: Path) -> None:
@@ -98,7 +142,6 @@ def _content(kind: Kind) -> dict[str, bytes]:
     """The files of a kind: name -> content, the config last, so that a config never stands without what it
     names.
     """
-    from psgrad.config.schema import commented, schema
     from psgrad.yaml12 import parse
 
     template = files("psgrad") / "cli" / "templates" / kind.value
@@ -108,8 +151,15 @@ def _content(kind: Kind) -> dict[str, bytes]:
     }
     settings = parse(found.pop("config.yaml").decode(), CONFIG).content
     remarks = {"version": _HOW, "model": _ABOUT[kind]}
+    return {**found, **_with_schema(settings, remarks)}
+
+
+def _with_schema(settings: Mapping[str, Any], remarks: Mapping[str, str]) -> dict[str, bytes]:
+    """The commented config, and the schema that it names."""
+    from psgrad.config.schema import commented, schema
+
     config = f"# yaml-language-server: $schema={SCHEMA}\n{commented(settings, remarks)}"
-    return {**found, SCHEMA: json.dumps(schema(), indent=1).encode() + b"\n", CONFIG: config.encode()}
+    return {SCHEMA: json.dumps(schema(), indent=1).encode() + b"\n", CONFIG: config.encode()}
 
 
 def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> None:

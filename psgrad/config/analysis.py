@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from psgrad.config.checkpoint_lists import listed_paths
 from psgrad.config.data import DataConfig
 from psgrad.config.values import FilePath, Finite, NamedSection, ParameterPatterns, Section
 
@@ -102,8 +103,10 @@ class AnalyzeConfig(Section):
     """What is computed besides norm, loss and prediction; docs/reference/measures.md lists the measures."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names whose gradients are measured; null for all trainable ones."""
-    checkpoints: list[FilePath] | None = None
-    """Checkpoints of one training run, in order, for the measures that follow samples through training."""
+    checkpoints: Annotated[list[FilePath] | None, BeforeValidator(listed_paths)] = None
+    """Checkpoints of one training run, in order, for the measures that follow samples through training; a
+    pattern such as run/checkpoint-* is those that match, in order of their steps.
+    """
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the random numbers of measures."""
     outliers: OutlierConfig = Field(default_factory=OutlierConfig)

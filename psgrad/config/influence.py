@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from psgrad.config.checkpoint_lists import listed_checkpoints
 from psgrad.config.conditions import names_in_condition
 from psgrad.config.data import DataConfig
 from psgrad.config.values import (
@@ -244,7 +245,7 @@ class CheckpointConfig(Section):
     path: FilePath
     """The weights, relative to this config."""
     learning_rate: Annotated[Finite, Field(gt=0)] | None = None
-    """The optimiser's learning rate there; tracin needs it."""
+    """The optimiser's learning rate there, which tracin needs; null for that of its trainer_state.json."""
 
     @model_validator(mode="before")
     @classmethod
@@ -334,8 +335,8 @@ class InfluenceConfig(Section):
     """The number of a query that is explained."""
     parameters: ParameterPatterns = None
     """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
-    checkpoints: list[CheckpointConfig] | None = None
-    """Checkpoints of one training run; by default only model.checkpoint."""
+    checkpoints: Annotated[list[CheckpointConfig] | None, BeforeValidator(listed_checkpoints)] = None
+    """Checkpoints of one training run, or a pattern such as run/checkpoint-*; by default only the model's."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"

@@ -119,9 +119,16 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _key_needs_a_checkpoint(self) -> ModelConfig:
-        if self.state_dict_key is not None and self.checkpoint is None:
+    def _keys_need_a_checkpoint(self) -> ModelConfig:
+        if self.checkpoint is not None:
+            return self
+        if self.timm is not None:
+            raise ValueError("checkpoint is missing: timm builds its models with random weights")
+        given = [name for name in ("state_dict_key", "state_dict_prefix") if getattr(self, name) is not None]
+        if given:
             raise ValueError(
-                "state_dict_key says where in the checkpoint the weights lie, but there is no checkpoint"
+                f"{given[0]} says where in the checkpoint the weights lie, but there is no checkpoint"
             )
+        if not self.strict:
+            raise ValueError("strict: false says that a checkpoint need not fit, but there is no checkpoint")
         return self

@@ -7,9 +7,10 @@ psgrad/engine/privacy/refusals.py.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -80,6 +81,17 @@ def _interval(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected a number of steps, or a time such as 30s, 5min or 1h")
 
 
+def _is_positive(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _steps_in(epochs: float, sample_rate: float) -> int:
+    """How many steps that many passes are, each of which draws a record with probability `sample_rate`;
+    rounded up, where it is not a whole number but for rounding.
+    """
+    return max(1, math.ceil(epochs / sample_rate * (1 - 1e-12)))
+
+
 class PrivacyConfig(Section):
     """A differentially private run of `steps` steps.
 
@@ -89,11 +101,6 @@ class PrivacyConfig(Section):
 
     not_taken: ClassVar[Mapping[str, str]] = {
         **SAMPLERS,
-        "batch_size": (
-            "batches have the size that privacy.sampling gives them, and the noisy sum is divided by"
-            " expected_batch_size"
-        ),
-        "epochs": "privacy is spent by steps; give steps (an epoch is about 1 / sample_rate of them)",
         "seed": "set privacy.noise.seed, with --insecure-deterministic",
         "max_grad_norm": "set privacy.clipping.norm",
         "noise_multiplier": "set privacy.noise.multiplier",
@@ -102,6 +109,12 @@ class PrivacyConfig(Section):
         "max_physical_batch_size": "set engine.chunk_size or engine.memory, which don't change the numbers",
     }
 
+    epochs: Annotated[Finite, Field(gt=0)] | None = None
+    """In place of steps: steps = epochs / sample_rate, rounded up."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """In place of expected_batch_size: the same number. With sampling.dataset_size it also stands for
+    sample_rate = batch_size / dataset_size, and of fixed batches for sampling.batch_size.
+    """
     steps: Annotated[int, Field(ge=1)]
     """How many steps are planned, and accounted."""
     delta: Annotated[Finite, Field(gt=0, lt=1)]
@@ -143,6 +156,47 @@ class PrivacyConfig(Section):
             else None
         )
         return None if written is None else float(written[1]) * _SECONDS[written[2]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_epochs(cls, value: object) -> object:
+        """Where epochs and batch_size are given: the steps, the divisor and the sampling that they stand
+        for.
+        """
+        if not isinstance(value, dict) or not isinstance(value.get("sampling"), dict):
+            return value
+        found, sampling = dict(value), dict(value["sampling"])
+        size, records = found.get("batch_size"), sampling.get("dataset_size")
+        if _is_positive(size):
+            found.setdefault("expected_batch_size", float(size))
+            if sampling.get("scheme") == "fixed":
+                sampling.setdefault("batch_size", size)
+            elif _is_positive(records) and sampling.get("sample_rate") is None and size <= records:
+                sampling["sample_rate"] = size / records
+                if sampling.get("scheme") == "poisson":
+                    sampling.pop("dataset_size")  # which the rate says by now
+        if _is_positive(found.get("epochs")) and _is_positive(sampling.get("sample_rate")):
+            found.setdefault("steps", _steps_in(found["epochs"], sampling["sample_rate"]))
+        return {**found, "sampling": sampling}
+
+    @model_validator(mode="after")
+    def _epochs_agree(self) -> PrivacyConfig:
+        if self.batch_size is not None and self.batch_size != self.expected_batch_size:
+            raise ValueError(
+                f"batch_size is {self.batch_size} and expected_batch_size {self.expected_batch_size:g}; they"
+                " are two names of one number: give one"
+            )
+        rate = self.sampling.sample_rate
+        if self.epochs is not None and rate is None:
+            raise ValueError(
+                "epochs: an epoch is 1 / sample_rate steps, and fixed batches have no sample_rate; give steps"
+            )
+        if self.epochs is not None and rate is not None and self.steps != _steps_in(self.epochs, rate):
+            raise ValueError(
+                f"steps is {self.steps}, and epochs: {self.epochs:g} are {_steps_in(self.epochs, rate)} steps"
+                f" at a sample_rate of {rate:g}; give one of them"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -104,17 +104,17 @@ def _read(document: _Document, overrides: Sequence[str], base: Path) -> Reading:
         config = Config.model_validate(document.content, context={"base": base})
     except ValidationError as error:
         problems += [document.problem(details) for details in error.errors(include_url=False)]
-        return Reading(None, _sections_of(document.content), problems)
+        return Reading(None, _sections_of(document.content, base), problems)
     return Reading(config, {name: getattr(config, name) for name in Config.model_fields}, problems)
 
 
-def _sections_of(content: Mapping[Any, Any]) -> dict[str, Any]:
+def _sections_of(content: Mapping[Any, Any], base: Path) -> dict[str, Any]:
     """The sections that can be read by themselves, and the output."""
     found: dict[str, Any] = {}
     for name, section in _sections(Config).items():
         with suppress(ValidationError):
             if name in content:
-                found[name] = section.model_validate(content[name])
+                found[name] = section.model_validate(content[name], context={"base": base})
     if isinstance(content.get("output"), str):
         found["output"] = Path(content["output"])
     return found

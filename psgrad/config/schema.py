@@ -24,7 +24,7 @@ from psgrad.config.values import Section
 from psgrad.config.whole import Config
 from psgrad.yaml12 import parse
 
-FILLED_IN: Mapping[str, tuple[str, ...]] = {"PrivacyConfig": ("relation",)}
+FILLED_IN: Mapping[str, tuple[str, ...]] = {"PrivacyConfig": ("relation", "steps", "expected_batch_size")}
 """Keys without a default that validators fill in from others."""
 
 
@@ -67,6 +67,20 @@ _ALSO_TAKEN: Mapping[str, Mapping[str, Any]] = {
         "anyOf": [
             {"type": "string"},
             {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            {"type": "null"},
+        ]
+    },
+    "AnalyzeConfig.checkpoints": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string", "format": "path"}},
+            {"type": "null"},
+        ]
+    },
+    "InfluenceConfig.checkpoints": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"$ref": f"{_PLACE}CheckpointConfig"}},
             {"type": "null"},
         ]
     },

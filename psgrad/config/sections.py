@@ -99,6 +99,9 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     is the name alone.
     """
 
+    columns: list[str] = Field(default_factory=list)
+    """Of a callable of your own: columns of the data whose values of a sample it gets after the target."""
+
     @model_validator(mode="before")
     @classmethod
     def _bare_name(cls, value: object) -> object:
@@ -111,9 +114,9 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
         given = {
             option
             for option, info in LossConfig.model_fields.items()
-            if getattr(self, option) != info.default
+            if getattr(self, option) != info.get_default(call_default_factory=True)
         }
-        refused = sorted(given - {"name"} - takes)
+        refused = sorted(given - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set()))
         if refused:
             takes_text = f"it takes {', '.join(sorted(takes))}" if takes else "it takes no options"
             raise ValueError(f"the loss {self.name!r} does not take {', '.join(refused)}; {takes_text}")

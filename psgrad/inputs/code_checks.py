@@ -6,11 +6,12 @@ import ast
 import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from psgrad.config import nearest
-from psgrad.errors import ConfigError, PsgradError
+from psgrad.errors import ConfigError, ModelError, PsgradError
 from psgrad.user_code import importing_beside
 
 
@@ -54,6 +55,40 @@ def spec_problems(
         )
     elif name in known and kwargs is not None:
         yield from _argument_problems(known[name], spec, kwargs)
+
+
+@dataclass(frozen=True)
+class TopCallable:
+    """A function or a class at the top of a file. required: its arguments without a default; bases: of a
+    class, as written.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    bases: tuple[str, ...]
+
+
+def callables_in(path: Path) -> list[TopCallable]:
+    """The public functions and classes at the top of a file, in order. Raises ModelError for a file that is
+    no Python.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ModelError(f"{path} is no Python: {error}", next_step="mend the file") from error
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            signature = _signature(node)
+            parameters = () if signature is None else signature.parameters.values()
+            required = tuple(
+                each.name
+                for each in parameters
+                if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            )
+            bases = tuple(map(ast.unparse, node.bases)) if isinstance(node, ast.ClassDef) else ()
+            found.append(TopCallable(node.name, required, bases))
+    return found
 
 
 def _package_problems(module: str, base: Path) -> Iterator[PsgradError]:

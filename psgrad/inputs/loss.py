@@ -20,7 +20,7 @@ from psgrad.user_code import module_of, resolve
 from psgrad.wording import unit_of_loss
 
 Kind = Literal["class", "token", "binary", "value", "custom"]
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[..., Tensor]
 
 IGNORED = -100  # torch's own default
 
@@ -58,6 +58,7 @@ class Criterion:
         ignore_index: labels equal to it do not count.
         modules_imported: the modules and files whose code was run to get it.
         unit: such as nats; None where it is not known.
+        columns: of the data, whose values of the sample the function gets after the target.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Criterion:
     ignore_index: int = IGNORED
     modules_imported: tuple[str, ...] = ()
     unit: str | None = None
+    columns: tuple[str, ...] = ()
 
 
 def resolve_loss(config: LossConfig, base: Path) -> Criterion:
@@ -88,7 +90,9 @@ def resolve_loss(config: LossConfig, base: Path) -> Criterion:
             f"the loss {config.name} is a class", expected="a function of (output, target) for one sample"
         )
     modules = (module_of(config.name),)
-    return Criterion(config.name, partial(_custom, config.name, function), "custom", modules_imported=modules)
+    columns = tuple(config.columns)
+    custom = partial(_custom, config.name, function, columns)
+    return Criterion(config.name, custom, "custom", modules_imported=modules, columns=columns)
 
 
 def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -> Tensor:
@@ -106,8 +110,16 @@ def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -
     )
 
 
-def _custom(name: str, loss: LossFunction, output: Tensor, target: Tensor) -> Tensor:
-    value = loss(output, target)
+def _custom(
+    name: str, loss: LossFunction, columns: tuple[str, ...], output: Tensor, target: Tensor, *values: Tensor
+) -> Tensor:
+    if len(values) != len(columns):
+        raise LossError(
+            f"the loss {name} takes the columns {', '.join(columns)}, and was to be taken without them",
+            expected="a measure or a method that takes gradients of the loss, not of output and target alone",
+            next_step="leave out what takes derivatives in the output, such as a Gauss-Newton curvature",
+        )
+    value = loss(output, target, *values)
     if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
         return value
     got = (

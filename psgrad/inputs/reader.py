@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from psgrad.errors import UnreadableRow
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.targets import check_targets
+from psgrad.ragged import joined
 
 
 class CheckedReader:
@@ -22,8 +25,11 @@ class CheckedReader:
         classes: the number of classes; None where the loss knows none.
         with_digests: compute `contents`.
         with_lengths: compute `lengths`.
+        with_unreadable: go on where a row can't be read: its fractions are NaN, so that it has no finite
+            loss.
 
     Attributes:
+        unreadable: row -> what is wrong with it.
         targets: [n], one number per row; None where a row's target is not one number. A dataset that yields
             targets only with its rows has zeros here for rows that are not read yet.
         contents: [n], a digest of each row's values; empty text for rows that are not read yet.
@@ -40,11 +46,14 @@ class CheckedReader:
         *,
         with_digests: bool = False,
         with_lengths: bool = False,
+        with_unreadable: bool = False,
     ) -> None:
         self.samples, self.criterion, self.classes = samples, criterion, classes
         self.targets = samples.targets
         self.contents = np.full(len(samples), "", dtype="U32") if with_digests else None
         self.lengths = np.zeros(len(samples), np.int64) if with_lengths else None
+        self._goes_on = with_unreadable
+        self.unreadable: dict[int, str] = {}
         self._known = samples.targets is not None
         self._noted = np.zeros(len(samples), bool)
         if samples.targets is not None:
@@ -52,7 +61,12 @@ class CheckedReader:
 
     def __call__(self, start: int, stop: int) -> Block:
         with self.samples.reading:
-            block = self.samples.read(start, stop)
+            try:
+                block = self.samples.read(start, stop)
+            except UnreadableRow:
+                if not self._goes_on:
+                    raise
+                block = joined([self._one(row) for row in range(start, stop)])
         if not self._known:
             check_targets(self.criterion, block.target, self.classes, first_row=start)
             self._note(slice(start, stop), block.target)
@@ -65,7 +79,12 @@ class CheckedReader:
     def take(self, rows: np.ndarray[Any, Any]) -> Block:
         """These rows, in this order."""
         with self.samples.reading:
-            block = self.samples.take(rows)
+            try:
+                block = self.samples.take(rows)
+            except UnreadableRow:
+                if not self._goes_on:
+                    raise
+                block = joined([self._one(int(row)) for row in rows])
         if not self._known and block.target is not None:
             for place, row in enumerate(rows):  # one by one: a message names the row
                 check_targets(
@@ -82,6 +101,17 @@ class CheckedReader:
             return None
         found: np.ndarray[Any, Any] = self.targets[rows]
         return found
+
+    def _one(self, row: int) -> Block:
+        """A row, or one of NaN where it can't be read: as row 0, which was read when the data were loaded."""
+        try:
+            return self.samples.read(row, row + 1)
+        except UnreadableRow as error:
+            self.unreadable[row] = error.arrived
+        like = self.samples.read(0, 1)
+        inputs = tuple(torch.full_like(x, torch.nan) if x.is_floating_point() else x for x in like.inputs)
+        target = like.target if self.targets is None else torch.as_tensor(self.targets[row : row + 1])
+        return replace(like, inputs=inputs, target=target)
 
     def _note(self, rows: slice | np.ndarray[Any, Any], target: torch.Tensor | None) -> None:
         if target is None or target.dim() != 1:

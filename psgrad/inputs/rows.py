@@ -35,7 +35,8 @@ class Samples(ABC):
     by position. ragged: which axes differ in length from row to row, where some do; `read` then gives blocks
     with lengths. fingerprint: a SHA-256 that changes when the data does. units: [n],
     text or int64, whom each row belongs to, where a column for that was named; else None. weighted: whether
-    the last input is the weight of each row's loss, which the model does not get. sources: the
+    the last input is the weight of each row's loss, which the model does not get. loss_columns: how many of
+    the first inputs only the loss gets. sources: the
     modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
     manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
     labels_are_positions: whether a label is a position of the input, so that their number differs from row to
@@ -46,6 +47,7 @@ class Samples(ABC):
     keywords: tuple[str, ...] = ()
     ragged: RaggedAxes | None = None
     weighted: bool = False
+    loss_columns: int = 0
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None

@@ -21,12 +21,12 @@ from psgrad.results.findings import Baseline, BaselineChange, Known
 
 VERSION = 1
 
-# The review list is of every run, and never counted by a gate: nothing of it is accepted or refused.
+# Every run has a review list, and no gate counts it: none of its entries is accepted or refused.
 ACCEPTABLE = tuple(rule for rule in RULES if rule != "review")
 
 
 def read_baseline(path: Path) -> Baseline:
-    """The baseline in a file. Raises ConfigError where there is none, DataError for a file that is none."""
+    """The baseline in a file. Raises ConfigError if there is none, DataError for a file that is not one."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -76,14 +76,14 @@ def written(baseline: Baseline) -> dict[str, Any]:
 
 def mark_known(named: pd.DataFrame, baseline: Baseline) -> pd.DataFrame:
     """The named samples, with those that the baseline holds marked as known."""
-    known = named["fingerprint"].isin({each.fingerprint for each in baseline.findings})
-    return named.assign(state=named["state"].mask(known & (named["state"] == NEW), KNOWN))
+    is_known = named["fingerprint"].isin({each.fingerprint for each in baseline.findings})
+    return named.assign(state=named["state"].mask(is_known & (named["state"] == NEW), KNOWN))
 
 
 def gone(named: pd.DataFrame, baseline: Baseline) -> int:
-    """How many entries of the baseline a run no longer finds."""
-    found = set(named["fingerprint"])
-    return sum(each.fingerprint not in found for each in baseline.findings)
+    """How many entries of the baseline a run no longer has."""
+    present = set(named["fingerprint"])
+    return sum(each.fingerprint not in present for each in baseline.findings)
 
 
 def changed(
@@ -94,28 +94,28 @@ def changed(
     path: Path,
     grow: bool,
 ) -> BaselineChange:
-    """The baseline that a run leaves behind, where `before` was there.
+    """The new baseline of a run; `before` is the previous one.
 
-    Without one, or with `grow`, it holds all that the run found and did not ignore, and the run's scores.
-    Else it holds what was in it and is still found, and its scores stay: to judge by scores that are renewed
-    with every run would accept whatever comes.
+    Without one, or with `grow`, it holds all findings of the run that are not ignored, and the run's scores.
+    Else it holds those of its entries that the run has still, and its scores stay: with scores that are
+    renewed by every run, the reference would follow any drift.
     """
     acceptable = named[named["rule"].isin(ACCEPTABLE) & (named["state"].isin((NEW, KNOWN)))]
-    found = {
+    present = {
         fingerprint: Known(fingerprint, rule, str(each))
         for fingerprint, rule, each in zip(
             acceptable["fingerprint"], acceptable["rule"], acceptable["id"], strict=True
         )
     }
     had = {each.fingerprint: each for each in before.findings} if before is not None else {}
-    new = {fingerprint: each for fingerprint, each in found.items() if fingerprint not in had}
-    kept = {fingerprint: each for fingerprint, each in had.items() if fingerprint in found}
+    new = {fingerprint: each for fingerprint, each in present.items() if fingerprint not in had}
+    remaining = {fingerprint: each for fingerprint, each in had.items() if fingerprint in present}
     takes = before is None or grow
     scores = reference if takes or before is None or before.reference is None else before.reference
     return BaselineChange(
-        Baseline(tuple({**kept, **(new if takes else {})}.values()), run, scores),
+        Baseline(tuple({**remaining, **(new if takes else {})}.values()), run, scores),
         str(path),
-        dropped=len(had) - len(kept),
+        dropped=len(had) - len(remaining),
         taken=len(new) if takes else 0,
         refused=0 if takes else len(new),
         first=before is None,

@@ -58,7 +58,7 @@ def counts_of(both: pd.DataFrame) -> dict[str, int]:
 
 
 def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
-    """The first few of each change: who moved furthest, and of those that came and went who is most
+    """The first few of each change: the samples that moved furthest, and of those that came and went the most
     suspect.
     """
     suspect = (both[["score_a", "score_b"]] * (1 if tail == "upper" else -1)).fillna(-np.inf)
@@ -121,7 +121,7 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
     )
     values = samples[score].to_numpy("float64", na_value=np.nan)
     finite = np.isfinite(values) & (samples["status"].to_numpy(object) != "nonfinite")
-    kept = {
+    columns = {
         "fingerprint": prints,
         "equal": equal,
         f"id{suffix}": samples["id"].astype(object),
@@ -130,11 +130,11 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
         f"listed{suffix}": samples["is_outlier_issue"].to_numpy(bool),
     }
     if group is None:
-        return pd.DataFrame(kept)
+        return pd.DataFrame(columns)
     labels = samples[group]
-    # A class is 3, and not 3.0 where samples that came or went have none.
+    # A class is 3, and not 3.0 if samples that came or went have none.
     return pd.DataFrame(
-        {**kept, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels}
+        {**columns, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels}
     )
 
 

@@ -29,11 +29,11 @@ def p_values(scores: Array, reference: Array, tail: str = "upper") -> Array:
     p-value: NaN.
     """
     sign = 1.0 if tail == "upper" else -1.0
-    suspect, known = sign * np.asarray(scores, "float64"), sign * np.asarray(reference, "float64")
-    missing = np.isnan(known)
-    ordered = np.sort(known[~missing])
-    at_least = len(known) - np.searchsorted(ordered, suspect, side="left")
-    return np.where(np.isnan(suspect), np.nan, (1 + at_least) / (len(known) + 1))
+    suspect, trusted = sign * np.asarray(scores, "float64"), sign * np.asarray(reference, "float64")
+    missing = np.isnan(trusted)
+    ordered = np.sort(trusted[~missing])
+    at_least = len(trusted) - np.searchsorted(ordered, suspect, side="left")
+    return np.where(np.isnan(suspect), np.nan, (1 + at_least) / (len(trusted) + 1))
 
 
 def grouped_p_values(
@@ -44,11 +44,11 @@ def grouped_p_values(
 
     A label that the reference does not have gives the p-value 1.
     """
-    found = np.full(len(scores), np.nan)
+    result = np.full(len(scores), np.nan)
     for label in np.unique(labels):
         mine = labels == label
-        found[mine] = p_values(scores[mine], reference[reference_labels == label], tail)
-    return found
+        result[mine] = p_values(scores[mine], reference[reference_labels == label], tail)
+    return result
 
 
 def q_values(p: Array) -> Array:
@@ -58,15 +58,15 @@ def q_values(p: Array) -> Array:
     from scipy.stats import false_discovery_control
 
     tested = ~np.isnan(p)
-    found = np.full(len(p), np.nan)
+    result = np.full(len(p), np.nan)
     if tested.any():
-        found[tested] = false_discovery_control(p[tested])
-    return found
+        result[tested] = false_discovery_control(p[tested])
+    return result
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a reference of this size can tell.
+    """What a reference of this size can decide.
 
     Attributes:
         smallest: how many samples must be flagged at once at the least; fewer outliers than that can't be
@@ -89,11 +89,8 @@ def resolution(tested: Mapping[str, int], reference: Mapping[str, int], fdr: flo
     """
     count = sum(tested.values())
     floor = {group: 1 / (reference.get(group, 0) + 1) for group, tests in tested.items() if tests}
-    possible = (
-        []
-        # (smallest p-value, how many must be flagged) where the groups with such p-values have that many
-        # samples
-    )
+    # (smallest p-value, how many must be flagged) where the groups with such p-values have that many samples
+    possible = []
     for p in sorted(set(floor.values())):
         needed = max(1, math.ceil(count * p / fdr * (1 - 1e-12)))
         if needed <= sum(tests for group, tests in tested.items() if tests and floor[group] <= p):

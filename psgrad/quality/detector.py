@@ -19,7 +19,7 @@ FloatArray = np.ndarray[Any, Any]
 
 
 class Detector(ABC):
-    """One way to tell how strange a row is. A subclass is a frozen dataclass whose fields are its options.
+    """A score of how unusual a row is. A subclass is a frozen dataclass whose fields are its options.
 
     Class attributes, for documentation: name, as in the config; title; unit of the score; source.
     """
@@ -32,36 +32,36 @@ class Detector(ABC):
     @property
     @abstractmethod
     def by_direction(self) -> bool:
-        """Whether the length of a row does not count."""
+        """Whether only the direction of a row matters, not its length."""
 
     @abstractmethod
     def scores(self, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
-        """[n] of finite rows [n, k], by what is usual among the rows of `reference` [m, k], or among the rows
+        """[n] of finite rows [n, k], compared with the rows of `reference` [m, k], or with the rows
         themselves.
         """
 
 
 def detector_from(name: str, options: Mapping[str, Any], base: Path = Path()) -> Detector:
-    """The detector of a name with its options. Raises ConfigError for a name or options that are not known,
-    or can't be.
+    """The detector of a name with its options. Raises ConfigError for unknown names or options, and for
+    invalid values.
     """
-    found: Detector = configured(DETECTORS, name, options, base)
-    return found
+    detector: Detector = configured(DETECTORS, name, options, base)
+    return detector
 
 
 def detect(detector: Detector, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
-    """How strange each row is: [n] float64, larger is stranger; NaN for a row that is not finite.
+    """How unusual each row is: [n] float64, larger is more unusual; NaN for a row that is not finite.
 
     Args:
         detector: with its options.
         rows: [n, k] projected gradients.
         reference: [m, k] of trusted samples, projected by the same projection, to which the detector is
             fitted; None to fit it to `rows` themselves.
-        seed: of what is drawn.
+        seed: of random draws.
 
     Scores of the rows that a detector was fitted to are not those of new rows of the same kind (a row is its
-    own nearest neighbour, and trees have cut it off): for conformal p-values fit to one part of the trusted
-    rows, and score the other part with the rows in question.
+    own nearest neighbour, and trees have isolated it): for conformal p-values fit to one part of the trusted
+    rows, and score the other part with the rows to be judged.
 
     Raises ConfigError for a reference of another width or without finite rows.
     """
@@ -97,8 +97,8 @@ def _usable(rows: FloatArray, detector: Detector) -> FloatArray:
 
 
 def _prepared(rows: FloatArray, detector: Detector) -> FloatArray:
-    """The rows, of unit length where their direction alone counts; first by their largest entry, as squares
-    may vanish.
+    """The rows, of unit length if only their direction matters; first divided by their largest entry, as
+    squares may vanish.
     """
     if not detector.by_direction or not len(rows):
         return rows

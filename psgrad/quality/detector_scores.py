@@ -22,9 +22,8 @@ from psgrad.quality.references import Reference
 Array = npt.NDArray[Any]
 
 LEAST_ROWS = 30
-_MEAN_TO_SIGMA = (
-    1.2533  # sqrt(pi / 2): of a normal distribution, sigma is this times the mean absolute deviation
-)
+# sqrt(pi / 2): of a normal distribution, sigma is this times the mean absolute deviation
+_MEAN_TO_SIGMA = 1.2533
 
 
 def robust_z(log_norms: Array, labels: Array) -> tuple[Array, dict[str, str]]:
@@ -37,7 +36,7 @@ def robust_z(log_norms: Array, labels: Array) -> tuple[Array, dict[str, str]]:
     """
     from scipy.stats import median_abs_deviation
 
-    found, without = np.full(len(log_norms), np.nan), {}
+    z, without = np.full(len(log_norms), np.nan), {}
     for label in np.unique(labels):
         mine = (labels == label) & np.isfinite(log_norms)
         values = log_norms[mine].astype("float64")
@@ -51,8 +50,8 @@ def robust_z(log_norms: Array, labels: Array) -> tuple[Array, dict[str, str]]:
         if scale == 0:
             without[str(label)] = "degenerate"
             continue
-        found[mine] = away / scale
-    return found, without
+        z[mine] = away / scale
+    return z, without
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,12 @@ def detector_scores(
             ),
             next_step="use a run with the measure projected_gradients, or a dataset, as the reference",
         )
-    found = []
+    result = []
     for each in config.outliers.detectors:
         detector = detector_from(each.name, each.options, base)
         if reference is None or reference.rows is None:
             scores = detect(detector, rows, None, config.seed)
-            found.append(DetectorScores(each.name, detector.title, scores, None))
+            result.append(DetectorScores(each.name, detector.title, scores, None))
             continue
         shuffled = np.random.default_rng(config.seed).permutation(len(reference))
         fitted, held = np.sort(shuffled[: len(shuffled) // 2]), np.sort(shuffled[len(shuffled) // 2 :])
@@ -113,23 +112,23 @@ def detector_scores(
             fingerprints=reference.fingerprints[held],
             rows=None,
         )
-        found.append(DetectorScores(each.name, detector.title, scores[: len(rows)], rest))
-    return found
+        result.append(DetectorScores(each.name, detector.title, scores[: len(rows)], rest))
+    return result
 
 
 def require_score(frame: pd.DataFrame, score: str) -> None:
-    """Raises ConfigError where samples can't be judged by this column."""
+    """Raises ConfigError if samples can't be judged by this column."""
     numbers = [
         str(name)
         for name in frame
         if pd.api.types.is_numeric_dtype(frame[name]) and not pd.api.types.is_bool_dtype(frame[name])
     ]
-    known = [name for name in [*numbers, "log_norm"] if name not in ("id", "index", "target")]
-    if score not in known:
-        close = nearest(score, known)
+    columns = [name for name in [*numbers, "log_norm"] if name not in ("id", "index", "target")]
+    if score not in columns:
+        close = nearest(score, columns)
         raise ConfigError(
             f"analyze.outliers.score: the samples have no column of numbers {score!r}"
             + (f"; did you mean {close}?" if close else ""),
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(columns)}",
             cause="the measure that gives this column is not in analyze.measures",
         )

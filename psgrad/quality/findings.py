@@ -64,11 +64,11 @@ _STATES = (NEW, KNOWN, IGNORED)
 
 
 def named_samples(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
-    """A row for each sample and rule that names it, the gravest rule first: rule, row (its place in
+    """A row for each sample and rule that names it, the most severe rule first: rule, row (its place in
     `samples`), id, fingerprint.
 
-    State and the reason for ignoring are put in by `settle`. `manifest` says whether a reference has decided
-    who is an outlier.
+    State and the reason for ignoring are added by `settle`. `manifest` shows whether a reference has decided
+    which samples are outliers.
     """
     ok = samples["status"].to_numpy(object) == "ok"
     listed = samples["is_outlier_issue"].to_numpy(bool) & ok
@@ -101,7 +101,7 @@ def counts_of(named: pd.DataFrame) -> dict[str, dict[str, int]]:
 
 
 def levels_of(gate: GateConfig) -> dict[str, Level]:
-    """How grave each rule is: an outlier is an error where a gate counts outliers."""
+    """The level of each rule: an outlier is an error if a gate counts outliers."""
     nonfinite: dict[str, Level] = {"error": "error", "warning": "warning", "ignore": "note"}
     counted = gate.max_outliers is not None or gate.max_fraction is not None
     return {
@@ -113,7 +113,7 @@ def levels_of(gate: GateConfig) -> dict[str, Level]:
 
 
 def in_order(named: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """The gravest rule first, of a rule new findings first, then by rank, then by row; at most
+    """The most severe rule first, of a rule new findings first, then by rank, then by row; at most
     FINDINGS_OF_A_RULE of each rule.
     """
     rank = (
@@ -148,28 +148,28 @@ def records(
     ]
     numbers = {column: rows[column].to_numpy("float64", na_value=np.nan).tolist() for column in columns}
     reasons, groups, indices = (_texts(rows, "reasons"), _texts(rows, "group"), rows["index"].tolist())
-    for place, found in enumerate(ordered.itertuples(index=False)):
+    for place, row in enumerate(ordered.itertuples(index=False)):
         values = {column: _finite(numbers[column][place]) for column in columns}
         index = int(indices[place])
         yield Finding(
-            rule=str(found.rule),
-            level=levels[str(found.rule)],
-            id=found.id if isinstance(found.id, int) and not isinstance(found.id, bool) else str(found.id),
+            rule=str(row.rule),
+            level=levels[str(row.rule)],
+            id=row.id if isinstance(row.id, int) and not isinstance(row.id, bool) else str(row.id),
             index=index,
-            fingerprint=str(found.fingerprint),
-            message=_message(str(found.rule), score, {column: numbers[column][place] for column in columns}),
+            fingerprint=str(row.fingerprint),
+            message=_message(str(row.rule), score, {column: numbers[column][place] for column in columns}),
             location=Location(location.path, lines.get(index, location.line)),
             reasons=tuple(part for part in (reasons[place] or "").split("; ") if part),
             group=groups[place],
             values=values,
-            state=found.state,  # type: ignore[arg-type]
-            ignored_because=found.ignored_because,  # type: ignore[arg-type]
+            state=row.state,  # type: ignore[arg-type]
+            ignored_because=row.ignored_because,  # type: ignore[arg-type]
         )
 
 
 def _message(rule: str, score: str, values: Mapping[str, float]) -> str:
-    """What the rule says, with the numbers that bear on it. The sample's id is not in it: each format writes
-    ids in its own way.
+    """The sentence of a rule, with the numbers that matter for it. The sample's id is not in it: each format
+    writes ids in its own form.
     """
     shown = [column for column in dict.fromkeys((score, "grad_norm", "loss")) if column in values]
     if rule == "outlier":
@@ -234,7 +234,7 @@ class IgnoreEntry(Section):
 
     @property
     def words(self) -> str:
-        """Whom it names, and where it stands."""
+        """The sample or finding that it names, and its line."""
         return (
             f"{self._place}:"
             f" {f'id {told(self.id)}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
@@ -283,8 +283,8 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
 def settle(
     named: pd.DataFrame, entries: Sequence[IgnoreEntry], today: datetime.date
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The named samples with those that an entry names marked as ignored, and what is to be told: entries
-    that expired, and idle ones.
+    """The named samples with those that an entry names marked as ignored, and messages: entries that expired,
+    and entries without effect.
     """
     warnings, state, because = (
         [],

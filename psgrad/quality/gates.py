@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -34,100 +35,108 @@ def evaluate(
 ) -> list[GateOutcome]:
     """One outcome for each rule that the gate sets.
 
-    `ordered` are the findings, the gravest first; `counts` counts them by rule and state. `facts` are what
+    `ordered` are the findings, the most severe first; `counts` counts them by rule and state. `facts` is what
     judging left in the manifest under "outliers": whether a verdict was possible (`evaluable`, `why_not`),
     and how few outliers can't be flagged at all (`smallest_flaggable`). Ignored findings don't count; with
     `new_only` those of the baseline don't either.
     """
-    states = (NEW,) if gate.new_only else (NEW, KNOWN)
-    outcomes = [] if gate.nonfinite == "ignore" else [_nonfinite(gate, ordered, counts, states)]
-    limits = {"max_outliers": gate.max_outliers, "max_fraction": None}
+    run = _JudgedRun(gate, ordered, counts, facts or {}, samples)
+    outcomes = [] if gate.nonfinite == "ignore" else [run.nonfinite()]
+    if gate.max_outliers is not None:
+        outcomes.append(run.outliers("max_outliers", gate.max_outliers))
     if gate.max_fraction is not None:
-        limits["max_fraction"] = math.floor(share_of(gate.max_fraction, samples))
-    for rule, limit in limits.items():
-        if limit is not None:
-            outcomes.append(_outliers(rule, limit, gate, ordered, counts, states, facts or {}, samples))
+        outcomes.append(run.outliers("max_fraction", math.floor(share_of(gate.max_fraction, samples))))
     return outcomes
 
 
-def _nonfinite(
-    gate: GateConfig, ordered: pd.DataFrame, counts: Mapping[str, Mapping[str, int]], states: tuple[str, ...]
-) -> GateOutcome:
-    found = sum(counts["nonfinite"][state] for state in states)
-    what = _counted(found, "sample", "with a loss or gradient that is not finite", gate)
-    counted = _fingerprints(ordered, "nonfinite", states)
-    if found and gate.nonfinite == "error":
-        step = (
-            "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning lets"
-            " them pass"
-        )
-        return GateOutcome(
-            "nonfinite", "failed", f"{what}, and none may be. Next step: {step}", found, 0, counted
-        )
-    return GateOutcome("nonfinite", "passed", what, found, 0 if gate.nonfinite == "error" else None, counted)
+@dataclass(frozen=True)
+class _JudgedRun:
+    """What the rules of a gate are evaluated on; see `evaluate`."""
 
+    gate: GateConfig
+    ordered: pd.DataFrame
+    counts: Mapping[str, Mapping[str, int]]
+    facts: Mapping[str, Any]
+    samples: int
 
-def _outliers(
-    rule: str,
-    limit: int,
-    gate: GateConfig,
-    ordered: pd.DataFrame,
-    counts: Mapping[str, Mapping[str, int]],
-    states: tuple[str, ...],
-    facts: Mapping[str, Any],
-    samples: int,
-) -> GateOutcome:
-    flagged = sum(counts["outlier"].values())
-    found = sum(counts["outlier"][state] for state in states)
-    what = _counted(found, "outlier", "", gate)
-    allowed = f"{limit:,} may be"
-    if rule == "max_fraction":
-        allowed = f"{limit:,} may be ({gate.max_fraction:g} of {samples:,} samples)"
-    counted = _fingerprints(ordered, "outlier", states)
-    if found > limit:
-        step = "look at them; what is sound goes into the ignore list or the baseline, with a reason"
-        return GateOutcome(rule, "failed", f"{what}, and {allowed}. Next step: {step}", found, limit, counted)
-    if not facts.get("evaluable", False):
-        why = str(
-            facts.get("why_not") or "without a reference there is a review list, and no verdict"
-        ).rstrip(".")
-        step = (
-            "give analyze.outliers.reference a trusted set, a run or a baseline, and run psgrad analyze again"
-        )
-        if facts.get("decided_by") == "reference":
-            step = "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
-        return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
-    # What is flagged and does not count helps to flag the next: the smallest p-value is held against fdr *
-    # flagged / tested.
-    smallest, exceeding = facts.get("smallest_flaggable"), limit + 1 + flagged - found
-    if smallest is not None and smallest > exceeding:
-        # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr * exceeding /
-        # tested.
-        tested, fdr = facts.get("counts", {}).get("tested", samples), facts.get("fdr", 0.1)
-        needed = math.ceil(tested / (fdr * exceeding))
-        least = smallest - 1 - (flagged - found)
-        message = (
-            f"{what}, and {allowed}; but fewer than {smallest:,} outliers can't be told from chance with this"
-            " reference, so one too many would not have been seen. Next step: a reference of at least"
-            f" {needed:,} samples in all"
-            + (
-                f", or gate.max_outliers: {least}"
-                if rule == "max_outliers"
-                else f", or gate.max_fraction of at least {least / samples:.3g}"
+    def nonfinite(self) -> GateOutcome:
+        count = self._count("nonfinite")
+        what = self._words(count, "sample", " with a loss or gradient that is not finite")
+        counted = self._fingerprints("nonfinite")
+        if count and self.gate.nonfinite == "error":
+            step = (
+                "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning"
+                " lets them pass"
             )
+            return GateOutcome(
+                "nonfinite", "failed", f"{what}, and none may be. Next step: {step}", count, 0, counted
+            )
+        return GateOutcome(
+            "nonfinite", "passed", what, count, 0 if self.gate.nonfinite == "error" else None, counted
         )
-        return GateOutcome(rule, "not evaluable", message, found, limit, counted)
-    return GateOutcome(rule, "passed", f"{what}, and {allowed}", found, limit, counted)
 
+    def outliers(self, rule: str, limit: int) -> GateOutcome:
+        flagged = sum(self.counts["outlier"].values())
+        count = self._count("outlier")
+        what = self._words(count, "outlier")
+        allowed = f"{limit:,} may be"
+        if rule == "max_fraction":
+            allowed = f"{limit:,} may be ({self.gate.max_fraction:g} of {self.samples:,} samples)"
+        counted = self._fingerprints("outlier")
+        if count > limit:
+            step = "look at them; what is sound goes into the ignore list or the baseline, with a reason"
+            return GateOutcome(
+                rule, "failed", f"{what}, and {allowed}. Next step: {step}", count, limit, counted
+            )
+        if not self.facts.get("evaluable", False):
+            why = str(
+                self.facts.get("why_not") or "without a reference there is a review list, and no verdict"
+            ).rstrip(".")
+            step = (
+                "give analyze.outliers.reference a trusted set, a run or a baseline, and run psgrad analyze"
+                " again"
+            )
+            if self.facts.get("decided_by") == "reference":
+                step = (
+                    "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
+                )
+            return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
+        # Flagged samples that do not count help to flag the next: the smallest p-value is compared with fdr *
+        # flagged / tested.
+        smallest, exceeding = self.facts.get("smallest_flaggable"), limit + 1 + flagged - count
+        if smallest is not None and smallest > exceeding:
+            # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr *
+            # exceeding / tested.
+            tested, fdr = self.facts.get("counts", {}).get("tested", self.samples), self.facts.get("fdr", 0.1)
+            needed = math.ceil(tested / (fdr * exceeding))
+            least = smallest - 1 - (flagged - count)
+            message = (
+                f"{what}, and {allowed}; but fewer than {smallest:,} outliers can't be told from chance with"
+                " this reference, so one too many would not have been seen. Next step: a reference of at"
+                f" least {needed:,} samples in all"
+                + (
+                    f", or gate.max_outliers: {least}"
+                    if rule == "max_outliers"
+                    else f", or gate.max_fraction of at least {least / self.samples:.3g}"
+                )
+            )
+            return GateOutcome(rule, "not evaluable", message, count, limit, counted)
+        return GateOutcome(rule, "passed", f"{what}, and {allowed}", count, limit, counted)
 
-def _counted(found: int, noun: str, rest: str, gate: GateConfig) -> str:
-    adjective = "new " if gate.new_only else ""
-    return f"{found:,} {adjective}{noun}{'' if found == 1 else 's'}{f' {rest}' if rest else ''}"
+    @property
+    def _states(self) -> tuple[str, ...]:
+        return (NEW,) if self.gate.new_only else (NEW, KNOWN)
 
+    def _count(self, rule: str) -> int:
+        return sum(self.counts[rule][state] for state in self._states)
 
-def _fingerprints(ordered: pd.DataFrame, rule: str, states: tuple[str, ...]) -> tuple[str, ...]:
-    found = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(states), "fingerprint"]
-    return tuple(found.head(FINDINGS_OF_A_GATE))
+    def _words(self, count: int, noun: str, rest: str = "") -> str:
+        return f"{count:,} {'new ' if self.gate.new_only else ''}{noun}{'' if count == 1 else 's'}{rest}"
+
+    def _fingerprints(self, rule: str) -> tuple[str, ...]:
+        ordered = self.ordered
+        chosen = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(self._states), "fingerprint"]
+        return tuple(chosen.head(FINDINGS_OF_A_GATE))
 
 
 Array = npt.NDArray[Any]
@@ -149,8 +158,8 @@ def why_not_evaluable(
     fdr: float,
     in_both: int,
 ) -> str | None:
-    """Why finding no outliers would say nothing; None where it says something. `in_both`: samples that are in
-    the reference themselves.
+    """Why the absence of outliers would mean nothing; None if it means something. `in_both`: samples that are
+    in the reference themselves.
     """
     if reference is None:
         return NO_VERDICT
@@ -179,7 +188,7 @@ def resolution_words(
 ) -> str:
     """The resolution limit, in a sentence."""
     if reference is None:
-        return "without a reference nobody is flagged"
+        return "without a reference no sample is flagged"
     if not tested:
         return "no sample was tested"
     if smallest is None:
@@ -197,11 +206,11 @@ def resolution_words(
 
 
 def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> LossAgreement:
-    """How far the score and the loss put samples into the same order: Spearman's correlation, and how many
-    their tops have in common.
+    """How similarly the score and the loss order samples: Spearman's correlation, and the overlap of their
+    first samples.
 
-    `frame` has the samples that are ranked; a score that is the loss is compared with the gradient norm. None
-    where it can't be said.
+    `frame` has the ranked samples; a score that is the loss is compared with the gradient norm. None if it is
+    undefined.
     """
     from scipy.stats import spearmanr
 
@@ -222,12 +231,12 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
 
 
 def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> Separability:
-    """Whether more samples are strange than can be told apart.
+    """Whether more samples are unusual than can be flagged.
 
-    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; where that is
-    beyond chance (3 standard deviations, of the samples and of the reference) and more than twice of what was
-    flagged, outliers and sound samples overlap, or there are fewer outliers than the reference can tell,
-    `smallest`.
+    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; if that is beyond
+    chance (3 standard deviations, of the samples and of the reference) and more than twice the number of
+    flagged ones, outliers and sound samples overlap, or there are fewer outliers than `smallest`, the least
+    that the reference can decide.
     """
     if not len(p):
         return Separability(0, low=False)
@@ -250,27 +259,27 @@ def caveats_of(
     """Sentences that belong to the verdict."""
     if reference is None:
         return [NO_VERDICT]
-    found = [EXCHANGEABLE, *reference.caveats]
+    caveats = [EXCHANGEABLE, *reference.caveats]
     missing = int(np.isnan(reference.scores).sum())
     if missing:
-        found.append(
+        caveats.append(
             f"{missing:,} of the trusted samples have no finite score; they count as more suspect than any"
             " sample"
         )
     if in_both:
-        found.append(
+        caveats.append(
             f"{in_both:,} samples are in the reference themselves; they are taken as trusted and not tested"
         )
     if joined:
-        found.append(f"the groups {', '.join(sorted(joined)[:10])} are small, and judged together")
+        caveats.append(f"the groups {', '.join(sorted(joined)[:10])} are small, and judged together")
     if len(p):
         share = float((p <= 0.5).mean())
         chance = math.sqrt(0.25 / len(p) + 0.25 / max(len(reference), 1))
         if abs(share - 0.5) > 0.1 + 4 * chance:
             side = "more" if share > 0.5 else "less"
-            found.append(
+            caveats.append(
                 f"{share:.0%} of the samples are more suspect than the middle of the reference, where of"
                 f" sound ones half would be: most are {side} suspect than trusted ones, and the two don't"
                 " look exchangeable (was one trained on, and the other not?)"
             )
-    return found
+    return caveats

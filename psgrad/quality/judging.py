@@ -24,7 +24,8 @@ from psgrad.quality.gates import (
     share_of,
     why_not_evaluable,
 )
-from psgrad.quality.references import OTHER, Reference, join_small, labels_of, scored_by
+from psgrad.quality.groups import OTHER, join_small, labels_of
+from psgrad.quality.references import Reference, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (
     DetectorFacts,
@@ -101,8 +102,8 @@ def rank_samples(
         reasons=reasons,
         status=np.select([~finite, ~ranked], ["nonfinite", "skipped"], default="ok"),
     )
-    known = [column for column in SAMPLE_COLUMNS if column in result]
-    return result[known + [column for column in result if column not in SAMPLE_COLUMNS]]
+    columns = [column for column in SAMPLE_COLUMNS if column in result]
+    return result[columns + [column for column in result if column not in SAMPLE_COLUMNS]]
 
 
 @dataclass(frozen=True)
@@ -120,21 +121,20 @@ def judge(
     rows: Array | None = None,
     base: Path = Path(),
 ) -> Judged:
-    """Rank all samples, and say who is an outlier.
+    """Rank all samples, and decide which are outliers.
 
     With a reference these are the samples whose q-value, by conformal p-values against the trusted samples of
     their group, is at most `outliers.fdr`; without one the review list. Rows that are not finite are always
     among them, and never tested. A sample that is in the reference itself is trusted, and not tested. One
-    score decides, `outliers.score`; what detectors say beside it is information, so that nothing is tested
-    twice.
+    score decides, `outliers.score`; detectors only inform, so that nothing is tested twice.
 
     Args:
         frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
         reference: of trusted samples, with the scores that `outliers.score` names.
-        rows: [n, k] projected gradients, where there are detectors.
+        rows: [n, k] projected gradients, if there are detectors.
         base: the folder that the files of detectors are relative to.
 
-    Raises ConfigError for a score or a group that is not there, or a detector without its rows.
+    Raises ConfigError for a missing score or group, or a detector without its rows.
     """
     outliers = config.outliers
     detected = detector_scores(config, reference, rows, base)
@@ -181,12 +181,12 @@ def judge(
         group=labels,
     )
     for each in detected:
-        ranked = ranked.assign(**_against(each, labels, small, verdict, outliers.tail))
+        ranked = ranked.assign(**_detector_values(each, labels, small, verdict, outliers.tail))
     facts = _facts(ranked, config, reference, verdict, small)
-    detectors = {each.name: _said(each, ranked, outliers.fdr) for each in detected}
+    detectors = {each.name: _detector_facts(each, ranked, outliers.fdr) for each in detected}
     facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
-    known = [column for column in SAMPLE_COLUMNS if column in ranked]
-    return Judged(ranked[known + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
+    columns = [column for column in SAMPLE_COLUMNS if column in ranked]
+    return Judged(ranked[columns + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
     sizes = pd.Series(reference.labels, dtype=object).value_counts()
     flagged = ranked["is_outlier_issue"].to_numpy(bool) & ~unjudged
     for row in np.flatnonzero(flagged | verdict.in_both):
-        said = (
+        words = (
             "in the reference itself, and not tested"
             if verdict.in_both[row]
             else (
@@ -232,22 +232,22 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
                 " samples"
             )
         )
-        reasons[row] = "; ".join(filter(None, [said, reasons[row]]))
+        reasons[row] = "; ".join(filter(None, [words, reasons[row]]))
     return reasons
 
 
-def _against(
+def _detector_values(
     scores: DetectorScores, labels: Array, small: set[str], verdict: _Verdict, tail: str
 ) -> dict[str, Array]:
     """A detector's p- and q-values; none without a reference."""
     if scores.reference is None:
         return {}
-    known = _joined(scores.reference.labels, small)
-    p = grouped_p_values(scores.scores, labels, scores.reference.scores, known)
+    trusted = _joined(scores.reference.labels, small)
+    p = grouped_p_values(scores.scores, labels, scores.reference.scores, trusted)
     return {f"{scores.name}_p": p, f"{scores.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
 
 
-def _said(scores: DetectorScores, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
+def _detector_facts(scores: DetectorScores, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
     q = f"{scores.name}_q"
     return DetectorFacts(
         title=scores.title,
@@ -273,13 +273,13 @@ def _facts(
     groups = sorted(set(labels))
     sizes, of_group = labels.value_counts(), labels[tests].value_counts()
     counted = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
-    known = {str(group): int(count) for group, count in counted.items()}
-    limit = resolution({group: int(of_group.get(group, 0)) for group in groups}, known, outliers.fdr)
+    trusted = {str(group): int(count) for group, count in counted.items()}
+    limit = resolution({group: int(of_group.get(group, 0)) for group in groups}, trusted, outliers.fdr)
     each = {
         group: GroupFacts(
             samples=int(sizes[group]),
             tested=int(of_group.get(group, 0)),
-            reference=None if reference is None else known.get(group, 0),
+            reference=None if reference is None else trusted.get(group, 0),
             smallest_p=limit.smallest_p.get(group),
             smallest_flaggable=limit.smallest_of.get(group),
             evaluable=reference is not None

@@ -1,6 +1,4 @@
-"""A reference: the scores of trusted samples, their origin, what they may be compared with, and the groups
-within which samples are compared.
-"""
+"""A reference: the scores of trusted samples, their origin, and what they may be compared with."""
 
 from __future__ import annotations
 
@@ -12,81 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import nearest
 from psgrad.errors import ConfigError, DataError
+from psgrad.quality.groups import labels_of
 from psgrad.wording import told
-
-Labels = npt.NDArray[Any]
-
-# In brackets, so that they are no group of the data.
-ALL, OTHER, MISSING = "all", "(other)", "(missing)"
-
-
-def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
-    """[n] text: the group of each row, before small groups are joined.
-
-    `by` is None (all rows are one group), 'class' (the target), 'length' (in classes of 2 to 3, 4 to 7, 8 to
-    15, ...: the same in every run), or a column. Raises ConfigError for a column that is not there, or that
-    holds real numbers.
-    """
-    if by is None:
-        return np.full(len(frame), ALL, dtype=object)
-    column = {"class": "target"}.get(by, by)
-    if column not in frame:
-        raise ConfigError(*_no_column(by, [str(name) for name in frame]))
-    values = frame[column]
-    if not all(np.ndim(value) == 0 for value in values.head(100)):
-        raise ConfigError(
-            f"analyze.outliers.group_by: {by} has more than one value a sample",
-            expected="a column of one value a sample",
-        )
-    if pd.api.types.is_float_dtype(values) and not (values.dropna() % 1 == 0).all():
-        raise ConfigError(
-            f"analyze.outliers.group_by: {by} holds real numbers, and samples of one group have one value",
-            expected="whole numbers or texts, each of which occurs often",
-        )
-    if by == "length":
-        return _length_classes(values)
-    whole = pd.api.types.is_float_dtype(values)
-    return np.array(
-        [MISSING if pd.isna(value) else str(int(value) if whole else value) for value in values], dtype=object
-    )
-
-
-def join_small(labels: Labels, counted: Labels, least: int) -> tuple[Labels, set[str]]:
-    """(the labels, those of groups with fewer than `least` rows among `counted` being '(other)'; the groups
-    that were joined).
-
-    Small groups are joined with each other, not with everything: a rare kind of sample that is unlike the
-    rest for a good reason would stand out among all, however sound it is.
-    """
-    sizes = pd.Series(counted, dtype=object).value_counts()
-    small = {str(label) for label in {*labels.tolist(), *counted.tolist()} if sizes.get(label, 0) < least}
-    return np.array([OTHER if label in small else label for label in labels], dtype=object), small
-
-
-def _length_classes(values: pd.Series[Any]) -> Labels:
-    lowest = 2 ** np.floor(np.log2(np.maximum(values.fillna(0).to_numpy("float64"), 1))).astype("int64")
-    known = {low: f"{low} to {2 * low - 1}" if low > 1 else "0 to 1" for low in np.unique(lowest).tolist()}
-    return np.array([known[low] for low in lowest.tolist()], dtype=object)
-
-
-def _no_column(by: str, columns: list[str]) -> tuple[str]:
-    if by == "class":
-        return ("analyze.outliers.group_by: class, and the samples have no target",)
-    if by == "length":
-        return (
-            (
-                "analyze.outliers.group_by: length, and the loss has no positions that could be counted;"
-                " token_cross_entropy has"
-            ),
-        )
-    close = nearest(by, columns)
-    return (
-        f"analyze.outliers.group_by: there is no column {by!r}"
-        + (f"; did you mean {close}?" if close else f"; known are class, length, {', '.join(columns)}"),
-    )
-
 
 Array = npt.NDArray[Any]
 
@@ -100,8 +26,8 @@ _DIGITS = 16
 
 
 def scored_by(score: str, detectors: Iterable[str]) -> str:
-    """The column that trusted samples bring their scores in. A detector's scores are made anew; the norm then
-    tells samples apart.
+    """The column of the trusted samples' scores. A detector's scores are computed anew; the norm then
+    identifies samples.
     """
     return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
@@ -133,14 +59,14 @@ class Reference:
 
     def holds(self, fingerprints: Array, scores: Array) -> npt.NDArray[np.bool_]:
         """[m] bool: which samples are in the reference themselves: the same fingerprint, and the same score
-        but for rounding.
+        up to rounding.
 
-        A fingerprint is that of the id where there is one: a sample that was changed since has its old id and
+        A fingerprint is that of the id if there is one: a sample that was changed since has its old id and
         another score.
         """
-        known = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
-        known = known[~known.index.duplicated() & (known.index != "")]
-        mine = known.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
+        own_scores = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
+        own_scores = own_scores[~own_scores.index.duplicated() & (own_scores.index != "")]
+        mine = own_scores.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
         same: npt.NDArray[np.bool_] = np.isclose(mine, scores.astype("float64"), rtol=1e-4, atol=0.0)
         return same
 
@@ -148,9 +74,7 @@ class Reference:
 def reference_of(
     samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None
 ) -> Reference:
-    """The reference that a table of samples makes. Raises ConfigError where it lacks the score or the
-    groups.
-    """
+    """The reference from a table of samples. Raises ConfigError if it lacks the score or the groups."""
     if score not in samples:
         raise ConfigError(
             f"the reference {source} has no column {score!r}, by which samples are judged"
@@ -167,9 +91,7 @@ def reference_of(
 
 
 def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What scores depend on, by a run's manifest: those of two runs can be compared where all of this is the
-    same.
-    """
+    """The part of a run's manifest that scores depend on: two runs can be compared if it is the same."""
     config = manifest.get("config", {})
     model, analyze = config.get("model", {}), config.get("analyze", {})
     hashes, loss = manifest.get("hashes", {}), config.get("loss") or {}
@@ -183,7 +105,7 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
             "the loss": code.get(loss.get("name"), {}),
             "measures": {file: digest for name in measures for file, digest in code.get(name, {}).items()},
         },
-        # The folder is left out: configs in different places write the way to one file differently.
+        # The folder is left out: configs in different places write the path of one file differently.
         "model": str(model.get("factory")).rpartition("/")[2],
         "kwargs": model.get("kwargs", {}),
         "mode": model.get("mode"),
@@ -197,8 +119,8 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OF_MEASURES = ("measures", "checkpoints", "seed")
-# What a caveat is for: code that was edited, or a newer PyTorch with one attribute more, may well compute the
-# same.
+# Differences that only need a caveat: edited code, or a newer PyTorch with one attribute more, may well
+# compute the same.
 _OF_CODE = ("modules", "code")
 _OF_MODEL = ("grad_norm", "log_norm", "loss", "confidence")
 
@@ -210,12 +132,12 @@ def require_comparable(
 
     Raises ConfigError with every difference where they can't.
     """
-    asked = [
+    keys = [
         key
         for key in changed_keys(theirs, ours)
         if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)
     ]
-    changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in asked]
+    changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in keys]
     if changed:
         raise ConfigError(
             "\n".join(
@@ -248,13 +170,13 @@ UNIDENTIFIED = (
 
 
 def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The keys in which two `measured_as` differ. What an older psgrad did not keep is no difference; nor is
-    a checkpoint that was saved again with the same weights.
+    """The keys in which two `measured_as` differ. A key that an older psgrad did not store is not a
+    difference; nor is a checkpoint that was saved again with the same weights.
     """
-    known = bool(theirs.get("weights")) and bool(ours.get("weights"))
+    has_weights = bool(theirs.get("weights")) and bool(ours.get("weights"))
     unasked = (
         {"weights", *_OF_CODE}
-        if not known
+        if not has_weights
         else {"checkpoint"}
         if theirs["weights"] == ours["weights"]
         else set()
@@ -265,21 +187,19 @@ def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """In words, which code of two `measured_as` differs, and whether the model's modules do."""
     changed = changed_keys(theirs, ours)
-    found = []
+    changes = []
     for part, files in ours["code"].items() if "code" in changed else ():
         before = theirs["code"].get(part, {})
         names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
-        found += [f"{', '.join(names)} of {part}"] if names else []
-    return [*found, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
+        changes += [f"{', '.join(names)} of {part}"] if names else []
+    return [*changes, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
 
 
 def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a baseline holds of a finished run, as plain values: the scores of its samples, all of them but
-    those without one.
+    """The scores of a finished run for a baseline, as plain values: of all samples with one.
 
     Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint
-    is a digest. Samples that were flagged stay, too: a reference from which the large scores are taken out
-    would flag sound samples.
+    is a digest. Flagged samples stay, too: a reference without the large scores would flag sound samples.
     """
     outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
     score = scored_by(
@@ -288,14 +208,14 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
     by = outliers.get("group_by")
     whole = reference_of(samples, score, by, "run", "")
     scored = np.flatnonzero(~np.isnan(whole.scores))
-    kept = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
+    chosen = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
     groups = {
         str(label): {
             "scores": whole.scores[rows].tolist(),
             "fingerprints": [str(each)[:_DIGITS] for each in whole.fingerprints[rows]],
         }
-        for label in sorted(set(whole.labels[kept].tolist()))
-        for rows in [kept[whole.labels[kept] == label]]
+        for label in sorted(set(whole.labels[chosen].tolist()))
+        for rows in [chosen[whole.labels[chosen] == label]]
     }
     return {
         "score": score,

@@ -125,7 +125,8 @@ def _partial_words(result: AnalyzeResult) -> str:
     if manifest.limit is None:
         return ""
     there = manifest.counts.in_dataset
-    return f"{looked_at} of {there:,} samples" if isinstance(there, int) else f"{looked_at} samples"
+    drawn = "" if manifest.sampled_by is None else ", drawn at random,"
+    return f"{looked_at} of {there:,} samples{drawn}" if isinstance(there, int) else f"{looked_at} samples"
 
 
 def stands_out(result: AnalyzeResult) -> Section:

@@ -19,11 +19,11 @@ from psgrad.wording import ShortRepr
 
 @dataclass(frozen=True, repr=False)
 class MeasureResult(ShortRepr):
-    """One measure's answer.
+    """The result of one measure.
 
     Attributes:
         name, title, formula, unit: for headings; source: paper and page.
-        meanings: column of the table of samples -> what it says, with its unit.
+        meanings: column of the table of samples -> its description, with its unit.
         numbers: of the dataset, by name (plain JSON values).
         tables: by name.
         arrays: by name.
@@ -43,6 +43,7 @@ class MeasureResult(ShortRepr):
 SAMPLE_COLUMNS = (
     "id",
     "index",
+    "dataset_row",
     "fingerprint",
     "target",
     "prediction",
@@ -81,7 +82,7 @@ PARAMETER_COLUMNS = (
 
 @dataclass(frozen=True, repr=False)
 class TopSample(ShortRepr):
-    """The input of one of the top samples, as far as a person can look at it.
+    """The input of one of the top samples, if it can be shown.
 
     `image` has shape [H, W] or [C, H, W] and any value range. `values` are those of a row of a table,
     (column, value).
@@ -95,15 +96,17 @@ class TopSample(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class AnalyzeResult(ShortRepr):
-    """What `psgrad analyze` found.
+    """The result of `psgrad analyze`.
 
-    `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `grad_norm` is the L2 norm of the
-    gradient of that sample's loss in all trainable parameters, `log_norm` its base-10 logarithm. `parameters`
+    `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `index` counts them from 0, and
+    `dataset_row`, where samples were drawn at random, is their row in the dataset; `grad_norm` is the L2 norm
+    of the gradient of that sample's loss in all trainable parameters, `log_norm` its base-10 logarithm.
+    `parameters`
     has one row per parameter with PARAMETER_COLUMNS: the distribution of the per-sample norm of that
     parameter's gradient, and its `share` of the mean squared norm. `top_inputs` are the inputs of the first
-    ranks, largest norm first; empty where the config leaves inputs out. `measures` are those that were asked
-    for, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in
-    maps of attribution, where the dataset knows it.
+    ranks, largest norm first; empty if the config leaves inputs out. `measures` are the configured ones, by
+    name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in maps of
+    attribution, if the dataset has one.
 
     `manifest` is what manifest.json holds: `psgrad.results.manifest.read_manifest` gives its typed values.
     """
@@ -120,9 +123,7 @@ class AnalyzeResult(ShortRepr):
 
 
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:
-    """The n rows of a ranked frame that are to be looked at first, in this order; unranked rows never
-    appear.
-    """
+    """The first n rows of a ranked frame, in the order of ranks; unranked rows never appear."""
     return frame[frame["rank"] <= n].sort_values("rank")
 
 
@@ -150,10 +151,10 @@ def disagrees(frame: pd.DataFrame) -> pd.Series[bool]:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one phase of a run has come: `done` of `total` units (total 0: not known).
+    """The progress of one phase of a run: `done` of `total` units (total 0: not known).
 
-    `message` is a line for people; with a total of 0 it is that alone, and the phase that is shown goes on.
-    `unit` is what is counted, `detail` what is shown beside the count: a number that goes with it.
+    `message` is a line to show; with a total of 0 there is only the message, and the present phase goes on.
+    `unit` is what is counted, `detail` a number that is shown beside the count.
     """
 
     done: int
@@ -183,6 +184,6 @@ def check_record(result: CheckResult) -> dict[str, Any]:
 
 def finding_record(finding: Finding) -> dict[str, Any]:
     """A finding as a line of findings.jsonl, as plain values."""
-    found = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
+    record = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
     location = {"path": finding.location.path, "line": finding.location.line}
-    return {**found, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}
+    return {**record, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}

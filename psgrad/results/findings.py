@@ -33,7 +33,7 @@ FINDINGS_OF_A_GATE = 100
 
 @dataclass(frozen=True)
 class Location:
-    """Where a sample stands: the data file as the config names it, and its line there, from 1, where the file
+    """The place of a sample: the data file as the config names it, and its line there, from 1, if the file
     has lines.
     """
 
@@ -76,14 +76,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class GateOutcome:
-    """What one rule of the gate says of a run.
+    """The outcome of one rule of the gate for a run.
 
     Attributes:
         rule: as in the config: max_outliers, max_fraction, nonfinite, ...
         outcome: 'passed', 'failed', or 'not evaluable'.
-        found, limit: what was counted, and what is allowed; None where there is no number.
-        message: a sentence for people, with the next step where it did not pass.
-        findings: fingerprints of those that were counted, the gravest first, at most FINDINGS_OF_A_GATE.
+        found, limit: the count, and the allowed one; None if there is no number.
+        message: a sentence, with the next step if it did not pass.
+        findings: fingerprints of those that were counted, the most severe first, at most FINDINGS_OF_A_GATE.
     """
 
     rule: str
@@ -141,7 +141,7 @@ class CheckResult(ShortRepr):
 
 @dataclass(frozen=True)
 class Known:
-    """A finding that a baseline holds: as `Finding` has them."""
+    """A finding in a baseline: fields as in `Finding`."""
 
     fingerprint: str
     rule: str
@@ -164,14 +164,14 @@ class Baseline(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class BaselineChange(ShortRepr):
-    """What saving did to a baseline.
+    """The changes of a baseline when it was saved.
 
     Attributes:
         baseline: as it is now.
         path: of its file.
-        dropped: entries that the run no longer finds.
-        taken: findings that were taken in.
-        refused: findings that were not, as a baseline only shrinks unless it is told to grow.
+        dropped: entries that the run no longer has.
+        taken: findings that were added.
+        refused: findings that were not added, because a baseline only shrinks unless it may grow.
         first: whether there was none before.
         reference_kept: whether the scores are those of an earlier run.
     """

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 SIGN = "positive: the training example helps the query; negative: it hurts"
 
-# The queries as a whole: their mean score. A query of this name is told apart by its index.
+# The queries as a whole: their mean score. A query with this id differs by its index.
 ALL_QUERIES = "(all)"
 ALL_INDEX = -1
 
@@ -53,10 +53,10 @@ TRAINING_COLUMNS = (
 
 @dataclass(frozen=True)
 class CheckedRemoval:
-    """A predicted change, and the one that was found: the query's measurement, for the worse, without the
-    training example.
+    """A predicted change, and the computed one: the query's measurement, for the worse, without the training
+    example.
 
-    query_index: of the queries; None where the change is that of the training example's own loss.
+    query_index: of the queries; None if the change is that of the training example's own loss.
     """
 
     train_id: str
@@ -73,11 +73,11 @@ _SHORT = 0.1
 
 @dataclass(frozen=True)
 class RemovalCheck:
-    """Some of the largest predicted changes, beside what training on from the given weights found.
+    """Some of the largest predicted changes, beside the result of training on from the given weights.
 
     steps: how many were taken. converged: whether that reached the minima of the training objectives, which
-    is retraining. length: of the steps, as a mean share of full ones, which raise the training loss of some
-    models.
+        is retraining. length: of the steps, as a mean share of full ones, which raise the training loss of
+        some models.
     """
 
     steps: int
@@ -87,20 +87,20 @@ class RemovalCheck:
 
     @property
     def words(self) -> str:
-        """What was found, and how."""
+        """The result and its method, in words."""
         how = (
             "to the minimum"
             if self.converged
             else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
         )
-        said = (
+        text = (
             f"Found: training went on from these weights {how}, with all rows and without the one, by the"
             " scores' own inverse curvature; the difference between the two."
         )
         if self.converged or self.length >= _SHORT:
-            return said
+            return text
         return (
-            f"{said} Full steps raise the training loss, and those taken had {self.length:.1g} of their"
+            f"{text} Full steps raise the training loss, and those taken had {self.length:.1g} of their"
             " length: what was found is a small part of what training to the end would find."
         )
 
@@ -180,13 +180,13 @@ def ranked_pairs(
         }.items()
     }
     there = by_query["train_index"] >= 0
-    found = {name: array[there] for name, array in by_query.items()}
-    place = found.pop("query")
+    columns = {name: array[there] for name, array in by_query.items()}
+    place = columns.pop("query")
     names = np.asarray([str(each) for each in query_ids], dtype=object)
-    pairs = pd.DataFrame(found).assign(
+    pairs = pd.DataFrame(columns).assign(
         query_id=names[place],
         query_index=np.asarray(query_rows, dtype=np.int64)[place],
-        train_id=train_ids[found["train_index"]],
+        train_id=train_ids[columns["train_index"]],
     )
     if layer is not None:
         pairs["layer"] = layer
@@ -222,8 +222,8 @@ def shown_queries(queries: pd.DataFrame, count: int, larger_is_worse: bool = Tru
 def shown_rows(
     scores: pd.DataFrame, queries: pd.DataFrame, query_count: int, k: int, larger_is_worse: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Which queries and which training examples a report shows the inputs of: those of `shown_queries`, the k
-    strongest of each and of all.
+    """Which queries and which training examples have their inputs in a report: those of `shown_queries`, the
+    k strongest of each and of all.
     """
     first = shown_queries(queries, query_count, larger_is_worse)
     pairs = [side for query in (ALL_INDEX, *first) for side in pairs_of(scores, query, k)]
@@ -273,7 +273,7 @@ EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
 }
-# What a kind is first judged by.
+# The main column of each kind.
 HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "mislabel": "auc", "removal": "rise"}
 # Columns that stand in evaluation.json as one list.
 _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}
@@ -281,7 +281,7 @@ _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahea
 
 @dataclass(frozen=True, repr=False)
 class EvaluationResult(ShortRepr):
-    """How the methods did.
+    """The results of the methods.
 
     Attributes:
         kind: 'lds', 'loo', 'mislabel' or 'removal'.
@@ -290,12 +290,12 @@ class EvaluationResult(ShortRepr):
             `method`, `control` (bool) and EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
         facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
             names of evaluation.json.
-        details: one row a method and query (lds, loo, removal) or set of flips (mislabel): what the means are
-            made of.
+        details: one row a method and query (lds, loo, removal) or set of flips (mislabel): the values behind
+            the means.
         points: of loo, one row a removal and query: predicted and actual rise, by the config's method.
         curves: of lds with tuning, method -> damping -> the score on the tuning subsets and queries.
-        notes: sentences for people.
-        unit: what a rise is a rise of, in words.
+        notes: sentences.
+        unit: the unit of a rise, in words.
         folder: of the run.
         manifest: what manifest.json holds.
     """

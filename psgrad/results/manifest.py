@@ -28,8 +28,8 @@ _LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """How far the score and another column put samples into the same order: rank correlation, and how many of
-    the first `top` they share.
+    """How similarly the score and another column order samples: rank correlation, and how many of the first
+    `top` they share.
     """
 
     other: str = "loss"
@@ -42,8 +42,8 @@ class LossAgreement:
 
 @dataclass(frozen=True)
 class Separability:
-    """Whether more samples are strange than can be told apart: `surplus` more of them than among trusted
-    ones; words where `low`.
+    """Whether more samples are unusual than can be flagged: `surplus` more of them than among trusted ones;
+    words if `low`.
     """
 
     surplus: float | None = None
@@ -64,7 +64,7 @@ class ReferenceFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group: its samples, its trusted ones, and what these can tell."""
+    """One group: its samples, its trusted ones, and what these can decide."""
 
     samples: int | None = None
     tested: int = 0
@@ -165,15 +165,18 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The dataset. source: its path, or the factory that makes it."""
+    """The dataset. source: its path, or the factory that makes it. files: each file's SHA-256, in order."""
 
     source: Path | str | None = None
     fingerprint: str | None = None
+    files: list[str] | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """On what the run was computed; from chunk_size on what is known after the passes of `psgrad analyze`."""
+    """The device and settings of the computation; from chunk_size on what is known after the passes of
+    `psgrad analyze`.
+    """
 
     device: str | None = None
     dtype: str | None = None
@@ -198,7 +201,7 @@ class SelfCheckFacts:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many rows a run looked at, of how many; and of one that failed, how many it had finished."""
+    """How many rows a run read, of how many; and for a failed run, how many it had finished."""
 
     samples: int | None = field(default=None, metadata=OPTIONAL)
     nonfinite: int | None = field(default=None, metadata=OPTIONAL)
@@ -212,10 +215,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class InfluenceFacts:
-    """What an influence run was asked for, and, from `check` on, what it found.
+    """The settings of an influence run, and, from `check` on, its results.
 
-    checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: what the method
-    says of itself at each checkpoint.
+    checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
+        method at each checkpoint.
     """
 
     method: str | None = None
@@ -238,7 +241,8 @@ class RunManifest:
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
     psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. limit: of --limit,
-    None for the whole dataset. timings: phase -> seconds. state: running, finished, failed or interrupted.
+    None for the whole dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
+    timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 
     version: int = 1
@@ -257,6 +261,7 @@ class RunManifest:
     contains_private_statistics: bool = True
     identity: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     limit: int | float | None = field(default=None, metadata=_LIMIT)
+    sampled_by: int | None = field(default=None, metadata=OPTIONAL)
     outliers: OutlierFacts | None = field(default=None, metadata=OPTIONAL)
     influence: InfluenceFacts = InfluenceFacts()
     evaluation: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
@@ -291,9 +296,12 @@ class RunManifest:
 
     @property
     def partial(self) -> str | None:
-        """A part of a sentence where the run looked at a part of its dataset."""
+        """A part of a sentence if the run read a part of its dataset."""
         looked, there = self.counts.samples or 0, self.counts.in_dataset or 0
-        return f"looked at the first {looked:,} of {there:,} samples (--limit)" if looked < there else None
+        if looked >= there:
+            return None
+        which = "the first" if self.sampled_by is None else f"by seed {self.sampled_by} at random"
+        return f"looked at {which} {looked:,} of {there:,} samples (--limit)"
 
     def setting(self, *keys: str) -> Any:
         """A value of the config by its keys, one inside the other; None where there is none."""
@@ -304,8 +312,8 @@ class RunManifest:
 
     def content(self) -> dict[str, Any]:
         """What the file holds. Parts of a run that has none of them are left out."""
-        found = content_of(self)
-        return {key: value for key, value in found.items() if value or key not in _PARTS}
+        result = content_of(self)
+        return {key: value for key, value in result.items() if value or key not in _PARTS}
 
 
 # Of the manifest: left out while they are empty.
@@ -318,15 +326,15 @@ def content_of(value: Any) -> Any:
         return {key: content_of(each) for key, each in value.items()}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    found = {}
+    result = {}
     for each in dataclasses.fields(value):
         inner = getattr(value, each.name)
         written = each.metadata.get("written")
         if written is not None and not written(value, inner):
             continue
         empty = dataclasses.is_dataclass(inner) and inner == each.default
-        found[each.name] = None if empty else content_of(inner)
-    return found
+        result[each.name] = None if empty else content_of(inner)
+    return result
 
 
 def read_manifest(content: Mapping[str, Any]) -> RunManifest:
@@ -343,8 +351,8 @@ def read(kind: type[T], content: Any) -> T:
     """
     given = content if isinstance(content, Mapping) else {}
     hints = get_type_hints(kind)
-    known = [each.name for each in dataclasses.fields(kind) if given.get(each.name) is not None]  # type: ignore[arg-type]
-    return kind(**{name: _value(hints[name], given[name]) for name in known})
+    given_names = [each.name for each in dataclasses.fields(kind) if given.get(each.name) is not None]  # type: ignore[arg-type]
+    return kind(**{name: _value(hints[name], given[name]) for name in given_names})
 
 
 def _value(hint: Any, value: Any) -> Any:

@@ -89,17 +89,17 @@ STEP_KEYS = tuple(each.name for each in fields(StepStatement))
 
 @dataclass(frozen=True, repr=False)
 class DPStepResult(ShortRepr):
-    """What `psgrad dp-step` did.
+    """The result of `psgrad dp-step`.
 
     Public: `step`, the content of public/step.json (StepStatement); `curve`, epsilon after so many steps, as
     (steps, epsilon), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
-    `curve_pld`, the same by PLD at a few places, empty where it has no answer; `notes`, lines for people that
-    tell nothing of the data.
+    `curve_pld`, the same by PLD at a few places, empty if it is undefined; `notes`, lines that reveal nothing
+    about the data.
 
     NOT PRIVATE: `steps`, one row a step of this run (STEP_COLUMNS: `batch_size` the records drawn,
     `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
-    `norms` [n], the gradient norms of the records of the latest steps, before clipping, and `bound`, what
-    they were clipped to (of one group; None where there are several).
+    `norms` [n], the gradient norms of the records of the latest steps, before clipping, and `bound`, their
+    clipping bound (of one group; None if there are several).
     """
 
     step: dict[str, Any]
@@ -115,10 +115,10 @@ class DPStepResult(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class NoisePlan(ShortRepr):
-    """What one noise multiplier would cost over all planned steps; None where an accountant has no answer.
+    """The cost of one noise multiplier over all planned steps; None where an accountant gives no result.
 
     `noise_std` is the standard deviation on the sum, of the first step. `curve_pld` is as in DPStepResult.
-    `configured` marks the one that the config asks for, or that its target epsilon leads to.
+    `configured` marks the multiplier of the config, or of its target epsilon.
     """
 
     noise_multiplier: float
@@ -149,13 +149,13 @@ class DPPlanResult(ShortRepr):
 
 @dataclass(frozen=True)
 class AuditBound:
-    """What one method says of epsilon.
+    """The lower bound on epsilon by one method.
 
     Attributes:
         method: which one, in words.
         epsilon: the largest that it refutes, at the audit's delta.
-        noise: the noise that there is at most, as a share of what is declared; None for a method that knows
-            no mechanism, infinite where it refutes nothing.
+        noise: the largest possible noise, as a share of the declared one; None for a method without a
+            mechanism, infinite if it refutes nothing.
         evidence: what was counted, in words.
     """
 
@@ -167,8 +167,8 @@ class AuditBound:
 
 @dataclass(frozen=True)
 class NoiseAudit:
-    """What the noise looked like: how many numbers, their standard deviation over the declared one, question
-    -> p-value, and alarms.
+    """The results of the noise check: how many numbers, their standard deviation over the declared one,
+    question -> p-value, and alarms.
     """
 
     numbers: int
@@ -202,23 +202,23 @@ class NeighbourPair:
 
 @dataclass(frozen=True, repr=False)
 class DPAuditResult(ShortRepr):
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
         epsilon: the lower bound, wrong with a probability of at most 1 - `confidence` if the mechanism does
             what it declares.
-        accounted: the epsilon that is accounted for these steps, None where there is none to state; by which
-            accountant: `accountant`.
-        delta, confidence, steps, canaries: what the audit was asked for.
+        accounted: the epsilon that is accounted for these steps, None if there is none; by which accountant:
+            `accountant`.
+        delta, confidence, steps, canaries: the settings of the audit.
         guesses, right: of the attack that needs no assumption: how many coins it guessed, how many rightly.
-        declared: whether the guesses leave what is declared standing.
+        declared: whether the guesses are possible under the declared guarantee.
         reach: the norm of a clipped canary, as a share of the most that a record can have.
         bounds: epsilon by each method.
-        noise: what it looked like.
-        pairs: neighbours; none where only canaries took part.
-        records: records of the dataset that went along, 0 for canaries alone. Where there are any, this
-            result is NOT PRIVATE.
-        relation, scheme, unit, mechanism: what the guarantee is about.
+        noise: the results of the noise check.
+        pairs: neighbours; none if only canaries took part.
+        records: records of the dataset that took part, 0 for canaries alone. If there are any, this result is
+            NOT PRIVATE.
+        relation, scheme, unit, mechanism: of the guarantee.
         file: where this was written.
     """
 
@@ -246,15 +246,15 @@ class DPAuditResult(ShortRepr):
 
     @property
     def violations(self) -> list[str]:
-        """What contradicts the declared guarantee, a sentence each."""
-        found = []
+        """The contradictions to the declared guarantee, a sentence each."""
+        result = []
         if not self.declared:
-            found.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
-        found += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
+            result.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
+        result += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
         for pair in self.pairs:
             if not pair.holds:
-                found.append(f"{pair.pair}: {_broken(pair)}")
-        return found
+                result.append(f"{pair.pair}: {_broken(pair)}")
+        return result
 
     def _excess(self) -> str:
         accounted = "none" if self.accounted is None else f"{self.accounted:.4g}"
@@ -299,13 +299,13 @@ class ParameterPlan:
 
 @dataclass(frozen=True, repr=False)
 class PlanResult(ShortRepr):
-    """What `psgrad plan` predicts of a run.
+    """The predictions of `psgrad plan` for a run.
 
     `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows.
-    Bytes: `peak_bytes` is what the pass over a chunk has at its highest beyond the parameters
-    (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed` says whether chunks will be
-    replayed from a record, `replay_reason` why. `obstacle` is why the pass had to run to be followed, None
-    where it was not run. `machine` is where prices come from: the device, and who measured it.
+    Bytes: `peak_bytes` is the highest memory of the pass over a chunk beyond the parameters
+    (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed` is whether chunks will be replayed
+    by a program, `replay_reason` why. `obstacle` is why the pass had to run for the prediction, None if it
+    did not. `machine` is the source of prices: the device, and who measured it.
     """
 
     parameters: list[ParameterPlan]

@@ -53,7 +53,7 @@ def _by_line_ends(path: Path, wanted: list[int]) -> dict[int, int]:
 
 
 def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -63,14 +63,14 @@ def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
             for cells in reader:
                 if cells:  # a blank line is no row
                     if row == next_row:
-                        found[row] = begin
+                        result[row] = begin
                         next_row = next(remaining, None)
                         if next_row is None:
                             break
                     row += 1
                 begin = reader.line_num + 1
     except csv.Error:
-        pass  # what was found until then is right
+        pass  # the lines so far are right
     finally:
         csv.field_size_limit(limit)
-    return found
+    return result

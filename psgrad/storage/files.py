@@ -14,8 +14,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 VARIABLE = "PSGRAD_CRASH_AT"
 
@@ -59,27 +61,36 @@ if VARIABLE in os.environ:
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+@contextmanager
+def written_atomically(target: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which is at its place when the block ends, whole, and never before: temporary file,
+    fsync, rename, fsync of the folder.
+
+    Raises OSError; then, and where the block raises, the file is as it was, and no temporary file is left.
+    """
+    temporary = temporary_for(target)
+    try:
+        point()
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            sync(file.fileno())
+        point()
+        os.replace(temporary, target)  # noqa: PTH105 (one module, one style: everything here is a call of os)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
 def write_atomically(target: Path, data: bytes | memoryview) -> None:
     """Write a file so that at every moment, a crash included, it is as before or whole: temporary file,
     fsync, rename, fsync of the folder.
 
     Raises OSError; the file is then as it was, and no temporary file is left.
     """
-    temporary = temporary_for(target)
-    try:
-        point()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            write_all(descriptor, data)
-            sync(descriptor)
-        finally:
-            os.close(descriptor)
-        point()
-        os.replace(temporary, target)  # noqa: PTH105 (one module, one way: everything here is a call of os)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
+    with written_atomically(target) as file:
+        write_all(file.fileno(), data)
 
 
 def temporary_for(target: Path) -> Path:
@@ -93,9 +104,7 @@ def leftovers_of(target: Path) -> list[Path]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte at the descriptor's place, in one call where the system takes them so. Raises
-    OSError.
-    """
+    """Write every byte at the descriptor's place, in one call if the system allows it. Raises OSError."""
     point()
     point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
     written = os.write(descriptor, data)

@@ -32,10 +32,10 @@ CHECK = "check.json"
 
 
 def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = ()) -> pd.DataFrame:
-    """These columns of a run's samples, and of those that are welcome the ones that it has, in the order of
+    """The given columns of a run's samples, and those of the optional columns that it has, in the order of
     the file.
 
-    Raises DataError where the table can't be read, or lacks a column that is needed.
+    Raises DataError if the table can't be read, or lacks a required column.
     """
     path = folder / "samples.parquet"
     try:
@@ -64,9 +64,7 @@ def require_there(names: Sequence[str], needed: Sequence[str], path: Path) -> No
 
 
 def require_typed(frame: pd.DataFrame, path: Path) -> None:
-    """Raises DataError for columns of another type: a verdict on them would be a verdict on something
-    else.
-    """
+    """Raises DataError for columns of another type: a verdict on them would be wrong."""
     kinds = pd.api.types
     expected = {
         "loss": (kinds.is_numeric_dtype, "numbers"),
@@ -97,7 +95,7 @@ def write_check(folder: RunFolder, result: CheckResult) -> None:
 
 
 def read_check(folder: Path) -> CheckResult | None:
-    """What the last check of a run found; None where there was none. Raises DataError for files that can't be
+    """The content of a run's last check; None if there was none. Raises DataError for files that can't be
     read.
     """
     if not (folder / CHECK).exists():
@@ -134,8 +132,8 @@ _GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
 
 
 def load_run(folder: Path) -> AnalyzeResult:
-    """What `psgrad analyze` left in a folder. Raises DataError where it is no finished run, or a file of it
-    can't be read.
+    """The result of `psgrad analyze` in a folder. Raises DataError if it is not a finished run, or a file of
+    it can't be read.
     """
     manifest = finished_manifest(folder)
     samples = _table(folder / "samples.parquet")
@@ -236,8 +234,8 @@ def _arrays(path: Path) -> dict[str, Array]:
     from safetensors.numpy import load_file
 
     try:
-        found: dict[str, Array] = load_file(path)
-        return found
+        arrays: dict[str, Array] = load_file(path)
+        return arrays
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(path, error) from error
 

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 SHARDS = "parts"
 MEASURES = "measures"
-PUBLIC, PRIVATE = "public", "private"  # of a private run: what may be published, and what may not
+PUBLIC, PRIVATE = "public", "private"  # of a private run: public files, and private ones
 LEDGER = f"{PUBLIC}/ledger.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
 
-# What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file
-# stays where it is.
+# The files of psgrad at the top of a run folder: replacing a run removes only these. Other files stay.
 OWN_ENTRIES = (
     *(SHARDS, "plots", "report.html", "identity.json"),
     *(
@@ -50,8 +49,8 @@ OWN_ENTRIES = (
     *(PUBLIC, PRIVATE, CHECKPOINT),
 )
 
-# What a spreadsheet takes for the start of a formula, also in full width, and behind what it trims or does
-# not show.
+# The characters with which a spreadsheet begins a formula, also in full width, and behind characters that it
+# trims or does not show.
 _FORMULA = re.compile(
     "[\\s\\x00-\\x20\ufeff\u200b-\u200f\u202a-\u202e\u2060-\u2069]*[-=+@\uff0d\uff1d\uff0b\uff20]|[\\t\\r\\n]"
 )
@@ -87,7 +86,8 @@ class RunFolder:
             if path.is_dir():
                 run._clear()
             else:
-                # Norms and losses tell about single training examples: a new folder is for its owner's eyes.
+                # Norms and losses reveal single training examples: a new folder is readable by its owner
+                # only.
                 files.make_folder(path, 0o700)
         except OSError as error:
             raise _unusable(path, error) from error
@@ -96,17 +96,17 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """The folder of a run that is to go on: what it has finished stays."""
+        """The folder of a run that is resumed: its finished parts stay."""
         run = cls(path)
         try:
             own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
-            found = [
+            leftovers = [
                 leftover
                 for folder in own
                 if folder.is_dir() and not folder.is_symlink()
                 for leftover in folder.rglob(".*.tmp")
             ]
-            for leftover in [*path.glob(".*.tmp"), *found]:
+            for leftover in [*path.glob(".*.tmp"), *leftovers]:
                 leftover.unlink()
         except OSError as error:
             raise _unusable(path, error) from error
@@ -114,7 +114,7 @@ class RunFolder:
 
     @staticmethod
     def require_free(path: Path, overwrite: bool = False) -> None:
-        """Raises OutputExistsError where `create` would: to be asked before any work is done. Changes
+        """Raises OutputExistsError if `create` would: to be called before any work is done. Changes
         nothing.
         """
         try:
@@ -124,7 +124,7 @@ class RunFolder:
                 raise OutputExistsError(
                     f"the output {path} exists and is not a folder", next_step="choose another --output"
                 )
-            # A run that was killed while it wrote its first file leaves that file's beginning.
+            # A run that was killed while it wrote its first file leaves the beginning of that file.
             if set(path.iterdir()) <= set(files.leftovers_of(path / MANIFEST)):
                 return
         except OSError as error:
@@ -144,10 +144,7 @@ class RunFolder:
                     f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so"
                     " something may be spent"
                 ),
-                next_step=(
-                    "put the ledger back, or choose another --output; who is sure of it deletes the folder by"
-                    " hand"
-                ),
+                next_step=("put the ledger back, or choose another --output, or delete the folder by hand"),
             )
         if has_begun(path / LEDGER):
             raise OutputExistsError(
@@ -157,10 +154,7 @@ class RunFolder:
                     "a ledger is the only record of the privacy that was spent on these data, and --overwrite"
                     " never removes one"
                 ),
-                next_step=(
-                    "choose another --output, or go on with --resume; who is sure of it deletes the folder by"
-                    " hand"
-                ),
+                next_step=("choose another --output, or go on with --resume, or delete the folder by hand"),
             )
         if not overwrite:
             raise OutputExistsError(
@@ -242,7 +236,7 @@ class RunFolder:
         self.write_bytes(name, text.encode("utf-8", "backslashreplace"))
 
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json says by now; empty where it says nothing yet."""
+        """The present content of manifest.json; empty if there is none."""
         return manifest_of(self.path) or {}
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
@@ -275,16 +269,16 @@ class RunFolder:
                 f"{target} can't be written: {error.strerror or error}",
                 next_step="check the folder and its permissions",
             )
-        kept = self._kept()
+        what_is_kept = self._kept()
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror})",
             expected=f"{wanted:,} free bytes for this file",
-            cause=f"no space; what was written before is whole{f': {kept}' if kept else ''}",
+            cause=f"no space; what was written before is whole{f': {what_is_kept}' if what_is_kept else ''}",
             next_step=self.after_more_space,
         )
 
     def _kept(self) -> str:
-        """Which samples are there after a write that failed, for people."""
+        """Which samples are there after a write that failed, in words."""
         return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self.rows else ""
 
 
@@ -312,7 +306,7 @@ def _unusable(path: Path, error: OSError) -> OutputError:
 
 
 def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """What manifest.json says; None where the folder is no run of psgrad."""
+    """The content of manifest.json; None if the folder is not a run of psgrad."""
     # Other tools have files named manifest.json too: the mark inside decides.
     try:
         content = json.loads((folder / MANIFEST).read_bytes())

@@ -85,7 +85,8 @@ class GradientIndex:
                 )
             files.make_folder(path, 0o700)  # gradients tell about single training examples
             index = cls(path, _plain(description))
-            index._remove_files()  # first: an earlier index that lost some is half built, and refused as such
+            # First: an earlier index with only a part of its files is unfinished, and refused as such.
+            index._remove_files()
             head = {"tool": _MARK, "format": FORMAT, "version": __version__}
             files.write_atomically(
                 path / DESCRIPTION,
@@ -101,9 +102,9 @@ class GradientIndex:
 
     @classmethod
     def resume(cls, path: Path, description: Mapping[str, Any]) -> Self:
-        """The index that was begun in this folder, to go on with; a new one where none was begun.
+        """The index that was begun in this folder, to go on with; a new one if none was begun.
 
-        Raises OutputError where that index is of something else, naming what differs.
+        Raises OutputError, naming the differences, if that is another index.
         """
         if not (path / DESCRIPTION).exists():
             return cls.create(path, description)
@@ -113,7 +114,7 @@ class GradientIndex:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """An index to ask. Raises OutputError where there is none, or only half of one."""
+        """A finished index. Raises OutputError if there is none, or an unfinished one."""
         if not (path / DESCRIPTION).exists():
             raise OutputError(
                 f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG"
@@ -161,11 +162,11 @@ class GradientIndex:
         if different:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
-            first, wanted, found = different[0]
+            first, wanted, actual = different[0]
             raise OutputError(
                 f"the index {self.path} is of something else: {names}{more}"
                 f" differ{'s' if len(different) == 1 else ''}",
-                expected=f"{first}: {_short(wanted)}; the index has {_short(found)}",
+                expected=f"{first}: {_short(wanted)}; the index has {_short(actual)}",
                 cause="model, data or settings were changed since it was built",
                 next_step=(
                     "put them back, or build an index of its own in another folder (influence.index.path), or"
@@ -189,7 +190,7 @@ class GradientIndex:
     def unwritten(self) -> list[tuple[int, int | None]]:
         """(checkpoint, shard) of what is not written yet, in order; shard None for a checkpoint's sums.
 
-        Raises OutputError for a file that is there and is damaged or another index's.
+        Raises OutputError for a file that is damaged or another index's.
         """
         wanted = [
             (number, shard)
@@ -208,7 +209,7 @@ class GradientIndex:
         """
         target = self.file(checkpoint, shard)
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        # One entry: safetensors writes several in any order, and the same index would not be the same bytes.
+        # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
         data = save(whole, metadata={_SEAL: f"{self._id} {_digest(whole)}"})
         try:
             files.make_folder(target.parent)
@@ -253,8 +254,8 @@ class GradientIndex:
         if not path.exists():
             return False
         with self._opened(path) as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if _digest(found) != file.metadata()[_SEAL].rpartition(" ")[2]:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if _digest(arrays) != file.metadata()[_SEAL].rpartition(" ")[2]:
                 raise OutputError(
                     f"{path} holds other numbers than were written",
                     expected="the numbers that its own hash was made of",
@@ -283,7 +284,7 @@ class GradientIndex:
         return file
 
     def _remove_files(self) -> None:
-        """Remove the files of an earlier index, and what a killed process left."""
+        """Remove the files of an earlier index, and those of a killed process."""
         for folder in self.path.glob("checkpoint-*"):
             for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
                 path.unlink()
@@ -294,11 +295,11 @@ class GradientIndex:
 
 
 def _digest(arrays: Arrays) -> str:
-    found = sha256()
+    digest = sha256()
     for name in sorted(arrays):
-        found.update(name.encode())
-        found.update(arrays[name].data if arrays[name].size else b"")
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(arrays[name].data if arrays[name].size else b"")
+    return digest.hexdigest()
 
 
 def _is_index(path: Path) -> bool:
@@ -315,13 +316,13 @@ def _plain(description: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _differences(expected: Any, found: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         for key, value in expected.items():
-            yield from _differences(value, found.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != found:
-        yield name, expected, found
+            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != actual:
+        yield name, expected, actual
 
 
 def _short(value: Any) -> str:

@@ -48,11 +48,11 @@ _OWN_KEYS = ("kind", "position", "previous", "torn", "tool", "format")
 
 
 class Ledger:
-    """A ledger open for writing, by this process alone. `create` or `resume` makes one; close it, or use it
-    in a `with`.
+    """A ledger open for writing, by this process only. `create` or `resume` makes one; close it, or use it in
+    a `with`.
 
-    After a write that failed the object refuses to go on, as nobody knows what of the line is on the disk:
-    the run ends there, and a new process may resume it.
+    After a write that failed the object refuses to go on, because it is unknown what of the line is on the
+    disk: the run ends there, and a new process may resume it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -132,7 +132,7 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> LedgerContent:
-        """What a ledger says, for a report; also while a run writes to it.
+        """The content of a ledger, for a report; also while a run writes to it.
 
         Raises LedgerError for one that can't be read, was never begun, or is damaged: a line is named.
         """
@@ -160,8 +160,8 @@ class Ledger:
         return [line for line in self._lines if line["kind"] == STEP]
 
     def mark(self) -> dict[str, Any]:
-        """Where the ledger stands, for a checkpoint: a ledger without this line is not the one that paid for
-        it.
+        """The ledger's present state, for a checkpoint: a ledger without this line is not the one that paid
+        for it.
         """
         return {"ledger_position": self.position, "ledger_sha256": self._digests[-1]}
 
@@ -195,8 +195,8 @@ class Ledger:
 
     @classmethod
     def _opened(cls, path: Path, flags: int) -> tuple[Ledger, LedgerContent]:
-        """The file locked for this process, and what it says; with os.O_CREAT in `flags` it is made where
-        there is none.
+        """The file locked for this process, and its content; with os.O_CREAT in `flags` it is made if there
+        is none.
         """
         try:
             if flags & os.O_CREAT:
@@ -206,9 +206,7 @@ class Ledger:
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            files.sync_folder(
-                path.parent
-            )  # whoever made the file may have been killed before its name was on the disk
+            files.sync_folder(path.parent)  # its creator may have been killed before its name was on the disk
             ledger = cls(path, descriptor)
             data = bytes_of(path)
             content = parse(path, data)
@@ -226,7 +224,7 @@ class Ledger:
             raise
 
     def _write(self, kind: str, content: Mapping[str, Any], before: LedgerContent | None) -> None:
-        """Add a line, after what has to be put in order at the end of the file as `before` found it."""
+        """Add a line, after what the end of the file, in `before`, needs to be in order."""
         own: dict[str, Any] = {
             "kind": kind,
             "position": self.position,

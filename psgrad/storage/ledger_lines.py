@@ -22,14 +22,14 @@ _BEGINNING = b'{"kind": "header", '
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """What a ledger says.
+    """The content of a ledger.
 
     Attributes:
         lines: the complete lines in order; the first is the header.
         digests: the SHA-256 of each.
-        unfinished: what stands after them: the beginning of a line for which nothing was released, mostly
+        unfinished: the bytes after them: the beginning of a line for which nothing was released, mostly
             empty.
-        open_ended: whether the last line lacks nothing but its newline.
+        open_ended: whether the last line lacks only its newline.
     """
 
     path: Path
@@ -102,7 +102,7 @@ def parse(path: Path, data: bytes) -> LedgerContent:
 
 
 def _line_in(raw: bytes) -> dict[str, Any] | None:
-    """The line if it is whole, None otherwise: every beginning of a line of JSON is no JSON."""
+    """The line if it is complete, None otherwise: no beginning of a line of JSON is JSON."""
     try:
         line = json.loads(raw)
     except ValueError:
@@ -117,14 +117,14 @@ def _line_in(raw: bytes) -> dict[str, Any] | None:
 
 
 def torn(unfinished: bytes) -> dict[str, Any] | None:
-    """What a line says of the unfinished one before it."""
+    """What a line states about the unfinished one before it."""
     return (
         {"bytes": len(unfinished), "sha256": hashlib.sha256(unfinished).hexdigest()} if unfinished else None
     )
 
 
 def is_torn_header(unfinished: bytes) -> bool:
-    """Whether the bytes may be what a process left that was killed while it began a ledger; zeros are what a
+    """Whether the bytes may be those of a process that was killed while it began a ledger; zeros are what a
     power cut leaves.
     """
     tries = [tried.removesuffix(UNFINISHED[:-1]).lstrip(b"\0") for tried in unfinished.split(b"\n")]
@@ -149,7 +149,7 @@ def bytes_of(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-# -- Refusals ------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 def require_begun(content: LedgerContent) -> None:
@@ -166,19 +166,19 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
         return
     position, digest = mark["ledger_position"], mark["ledger_sha256"]
     if position > content.position:
-        found = (
+        actual = (
             f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has"
             f" {content.position:,}"
         )
     elif content.digests[position - 1] != digest:
-        found = (
+        actual = (
             f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made"
             " after"
         )
     else:
         return
     raise LedgerError(
-        found,
+        actual,
         expected="the ledger that paid for the checkpoint: with another one the epsilon would be too small",
         cause="the ledger or the checkpoint was replaced by a copy, or edited",
         next_step="put back the ledger that belongs to the checkpoint",
@@ -204,14 +204,14 @@ def require_same(
     differing = [key for key, value in plain.items() if key not in there or there[key] != value]
     if not differing:
         return
-    told = [
+    differences = [
         words
         for key in differing
         for words in (_differences(key, there.get(key), plain[key]) if show else [key])
     ]
     raise ConfigError(
-        f"{what} is that of another run: {'; '.join(told)}"
-        + ("" if show else " differs" if len(told) == 1 else " differ"),
+        f"{what} is that of another run: {'; '.join(differences)}"
+        + ("" if show else " differs" if len(differences) == 1 else " differ"),
         expected="the data, the model, the sampling and the clipping that the run began with",
         cause=(
             "the config or a file that it names was changed; what was spent on one can't be carried over to"
@@ -222,8 +222,8 @@ def require_same(
 
 
 def _differences(key: str, was: Any, now: Any) -> list[str]:
-    """In words, what of two values differs; of two objects too long to be shown whole, which of their
-    keys.
+    """The differences of two values, in words; of two objects too long to be shown whole, the keys that
+    differ.
     """
     if (
         isinstance(was, dict)

@@ -51,14 +51,14 @@ def born(path: Path) -> int | None:
         failed = ctypes.CDLL(None, use_errno=True).statx(_AT_CURRENT, os.fsencode(path), 0, _BIRTH, answer)
     except AttributeError:  # a C library without it
         return None
-    (known,) = struct.unpack_from("=I", answer)
+    (attributes,) = struct.unpack_from("=I", answer)
     seconds, nanoseconds = struct.unpack_from("=qI", answer, _BIRTH_AT)
-    return None if failed or not known & _BIRTH else seconds * 10**9 + nanoseconds
+    return None if failed or not attributes & _BIRTH else seconds * 10**9 + nanoseconds
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, what shows that a file is not the one that was there then. The machine shows nothing: folders
-    are shared among machines.
+    """Evidence that a file is not the earlier one, in words. The machine is no evidence: folders are shared
+    among machines.
     """
     changed = [
         key
@@ -69,17 +69,17 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def require_in_place(folder: Path, ledger: Path, then: Mapping[str, Any] | None) -> None:
-    """Raises LedgerError where a ledger is not the file that the run left. then: what `place_of` said; None
-    if that is gone.
+    """Raises LedgerError if a ledger is not the file that the run left. then: the earlier result of
+    `place_of`; None if that is gone.
     """
-    found = (
+    actual = (
         ["what was written down of the ledger's place is gone"]
         if then is None
         else differences(then, place_of(ledger))
     )
-    if found:
+    if actual:
         raise LedgerError(
-            f"the ledger in {folder} is not where the run left it: {'; '.join(found)}",
+            f"the ledger in {folder} is not where the run left it: {'; '.join(actual)}",
             expected=(
                 "the folder that the last process of this run worked in, not a copy of it and not a backup"
             ),

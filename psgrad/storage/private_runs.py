@@ -36,14 +36,14 @@ WARNING = (
     " run; do not publish it."
 )
 
-# What manifest.json may say. All else that is said of a run goes to the private folder: a name that is not
+# The keys that manifest.json may have. All other facts of a run go to the private folder: a key that is not
 # here is never published.
 _PUBLIC_FACTS = {"version", "command", "state", "versions", "config", "model"}
 
 
 class PrivateRunFolder(RunFolder):
-    """A run folder that keeps apart what may be published. `create` makes one, `open` takes the one of a run
-    to be resumed.
+    """A run folder with separate public and private parts. `create` makes one, `open` takes that of a run to
+    be resumed.
     """
 
     after_more_space = "free some space, and go on with --resume"
@@ -65,7 +65,7 @@ class PrivateRunFolder(RunFolder):
         if ledger_lost(path):
             raise LedgerError(
                 f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had one",
-                expected="the ledger that paid for the checkpoint: without it nobody knows what was spent",
+                expected="the ledger that paid for the checkpoint: without it, what was spent is unknown",
                 cause="the file was removed or emptied",
                 next_step="put the whole ledger back; a run whose ledger is lost has no privacy guarantee",
             )
@@ -85,12 +85,12 @@ class PrivateRunFolder(RunFolder):
 
     @property
     def ledger(self) -> Path:
-        """Where the ledger is, or will be."""
+        """The path of the ledger."""
         return self.path / LEDGER
 
     @property
     def checkpoint(self) -> Path:
-        """Where the last checkpoint is; no file before there is one."""
+        """The path of the last checkpoint; no file before there is one."""
         return self.path / CHECKPOINT
 
     def write_checkpoint(self, data: bytes | memoryview) -> None:
@@ -100,7 +100,7 @@ class PrivateRunFolder(RunFolder):
         self.write_bytes(CHECKPOINT, data)
 
     def remove_leftovers(self) -> None:
-        """Remove temporary files of processes that were killed. To be called with the ledger in hand, when no
+        """Remove temporary files of processes that were killed. To be called with the ledger locked, when no
         other process writes here.
         """
         patterns = (f".{MANIFEST}.*.tmp", f".{CHECKPOINT}.*.tmp", f"{PUBLIC}/.*.tmp", f"{PRIVATE}/.*.tmp")
@@ -108,25 +108,23 @@ class PrivateRunFolder(RunFolder):
             path.unlink(missing_ok=True)
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
-        """Write manifest.json with what may be published, and the rest of it as
-        private/NOT_PRIVATE_manifest.json.
-        """
+        """Write manifest.json with the public keys, and the rest as private/NOT_PRIVATE_manifest.json."""
         super().write_manifest({key: value for key, value in content.items() if key in _PUBLIC_FACTS})
         private = {key: value for key, value in content.items() if key not in _PUBLIC_FACTS}
         if private:
             self.write_private_json(MANIFEST, private)
 
     def manifest(self) -> dict[str, Any]:
-        """What both manifests say by now, the public and the private one."""
+        """The present content of both manifests, the public and the private one."""
         try:
             return {**super().manifest(), **self.private_manifest()}
         except OutputError:  # before the first one is written
             return super().manifest()
 
     def private_manifest(self) -> dict[str, Any]:
-        """What the run so far keeps private about itself, such as the data's fingerprint.
+        """The private facts of the run so far, such as the data's fingerprint.
 
-        Raises OutputError where it is gone or damaged: then nobody can tell whether the data are the same.
+        Raises OutputError if they are gone or damaged: then it is unknown whether the data are the same.
         """
         path = self.path / PRIVATE / f"{PREFIX}{MANIFEST}"
         try:
@@ -143,13 +141,11 @@ class PrivateRunFolder(RunFolder):
         return content
 
     def write_public_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write JSON for everybody's eyes: a release. What it tells must have been paid for in the ledger."""
+        """Write public JSON: a release. What it reveals must have been paid for in the ledger."""
         self.write_json(f"{PUBLIC}/{name}", content)
 
     def write_public_bytes(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file for everybody's eyes: a release. What it tells must have been paid for in the
-        ledger.
-        """
+        """Write a public file: a release. What it reveals must have been paid for in the ledger."""
         self.write_bytes(f"{PUBLIC}/{name}", data)
 
     def write_private_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -165,7 +161,7 @@ class PrivateRunFolder(RunFolder):
         self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)
 
     def read_private_json(self, name: str) -> dict[str, Any] | None:
-        """What `write_private_json` wrote before; None where there is none, or it can't be read."""
+        """The content that `write_private_json` wrote before; None if there is none, or it can't be read."""
         try:
             content = json.loads((self.path / PRIVATE / f"{PREFIX}{name}").read_bytes())
         except (OSError, ValueError):
@@ -173,7 +169,7 @@ class PrivateRunFolder(RunFolder):
         return content if isinstance(content, dict) else None
 
     def private_table(self, name: str) -> pd.DataFrame | None:
-        """What `write_private_table` wrote before; None where there is none, or it can't be read."""
+        """The table that `write_private_table` wrote before; None if there is none, or it can't be read."""
         import pandas as pd
 
         try:
@@ -186,8 +182,8 @@ class PrivateRunFolder(RunFolder):
         self.write_bytes(f"{PRIVATE}/{PREFIX}{name}", data)
 
     def write_bytes(self, name: str, data: bytes | memoryview) -> None:
-        """As of any run folder. The private folder is its owner's alone, and each file's name in it says what
-        it is, or ValueError.
+        """As of any run folder. The private folder is readable by its owner only, and each file's name in it
+        must begin with NOT_PRIVATE_; else ValueError.
         """
         if name.startswith(f"{PRIVATE}/"):
             if not name.startswith(f"{PRIVATE}/{PREFIX}") or name.count("/") > 1:

@@ -24,10 +24,10 @@ _ORDER = "order"
 
 @dataclass(frozen=True)
 class Kept:
-    """What is there of a pass: its first rows, in order.
+    """The finished part of a pass: its first rows, in order.
 
     rows: how many. table: a row a sample, its columns of one number (or text) a sample. arrays: name ->
-    [rows, ...], its other columns. state: what was gathered over these rows.
+        [rows, ...], its other columns. state: what was gathered over these rows.
     """
 
     rows: int = 0
@@ -38,10 +38,10 @@ class Kept:
 
 class Shards:
     """The shards of one pass: parts/<name>/00000.parquet with the table, beside it, behind an underscore so
-    that readers of the folder pass them over, the arrays, and the state after it.
+    that readers of the folder skip them, the arrays, and the state after it.
 
-    The parquet file is written last, and with it the shard is there: before that it counts for nothing.
-    `counted`: its rows are the finished samples of the run.
+    The parquet file is written last, and completes the shard: before that it does not exist. `counted`: its
+    rows are the finished samples of the run.
     """
 
     def __init__(self, folder: RunFolder, name: str, counted: bool = False) -> None:
@@ -50,7 +50,7 @@ class Shards:
         self._rows = 0
 
     def append(self, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
-        """Keep these rows durably, and all that was gathered up to them. Raises OutputError."""
+        """Store these rows durably, and all that was gathered up to them. Raises OutputError."""
         about = _about(self._rows, len(table))
         self._folder.write_bytes(
             self._name_of("arrays", self._count), packed(arrays, {**about, _ORDER: json.dumps(list(arrays))})
@@ -64,32 +64,34 @@ class Shards:
         if self._count:
             self._path("state", self._count - 1).unlink(missing_ok=True)
         self._count += 1
-        self._took(self._rows + len(table))
+        self._set_rows(self._rows + len(table))
 
     def read(self) -> Kept:
-        """What is whole, from the first row on; shards behind one that is damaged or missing are as if they
-        were not there, and are written anew. `append` goes on from here.
+        """The complete shards, from the first row on; shards behind one that is damaged or missing are
+        ignored, and written anew. `append` goes on from here.
         """
-        found: list[tuple[pd.DataFrame, Arrays]] = []
-        while (shard := self._shard(len(found), sum(len(table) for table, _ in found))) is not None:
-            found.append(shard)
+        result: list[tuple[pd.DataFrame, Arrays]] = []
+        while (shard := self._shard(len(result), sum(len(table) for table, _ in result))) is not None:
+            result.append(shard)
         # The state goes with the last shard alone: those before it have none, but for the moment of writing.
-        while found:
-            state = self._state(len(found) - 1, sum(len(table) for table, _ in found[:-1]), len(found[-1][0]))
+        while result:
+            state = self._state(
+                len(result) - 1, sum(len(table) for table, _ in result[:-1]), len(result[-1][0])
+            )
             if state is not None:
                 break
-            found.pop()
+            result.pop()
         else:
             state = {}
-        self._count = len(found)
-        self._took(sum(len(table) for table, _ in found))
-        if not found:
+        self._count = len(result)
+        self._set_rows(sum(len(table) for table, _ in result))
+        if not result:
             return Kept()
-        table = pd.concat([table for table, _ in found], ignore_index=True)
-        arrays = {name: np.concatenate([parts[name] for _, parts in found]) for name in found[0][1]}
+        table = pd.concat([table for table, _ in result], ignore_index=True)
+        arrays = {name: np.concatenate([parts[name] for _, parts in result]) for name in result[0][1]}
         return Kept(self._rows, table, arrays, state or {})
 
-    def _took(self, rows: int) -> None:
+    def _set_rows(self, rows: int) -> None:
         self._rows = rows
         if self._counted:
             self._folder.rows = rows
@@ -107,7 +109,7 @@ class Shards:
     def _shard(self, number: int, first: int) -> tuple[pd.DataFrame, Arrays] | None:
         try:
             table = pd.read_parquet(self._path("table", number))
-        except (OSError, ValueError):  # not there, or damaged: pyarrow's own errors are ValueErrors
+        except (OSError, ValueError):  # missing or damaged: pyarrow's own errors are ValueErrors
             return None
         arrays = _unpacked(self._path("arrays", number), _about(first, len(table)))
         return None if arrays is None else (table, arrays)
@@ -121,15 +123,15 @@ def _about(first: int, rows: int) -> dict[str, str]:
 
 
 def _unpacked(path: Path, about: Mapping[str, str]) -> Arrays | None:
-    """The arrays of a file; None where it is not there, damaged, or of other rows."""
+    """The arrays of a file; None if it is missing, damaged, or of other rows."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            found = file.metadata() or {}
+            metadata = file.metadata() or {}
             # A file has its arrays in an order of its own, and sums depend on the order.
-            order = json.loads(found.pop(_ORDER, "null"))
-            if found != dict(about) or sorted(order) != sorted(file.keys()):
+            order = json.loads(metadata.pop(_ORDER, "null"))
+            if metadata != dict(about) or sorted(order) != sorted(file.keys()):
                 return None
             return {name: file.get_tensor(name) for name in order}
     except (OSError, ValueError, TypeError, SafetensorError):

@@ -43,6 +43,7 @@ from psgrad.workflows.running import Clock, describe_run, recorded
 from psgrad.workflows.setup import set_up
 
 _PICTURES = 40
+_TOLD = 10  # rows that can not be read
 
 
 @with_code_beside
@@ -52,6 +53,7 @@ def analyze(
     overwrite: bool = False,
     resume: bool = False,
     limit: int | float | None = None,
+    sample: bool = False,
     report: bool = True,
     progress: Say = lambda _: None,
 ) -> AnalyzeResult:
@@ -62,6 +64,7 @@ def analyze(
         resume: continue the run in the output folder, where there is one.
         limit: how many rows are measured, from the first one on: a number of them, or a fraction between 0
             and 1; None for all.
+        sample: whether these rows are drawn at random instead, by analyze.seed.
         report: write report.html and plots/.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What
@@ -73,14 +76,18 @@ def analyze(
     with clock("load"):
         measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
-        run = set_up(config, config.output / SHARDS).with_rows_described()
-        count = limited(len(run.samples), limit)
+        run = set_up(config, config.output / SHARDS)
+        in_dataset, count = len(run.samples), limited(len(run.samples), limit)
+        if sample:
+            require_limit(limit)
+            run = run.with_drawn_rows(count, config.analyze.seed)
+        run = run.with_rows_described()
         setting, every = prepare(
             run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
         )
         stream = setting.examples.stream
         judging = Judging(run, measures)
-    now = identity(run, count) | judging.identity()
+    now = identity(run, count) | judging.identity() | ({"rows are drawn at random": True} if sample else {})
     folder = reopen(config.output, now, run) if resume else None
     if folder is not None and folder.finished:
         folder.drop_shards()  # if it was killed just before
@@ -91,7 +98,8 @@ def analyze(
         folder = RunFolder.create(config.output, overwrite or resume)
         folder.write_json(NAMES, names_of(run))
     manifest = describe_run("analyze", run, check, measure_specs(config))
-    with recorded(folder, replace(manifest, identity=now, limit=limit), clock) as record:
+    seed = config.analyze.seed if sample else None
+    with recorded(folder, replace(manifest, identity=now, limit=limit, sampled_by=seed), clock) as record:
         with clock("gradients"):
             measured = Passes(setting, stream, every, about_rows(run), folder, progress).run()
             reference = judging.reference(folder, progress)
@@ -108,6 +116,8 @@ def analyze(
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
+        for row, reason in sorted(run.reader.unreadable.items())[:_TOLD]:
+            progress(Progress(0, 0, "samples", f"row {row} is not finite: {reason}"))
         if norms.unfactored:
             progress(Progress(0, 0, "samples", unfactored_words(norms.unfactored)))
         shows = config.report.include_inputs
@@ -116,7 +126,7 @@ def analyze(
         facts = record.add(
             outliers=judged.facts,
             engine=engine_facts(manifest.engine, stream, norms),
-            counts=counts_of(frame, len(run.samples)),
+            counts=counts_of(frame, in_dataset),
             timings=clock.seconds,
         )
         verdict = check_samples(frame, facts, folder, gate)
@@ -174,6 +184,15 @@ def limited(count: int, limit: int | float | None) -> int:
             expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
+
+
+def require_limit(limit: int | float | None) -> None:
+    """Raises ConfigError for a sample of all rows."""
+    if limit is None:
+        raise ConfigError(
+            "--sample was given without --limit",
+            expected="both: how many rows are drawn, such as --limit 0.1 --sample",
+        )
 
 
 def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> MeasureResult:

@@ -15,8 +15,8 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
+from psgrad.inputs.models.checkpoint_headers import require_checkpoint
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
-from psgrad.inputs.sources.files import require_file
 from psgrad.workflows.setup import Setup
 
 
@@ -28,7 +28,7 @@ def checkpoints_of(run: Setup) -> list[CheckpointModel]:
     """
     paths, base = run.config.analyze.checkpoints or [], run.config.base
     for path in paths:  # all of them, before the first is read
-        require_file(base / path, "checkpoint", CheckpointError)
+        require_checkpoint(base / path)
     met: dict[str, Path] = {}
     for path in paths:
         weights = _digest(_loaded(run, path))
@@ -59,7 +59,26 @@ def checkpoints_sha256(run: Setup) -> dict[str, str]:
 
 def _objective(run: Setup, path: Path) -> Objective:
     model = place(_loaded(run, path), run.device, run.dtype, run.config.model.dtype)
-    return run.objective.with_model(model).with_summary(None)
+    return at_weights(run.objective, model, path).with_summary(None)
+
+
+def at_weights(objective: Objective, model: nn.Module, path: object) -> Objective:
+    """The objective with the model of another checkpoint. Raises CheckpointError where it has other
+    parameters.
+    """
+    found = objective.with_model(model)
+    ours, theirs = (
+        {name: tuple(value.shape) for name, value in each.params.items()} for each in (objective, found)
+    )
+    odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
+    if odd:
+        raise CheckpointError(
+            f"the model of the checkpoint {path} has other parameters than the config's model: {odd[0]}"
+            + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""),
+            expected="checkpoints of one training run",
+            cause="a folder of another model, or an adapter where the config has none",
+        )
+    return found
 
 
 def _loaded(run: Setup, path: Path) -> nn.Module:

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -72,7 +72,7 @@ _NORMS = 10_000
 def dp_step(
     config: Config,
     *,
-    steps: int = 1,
+    steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
     moved: bool = False,
@@ -82,7 +82,7 @@ def dp_step(
     """Take private steps: the whole of `psgrad dp-step`.
 
     Args:
-        steps: how many of the planned ones to take now.
+        steps: how many of the planned ones to take now; all for those that are left.
         resume: continue the run in the config's output folder. Where all planned steps are paid for and the
             process that paid ended before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
@@ -103,14 +103,15 @@ def dp_step(
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
     taken = 0 if before is None else len(before.steps)
+    asked = max(1, privacy.steps - taken) if isinstance(steps, str) else steps  # of none left a check says so
     if before is not None and taken == privacy.steps and not folder.finished:
-        steps = 0  # the process that paid for the last step ended before it could publish what came of it
+        asked = 0  # the process that paid for the last step ended before it could publish what came of it
     else:
-        require_steps_left(privacy, taken, steps)
+        require_steps_left(privacy, taken, asked)
     clock = Clock()
     with clock("load"):
         setup = set_up_privately(
-            config, lambda message: progress(Progress(taken, taken + steps, "steps", message, "step"))
+            config, lambda message: progress(Progress(taken, taken + asked, "steps", message, "step"))
         )
         base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
         if privacy.noise.multiplier is not None:
@@ -162,7 +163,7 @@ def dp_step(
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
         run = Run(setup, base, folder, ledger, training, lost=taken - saved)
         with clock("steps"):
-            run.take(steps, progress)
+            run.take(asked, progress)
         with clock("accounting"):
             return run.finish([note for note in notes if note is not None])
 

@@ -30,6 +30,7 @@ from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
+from psgrad.errors import ConfigError
 from psgrad.inputs.models.factory import load_model, resolve_training
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
@@ -218,10 +219,20 @@ def fresh_models(config: Config, setup: InfluenceSetup) -> Callable[[int], nn.Mo
     """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
     trained that the factory left so.
     """
+    if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
+        raise ConfigError(
+            "models would be trained again from the trained weights: model.pretrained has the only ones",
+            expected="the weights that training began with, and those that it ended with",
+            next_step=(
+                "set model.pretrained to the model that was fine-tuned, and model.checkpoint to the folder of"
+                " the result"
+            ),
+        )
     bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
 
     def fresh(seed: int) -> nn.Module:
-        return load_model(bare, config.base).model.to(setup.run.device, setup.run.dtype)
+        loaded = load_model(bare, config.base, allow_download=config.allow_download)
+        return loaded.model.to(setup.run.device, setup.run.dtype)
 
     return fresh
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,24 @@ def hashes_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, Any]:
     """
     code = code_of(run, specs)
     packages = {name: version for each in code.values() for name, version in each.packages.items()}
+    packages |= libraries_of(run)
     return {
         "weights": run.identity.weights_sha256,
         "modules": run.identity.modules_sha256,
         "code": {spec: dict(each.files) for spec, each in code.items()},
         "packages": dict(sorted(packages.items())),
     }
+
+
+def libraries_of(run: Setup) -> dict[str, str]:
+    """name -> version of the libraries that wrote a model which no factory built."""
+    if run.config.model.factory is not None:
+        return {}
+    found = {}
+    for name in {source.partition(".")[0] for source in run.identity.sources} - {"torch"}:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def flat(hashes: Mapping[str, Any]) -> dict[str, str]:

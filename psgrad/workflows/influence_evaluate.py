@@ -148,9 +148,14 @@ def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
     """The training examples with these labels, as the model with this state sees them."""
     run, influence = bench.setup.run, bench.setup.run.config.influence
     bare = run.config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
-    model = load_model(bare, run.config.base, influence.parameters, "influence.parameters").model.to(
-        run.device, run.dtype
+    loaded = load_model(
+        bare,
+        run.config.base,
+        influence.parameters,
+        "influence.parameters",
+        allow_download=run.config.allow_download,
     )
+    model = loaded.model.to(run.device, run.dtype)
     own: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     start = 0
     with torch.no_grad():

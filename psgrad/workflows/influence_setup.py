@@ -25,7 +25,7 @@ from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.user_code import describe_failure
-from psgrad.workflows.checkpoints import same_weights
+from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
 from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
 
@@ -139,6 +139,12 @@ def first_run(config: Config) -> Setup:
     run = setup_of(
         load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
     )
+    if run.samples.weighted:
+        raise ConfigError(
+            "data.weight: influence is not computed for losses with weights",
+            expected="training by a mean over examples, each of which counts the same",
+            next_step="leave data.weight out; psgrad analyze and psgrad dp-step take it",
+        )
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they"
@@ -162,7 +168,13 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
         allow_download=config.allow_download,
     )
     model = place(loaded.model, run.device, run.dtype, there.model.dtype)
-    return replace(run, config=there, loaded=loaded, model=model, objective=run.objective.with_model(model))
+    return replace(
+        run,
+        config=there,
+        loaded=loaded,
+        model=model,
+        objective=at_weights(run.objective, model, there.model.checkpoint),
+    )
 
 
 def sha256_at(config: Config, number: int) -> str | None:

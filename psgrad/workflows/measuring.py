@@ -19,6 +19,7 @@ import torch
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
+from psgrad.inputs.drawn import DrawnSamples
 from psgrad.inputs.reader import digest_of
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
@@ -34,7 +35,7 @@ _SECONDS_PER_SHARD = 30.0
 _FIRST, _SECOND = "samples", "samples-again"
 _CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
 
-ABOUT_COLUMNS = ("id", "index", "fingerprint", "target")
+ABOUT_COLUMNS = ("id", "index", "dataset_row", "fingerprint", "target")
 About = Callable[[int, int], dict[str, Any]]
 """(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
 
@@ -208,8 +209,8 @@ def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Ar
 
 
 def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
-    """(start, stop) -> id, index, fingerprint, target where there is one, and length, the positions that
-    count, where the loss has some.
+    """(start, stop) -> id, index, dataset_row of drawn rows, fingerprint, target where there is one, and
+    length, the positions that count, where the loss has some.
 
     A sample without an id of its own is known by its content.
     """
@@ -224,6 +225,9 @@ def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
         )
         target = {} if reader.targets is None else {"target": reader.targets[rows]}
         length = {} if reader.lengths is None else {"length": reader.lengths[rows]}
-        return {"id": ids[rows], "index": np.arange(start, stop), "fingerprint": prints, **target, **length}
+        place = {"index": np.arange(start, stop)}
+        if isinstance(run.samples, DrawnSamples):
+            place["dataset_row"] = run.samples.rows[rows]
+        return {"id": ids[rows], **place, "fingerprint": prints, **target, **length}
 
     return about

@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
+from psgrad.config import Config
 from psgrad.engine.execution.self_check import SelfCheck
+from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.sources.source import data_files
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.storage.folders import RunFolder
 from psgrad.user_code import module_of
@@ -133,7 +136,7 @@ def describe_run(
             ],
             origin=loaded.origin,
         ),
-        data=DataFacts(config.data.source, run.samples.fingerprint),
+        data=DataFacts(config.data.source, run.samples.fingerprint, _hashes_of_files(config)),
         hashes=hashes_of(run, specs),
         engine=EngineFacts(device, config.engine.dtype, torch.get_num_threads()),
         self_check=(
@@ -147,6 +150,13 @@ def describe_run(
             )
         ),
     )
+
+
+def _hashes_of_files(config: Config) -> list[str] | None:
+    """The SHA-256 of each file of the dataset; None where it is not in files."""
+    if config.data.path is None:
+        return None
+    return [sha256_of(file) for file in data_files(config.data, config.base)]
 
 
 class Record:

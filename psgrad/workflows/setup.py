@@ -23,6 +23,7 @@ from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
+from psgrad.inputs.drawn import DrawnSamples, SamplesWithColumns, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
@@ -68,7 +69,7 @@ class Loaded:
         names = self.config.data.class_names
         if data.class_names is None and names is not None:
             data = data.model_copy(update={"class_names": names})
-        found = load_data(
+        found = samples_of(
             data,
             self.config.base,
             unit,
@@ -104,13 +105,24 @@ class Setup(Loaded):
     objective: Objective
     reader: CheckedReader
 
+    def with_drawn_rows(self, count: int, seed: int) -> Setup:
+        """The same on so many rows of the dataset, drawn at random."""
+        samples = DrawnSamples(self.samples, drawn_rows(len(self.samples), count, seed))
+        reader = CheckedReader(samples, self.criterion, self.reader.classes)
+        return replace(self, samples=samples, reader=reader)
+
     def with_rows_described(self) -> Setup:
         """The same, with a reader that keeps what the table of samples says of each row: a digest where it
-        has no id, and its length where positions count.
+        has no id, and its length where positions count; rows that can't be read are measured as not finite.
         """
         digests, lengths = self.config.data.id is None, self.criterion.kind == "token"
         reader = CheckedReader(
-            self.samples, self.criterion, self.reader.classes, with_digests=digests, with_lengths=lengths
+            self.samples,
+            self.criterion,
+            self.reader.classes,
+            with_digests=digests,
+            with_lengths=lengths,
+            with_unreadable=True,
         )
         return replace(self, reader=reader)
 
@@ -182,7 +194,7 @@ def load(
     )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
-    samples = load_data(
+    samples = samples_of(
         config.data,
         config.base,
         unit,
@@ -195,8 +207,22 @@ def load(
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
     model = place(loaded.model, device, dtype, config.model.dtype)
-    forward = Forward(samples.keywords, loaded.pick, samples.weighted)
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
+
+
+def samples_of(
+    data: DataConfig, base: Path, *arguments: Any, criterion: Criterion, allow_download: bool
+) -> Samples:
+    """The dataset as `load_data` has it, with the columns that the loss takes."""
+    found = load_data(data, base, *arguments, criterion=criterion, allow_download=allow_download)
+    if not criterion.columns:
+        return found
+    alone = {"inputs": list(criterion.columns), "stack": False}
+    others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight", "task")
+    cleared = {name: None for name in others if name in DataConfig.model_fields}
+    columns = load_data(data.model_copy(update={**cleared, **alone}), base, allow_download=allow_download)
+    return SamplesWithColumns(found, columns, criterion.columns)
 
 
 def set_up(config: Config, kept: Path | None = None) -> Setup:

@@ -19,6 +19,7 @@ from psgrad.config import (
     MEASUREMENTS,
     Config,
     DataConfig,
+    ModelConfig,
     is_callable_spec,
     read_config,
 )
@@ -36,9 +37,16 @@ from psgrad.errors import (
     PsgradError,
 )
 from psgrad.inputs.code_checks import spec_problems
-from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
+from psgrad.inputs.models.checkpoint_headers import TensorHeader
+from psgrad.inputs.models.pretrained_checks import (
+    adapter_facts,
+    checkpoint_tensors,
+    library_problems,
+    pretrained_facts,
+)
 from psgrad.inputs.sources.files import input_names, require_file, target_names
-from psgrad.inputs.sources.source import DataHeader, data_headers, header_problems, joined_header
+from psgrad.inputs.sources.headers import headers_of
+from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -145,8 +153,11 @@ class _Checks:
         model = self.sections.get("model")
         if model is None:
             return
-        self._code("model.factory", model.factory, ModelError, model.kwargs)
-        self.found.facts["model"] = model.factory
+        if model.factory is not None:
+            self._code("model.factory", model.factory, ModelError, model.kwargs)
+            self.found.facts["model"] = model.factory
+        else:
+            self._foreign_model(model)
         weights = None
         if model.checkpoint is not None:
             weights = self._weights("model.checkpoint", model.checkpoint, model.state_dict_key)
@@ -160,15 +171,32 @@ class _Checks:
                     self._add(where, _unlike(ours, weights, path))
                 weights = weights or ours
 
+    def _foreign_model(self, model: ModelConfig) -> None:
+        """A model of a library: that it is there, and what its files say of themselves."""
+        self._add("model", library_problems(model))
+        if model.timm is not None:
+            self.found.facts["model"] = f"timm's {model.timm}"
+            return
+        self.found.facts["model"] = str(model.pretrained)
+        allowed = self.sections.get("allow_download") is True
+        problems = len(self.found.problems)
+        with self.found.told("model.pretrained"):
+            self.found.facts["model"] = pretrained_facts(model, self.base, allow_download=allowed)
+        if problems == len(self.found.problems):
+            with self.found.told("model.adapter"):
+                for words, notes in adapter_facts(model, self.base, allow_download=allowed):
+                    self.found.facts["model.adapter"] = words
+                    self.found.notes += notes
+
     def _weights(self, where: str, path: Path, key: str | None) -> dict[str, TensorHeader] | None:
         with self.found.told(where):
-            header = checkpoint_header(
+            header = checkpoint_tensors(
                 self.base / path,
                 key if path.suffix != ".safetensors" or where == "model.checkpoint" else None,
             )
             if header is None:
                 self.found.facts[where] = str(path)
-                self.found.notes.append(f"{path} is a pickle inside: what it holds is checked with --deep")
+                self.found.notes.append(f"what {path} holds is checked with --deep")
                 return None
             numbers = sum(math.prod(tensor.shape) for tensor in header.values())
             self.found.facts[where] = f"{path}: {len(header):,} tensors, {numbers:,} numbers"
@@ -189,8 +217,9 @@ class _Checks:
             self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
             self.found.facts[where] = data.factory
             return None
-        with self.found.told(f"{where}.path"):
-            headers, loss = data_headers(data, self.base), self.sections.get("loss")
+        with self.found.told(f"{where}.{data.sources_given[0]}"):
+            data, headers = headers_of(data, self.base)
+            loss = self.sections.get("loss")
             labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
             problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
             self._add(where, next(filter(None, problems), []))
@@ -456,6 +485,8 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
         found.facts["rows"] = f"{len(run.samples):,}"
+        with found.told("data.class_names"):
+            _require_a_name_each(config.data.class_names, run.reader.classes)
         stream, count = run.stream(say), min(_ROWS, len(run.samples))
         rows = [place * len(run.samples) // count for place in range(count)]
         found.facts["losses"] = _losses(stream, rows)
@@ -469,6 +500,15 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
         plan = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
+        )
+
+
+def _require_a_name_each(names: Sequence[str] | None, classes: int | None) -> None:
+    """Raises ConfigError for more or fewer names than the model's output has classes."""
+    if names is not None and classes is not None and len(names) != classes:
+        raise ConfigError(
+            f"the names are {', '.join(names[:5])} ({len(names)}), and the model has {classes} classes",
+            expected="a name for each class, in the order of the outputs",
         )
 
 

@@ -112,3 +112,44 @@ def test_samples_that_are_not_judged_are_not_counted_as_not_finite(workplace: Wo
     of_class = class_statistics(frame)
     assert of_class["nonfinite"].sum() == 1
     assert of_class.loc[-100, ["samples", "nonfinite", "listed", "median_norm"]].tolist() == [2, 0, 0, 0.0]
+
+
+def test_sample_draws_rows_by_the_seed_and_resumes_as_the_same(workplace: Workplace) -> None:
+    workplace.succeeded(*LIGHT)
+    whole = workplace.samples()
+    outcome = workplace.succeeded(*LIGHT, "--limit", "0.5", "--sample", "--overwrite")
+    assert f"PARTIAL: {ROWS // 2} of {ROWS} samples, drawn at random by seed 0" in outcome.err
+    drawn = workplace.samples()
+    rows = drawn["dataset_row"].tolist()
+    assert rows == sorted(set(rows))
+    assert rows != list(range(ROWS // 2))
+    assert drawn["index"].tolist() == list(range(ROWS // 2))
+    assert drawn["id"].tolist() == whole["id"].iloc[rows].tolist()
+    assert drawn["grad_norm"].to_numpy() == pytest.approx(whole["grad_norm"].iloc[rows].to_numpy(), rel=1e-6)
+    assert (workplace.manifest()["sampled_by"], workplace.manifest()["counts"]["in_dataset"]) == (0, ROWS)
+    assert workplace.analyze(*LIGHT, "--limit", "0.5", "--sample", "--resume").code == 0
+    outcome = workplace.analyze(*LIGHT, "--limit", "0.5", "--resume")
+    outcome.refused(2, "rows are drawn at random")
+    other = ("--limit", "0.5", "--sample", "--set", "analyze.seed=1")
+    workplace.analyze(*LIGHT, *other, "--resume").refused(2, "analyze.seed: was 0, is 1")
+    workplace.succeeded(*LIGHT, *other, "--overwrite")
+    assert workplace.samples()["dataset_row"].tolist() != rows
+    assert workplace.command("select", "out", "--where", "label == 1", "--output", "ones.npz").code == 0
+    ones = workplace.samples().query("target == 1")
+    with np.load("ones.npz") as found:
+        assert found["uid"].tolist() == ones["id"].tolist()
+
+
+def test_sample_of_a_sorted_file_sees_all_classes_and_a_report_of_it_opens(workplace: Workplace) -> None:
+    order = np.argsort(workplace.arrays["y"], kind="stable")
+    workplace.save(**{name: each[order] for name, each in workplace.arrays.items()})
+    workplace.config["data"].pop("id")
+    workplace.succeeded("--limit", "12", "--sample")
+    frame = workplace.samples()
+    assert set(frame["target"]) == {0, 1, 2}
+    assert frame["id"].astype(int).tolist() == frame["dataset_row"].tolist()
+    assert "12 of 24 samples, drawn at random," in (workplace.folder / "out" / "report.html").read_text()
+
+
+def test_sample_needs_a_limit(workplace: Workplace) -> None:
+    workplace.analyze(*LIGHT, "--sample").refused(2, "--sample was given without --limit")

@@ -114,6 +114,10 @@ def test_options_reach_the_workflow(config: Path, install: Install, run: Run, tm
     assert done[0] == 0, done[2]
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (20, True, True)
     assert (seen["config"].output, seen["config"].engine.chunk_size) == (output, 8)
+    assert run(config, "--steps", "all")[0] == 0
+    assert seen["steps"] == "all"
+    for wrong in ("0", "-1", "1.5", "some"):
+        assert run(config, "--steps", wrong)[0] == 2
 
 
 def test_a_plan_takes_no_step(config: Path, install: Install, run: Run) -> None:

@@ -97,7 +97,7 @@ def test_a_commented_config_says_what_each_key_means() -> None:
     text = commented(LEAST)
     assert "chunk_size: auto  # Rows computed together" in text
     assert max(map(len, text.splitlines())) <= 140
-    assert "Required. How many steps are planned" in text
+    assert "Required. The delta of (epsilon, delta)" in text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -360,6 +360,17 @@ def test_a_baseline_that_is_yet_to_be_saved_is_no_problem(workplace: Workplace) 
     refused(workplace, 3, "baseline.json")
 
 
+@pytest.mark.parametrize("names", [["a", "b"], ["a", "b", "c", "d"]])
+def test_class_names_that_are_not_one_for_each_output_are_found_by_deep(
+    workplace: Workplace, names: list[str]
+) -> None:
+    workplace.config["data"]["class_names"] = names
+    words = f"data.class_names: the names are {', '.join(names)} ({len(names)}), and the model has 3 classes"
+    refused(workplace, 2, words, options=("--deep",))
+    workplace.config["data"]["class_names"] = ["a", "b", "c"]
+    assert validated(workplace, "--deep").code == 0
+
+
 def test_options_of_measures_have_values_that_deep_checks(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"measures": [{"name": "hessian_trace", "probes": "many"}]}
     assert validated(workplace).code == 0
@@ -406,3 +417,33 @@ def test_files_that_are_no_config(workplace: Workplace, command: str, kind: str)
         }
         path.write_bytes(content[kind])
     workplace.command(command, str(path)).refused(2)
+
+
+def test_image_folders(workplace: Workplace) -> None:
+    (workplace.folder / "images" / "cat").mkdir(parents=True)
+    workplace.config["data"] = {"images": "images"}
+    outcome = validated(workplace)
+    assert outcome.code == 0, outcome.err
+    workplace.config["data"] |= {"target": "lable"}
+    refused(workplace, 2, "images has no column 'lable'; did you mean label?")
+    (workplace.folder / "images" / "metadata.csv").write_text("file_name,y\ncat/0.png,1\n")
+    workplace.config["data"] = {"images": "images", "target": "z"}
+    refused(workplace, 2, "metadata.csv has no column 'z'", "one of its columns: image, y")
+    workplace.config["data"] = {"images": "nowhere"}
+    refused(workplace, 2, "data.images: there is no folder nowhere")
+
+
+def test_datasets_of_the_library(workplace: Workplace) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(workplace.folder / "set")
+    workplace.config["data"] = {"dataset": "set", "inputs": "x", "target": "y"}
+    outcome = validated(workplace)
+    assert outcome.code == 0, outcome.err
+    assert f"set: {ROWS} rows; x list" in outcome.out
+    workplace.config["data"]["inputs"] = "z"
+    refused(workplace, 2, "set has no column 'z'")
+    workplace.config["data"] |= {"inputs": "x", "split": "test"}
+    refused(workplace, 2, "has no rows 'test'")
+    workplace.config["data"] |= {"dataset": "someone/something"}
+    refused(workplace, 2, "someone/something is not in the local cache of datasets")

@@ -209,11 +209,9 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
             "sampling.scheme=poison",
             "expected one of poisson, truncated_poisson, fixed; did you mean poisson?",
         ),
-        (
-            "batch_size=64",
-            "privacy.batch_size: not a key here: batches have the size that privacy.sampling gives them",
-        ),
-        ("epochs=3", "privacy.epochs: not a key here: privacy is spent by steps"),
+        ("batch_size=64", "batch_size is 64 and expected_batch_size 128; they are two names of one number"),
+        ("epochs=3", "steps is 300, and epochs: 3 are 43 steps at a sample_rate of 0.0712; give one of them"),
+        ("batch_size=0", "privacy.batch_size: got 0, expected at least 1"),
         # fields of a scheme
         (
             "sampling.batch_size=64",
@@ -516,3 +514,51 @@ def test_any_value_anywhere_is_accepted_or_told(
         return
     file.write_text(yaml.safe_dump(found.model_dump(mode="json"), allow_unicode=True), encoding="utf-8")
     assert load_config(file) == found
+
+
+EPOCHS = """\
+privacy:
+  epochs: 3
+  batch_size: 64
+  delta: 1e-5
+  sampling: {scheme: poisson, dataset_size: 600}
+  clipping: {norm: 1.0}
+  noise: {multiplier: 1.1}
+  optimizer: SGD_HERE
+"""
+
+
+@pytest.mark.parametrize(
+    ("sampling", "epochs", "steps", "rate"),
+    [
+        ("{scheme: poisson, dataset_size: 600}", "3", 29, 64 / 600),  # 28.125, rounded up
+        ("{scheme: poisson, sample_rate: 0.1}", "0.3", 3, 0.1),  # not 4 for rounding
+        ("{scheme: poisson, dataset_size: 640}", "3", 30, 0.1),
+        ("{scheme: poisson, sample_rate: 1.0}", "0.2", 1, 1.0),
+        ("{scheme: truncated_poisson, dataset_size: 192, max_batch_size: 100}", "5", 15, 1 / 3),
+    ],
+)
+def test_epochs_and_batch_size_are_steps_and_divisor(
+    tmp_path: Path, sampling: str, epochs: str, steps: int, rate: float
+) -> None:
+    text = EPOCHS.replace("SGD_HERE", "{name: SGD}").replace("epochs: 3", f"epochs: {epochs}")
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL + text.replace("{scheme: poisson, dataset_size: 600}", sampling))
+    found = load_config(path).privacy
+    assert found is not None
+    assert (found.steps, found.expected_batch_size, found.sampling.sample_rate) == (steps, 64.0, rate)
+    assert PrivacyConfig.model_validate(found.model_dump()) == found  # as the manifest has it
+
+
+def test_epochs_of_fixed_batches_are_refused_and_their_batch_size_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = MINIMAL + EPOCHS.replace("SGD_HERE", "{name: SGD}").replace(
+        "{scheme: poisson, dataset_size: 600}", "{scheme: fixed}"
+    )
+    path.write_text(text.replace("epochs: 3", "steps: 9"))
+    found = load_config(path).privacy
+    assert found is not None
+    assert (found.sampling.batch_size, found.expected_batch_size) == (64, 64.0)
+    path.write_text(text.replace("epochs: 3", "steps: 9\n  epochs: 3"))
+    with pytest.raises(ConfigError, match="fixed batches have no sample_rate; give steps"):
+        load_config(path)

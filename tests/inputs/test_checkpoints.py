@@ -66,17 +66,15 @@ def test_torch(tmp_path: Path, suffix: str) -> None:
 
 def test_torch_with_a_key(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    torch.save({"epoch": 3, "state_dict": TENSORS, "optimizer": {"state": {}}}, path)
+    torch.save({"epoch": 3, "ema": TENSORS, "optimizer": {"state": {}}}, path)
 
-    assert same(read_state_dict(path, "state_dict"), TENSORS)
+    assert same(read_state_dict(path, "ema"), TENSORS)
     with pytest.raises(
-        CheckpointError, match=r"is no state dict\n.*\n  next step: set model.state_dict_key .*: state_dict$"
+        CheckpointError, match=r"is no state dict\n.*\n  next step: set model.state_dict_key .*: ema$"
     ):
         read_state_dict(path)
-    with pytest.raises(
-        ConfigError, match=r"has no 'ema'\n  next step: set model.state_dict_key .*: state_dict$"
-    ):
-        read_state_dict(path, "ema")
+    with pytest.raises(ConfigError, match=r"has no 'best'\n  next step: set model.state_dict_key .*: ema$"):
+        read_state_dict(path, "best")
     with pytest.raises(CheckpointError, match=r"'optimizer' in the checkpoint .* is no state dict"):
         read_state_dict(path, "optimizer")
 

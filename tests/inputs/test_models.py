@@ -33,6 +33,12 @@ def empty(): return nn.ReLU()
 def frozen(): return nn.Linear(2, 1).requires_grad_(False)
 def lazy(): return nn.Sequential(nn.LazyLinear(3))
 def complex_(): return nn.Linear(2, 1, dtype=torch.complex64)
+def float8(): return nn.Linear(2, 1).to(torch.float8_e4m3fn)
+def quantised():
+    model = nn.Linear(2, 1)
+    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    model.bits = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+    return model
 def meta():
     with torch.device("meta"):
         return nn.Linear(2, 1)
@@ -132,12 +138,23 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too(folde
             "complex_",
             "the parameter weight is of type torch.complex64\n  expected: real floating-point parameters",
         ),
+        ("float8", "the parameter weight is of type torch.float8_e4m3fn\n  expected: real floating-point"),
         ("meta", "the parameter weight is on the meta device"),
         ("fails", "the factory code.py:fails raised RuntimeError: no such width ("),
     ],
 )
 def test_models_that_can_not_be_used(folder: Path, factory: str, expected: str) -> None:
     assert expected in refusal(folder, factory)
+
+
+def test_frozen_parameters_of_whole_numbers_and_float8_are_kept(folder: Path) -> None:
+    model = load(folder, "quantised").model
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == {
+        "weight": torch.float32,
+        "bias": torch.float32,
+        "codes": torch.int8,
+        "bits": torch.float8_e4m3fn,
+    }
 
 
 def test_the_factorys_dtype_is_kept(folder: Path) -> None:

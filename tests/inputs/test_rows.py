@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pydantic import ValidationError
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources import objects
+from psgrad.inputs.sources.formats.tar import KEY
 from psgrad.inputs.sources.load import Rows, load_data, open_rows
 from psgrad.inputs.sources.source import data_headers
 
@@ -337,3 +340,68 @@ def test_lists_in_csv_cells(tmp_path: Path) -> None:
     }
     (tmp_path / "data.csv").write_text("a\n1 2\n1 x\n")
     assert "'a' is of type text; row 1 holds '1 x'" in error(tmp_path, "data.csv", inputs="a")
+
+
+# -- WebDataset ----------------------------------------------------------------------------------------------
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def array_bytes(values: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array(values))
+    return file.getvalue()
+
+
+def test_tar_files_of_one_name_are_a_row(tmp_path: Path) -> None:
+    for part in range(2):
+        files = {}
+        for row in range(2 * part, 2 * part + 2):
+            files |= {f"d/{row}.cls": str(row % 2).encode(), f"d/{row}.txt": f"t{row}".encode()}
+            files |= {f"d/{row}.npy": array_bytes([row, row + 0.5]), f"d/{row}.jpg": bytes([row])}
+            files |= {f"d/{row}.json": json.dumps({"a": row}).encode(), "README": b"no row"}
+        write_tar(tmp_path / f"{part}.tar", files)
+    rows = opened(
+        tmp_path, Path("*.tar"), text=["txt", "json"], image="jpg", inputs="npy", target="cls", id=KEY
+    )
+    assert rows.read(1, 3).to_pydict() == {
+        "npy": [[1.0, 1.5], [2.0, 2.5]],
+        "cls": [1, 0],
+        "txt": ["t1", "t2"],
+        "json": [{"a": 1}, {"a": 2}],
+        "jpg": [b"\x01", b"\x02"],
+        KEY: ["d/1", "d/2"],
+    }
+    assert rows.take(np.array([3, 0])).column("txt").to_pylist() == ["t3", "t0"]
+    assert rows.place(2) == f"{tmp_path / '1.tar'}, d/2"
+    samples = load_data(DataConfig(path=Path("*.tar"), inputs="npy", target="cls", id=KEY), tmp_path)
+    assert samples.read(0, 4).inputs[0][:, 0].tolist() == [0, 1, 2, 3]
+    assert samples.ids.tolist() == ["d/0", "d/1", "d/2", "d/3"]
+    header = data_headers(DataConfig(path=Path("*.tar"), inputs="npy"), tmp_path)[0]
+    assert (header.columns["cls"].kind, header.columns["jpg"].kind) == ("integer", "bytes")
+    assert "0.tar has no column 'class'; did you mean cls?" in error(
+        tmp_path, Path("*.tar"), ConfigError, inputs="class"
+    )
+
+
+def test_tar_files_that_can_not_be_used(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"0.cls": b"1", "1.cls": b"one"})
+    message = error(tmp_path, "a.tar", inputs="cls")
+    assert "the file 1.cls in " in message
+    assert "expected: a whole number" in message
+    write_tar(tmp_path / "a.tar", {"0.json": b"1", "1.json": b'"x"'})
+    assert "has mixed types: whole numbers in " in error(tmp_path, "a.tar", inputs="json")
+    write_tar(tmp_path / "a.tar", {"0.npy": array_bytes(np.array([None], dtype=object)), "1.npy": b""})
+    assert "the file 0.npy in " in error(tmp_path, "a.tar", inputs="npy")
+    write_tar(tmp_path / "a.tar", {"0.cls": b"1" * 3000})
+    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
+    assert "a.tar" in error(tmp_path, "a.tar", inputs="cls")
+    write_tar(tmp_path / "a.tar", {"0.cls": b"1", "1.txt": b"x"})
+    samples = opened(tmp_path, "a.tar", text="txt", inputs="cls")
+    assert samples.read(0, 2).to_pydict() == {"cls": [1, None], "txt": [None, "x"]}

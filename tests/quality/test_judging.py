@@ -1,4 +1,4 @@
-"""The verdict: its columns, who is flagged and why, and what is said of what can't be told."""
+"""The verdict: its columns, which samples are flagged and why, and what is reported if it is undecided."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
 from psgrad.quality.detector_scores import robust_z
+from psgrad.quality.groups import OTHER, join_small, labels_of
 from psgrad.quality.judging import judge, rank_samples
-from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import content_of
 from tests.quality.frames import config, samples, trusted

@@ -7,38 +7,63 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import torch
 
-from tests.random_programs.checking import Outcome, check
+from tests.random_programs import noticed
+from tests.random_programs.checking import CRASHED, Outcome, check
+from tests.random_programs.planting import written
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
-
-
-def outcome_of(seed: int) -> tuple[int, Outcome]:
-    return seed, check(write(seed))
 
 
 def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def run(
-    first: int, programs: int, processes: int, seconds: float | None = None
-) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
-    """(how many came to what, the failures) of the programs of seeds `first`, `first + 1`, ..."""
+def _work(seeds: Sequence[int], results: Connection) -> None:
+    _prepare()
+    for seed in seeds:
+        results.send(check(write(seed)))
+
+
+def run(first: int, programs: int, processes: int) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
+    """(how many came to what, the failures) of the programs of seeds `first`, `first + 1`, ...
+
+    A program that ends its process is a failure, too: another process goes on behind it.
+    """
     counts: Counter[str] = Counter()
     failures: list[tuple[int, Outcome]] = []
-    start = time.monotonic()
+    left: dict[Connection, deque[int]] = {}
     context = multiprocessing.get_context("fork")
-    with context.Pool(processes, _prepare) as pool:
-        for seed, outcome in pool.imap_unordered(outcome_of, range(first, first + programs), chunksize=8):
+
+    def start(seeds: deque[int]) -> None:
+        results, told = context.Pipe(duplex=False)
+        context.Process(target=_work, args=(seeds, told), daemon=True).start()
+        told.close()
+        left[results] = seeds
+
+    for number in range(processes):
+        start(deque(range(first + number, first + programs, processes)))
+    while left:
+        for results in wait(list(left)):
+            seeds = left[results]
+            try:
+                outcome = results.recv()
+                seed = seeds.popleft()
+            except EOFError:
+                del left[results]
+                if not seeds:
+                    continue
+                outcome, seed = Outcome(CRASHED, "the process ended"), seeds.popleft()
+                start(seeds)
             counts[outcome.label] += 1
             if outcome.failed:
                 failures.append((seed, outcome))
-            if seconds is not None and time.monotonic() - start > seconds:
-                break
     return counts, failures
 
 
@@ -51,8 +76,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--show", type=int, default=10, help="how many failures are made small and printed")
     parser.add_argument("--one", type=int, help="the program of this very seed, alone")
+    parser.add_argument("--plant", type=int, help="make noticed.py again, of so many programs")
     options = parser.parse_args()
     _prepare()
+    if options.plant is not None:
+        Path(noticed.__file__).write_text(written(options.plant))
+        return 0
     if options.one is not None:
         program = write(options.one)
         outcome = check(program)
@@ -69,7 +98,8 @@ def main() -> int:
     for label, count in counts.most_common():
         print(f"{count:7} {label}")
     for seed, outcome in sorted(failures, key=lambda failure: failure[0])[: options.show]:
-        print(f"\n# {outcome.kind}: {outcome.words}\n{shrunk(write(seed))}")
+        program = write(seed) if outcome.kind == CRASHED else shrunk(write(seed))
+        print(f"\n# {outcome.kind}: {outcome.words}\n{program}")
     return int(bool(failures))
 
 

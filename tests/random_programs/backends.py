@@ -149,6 +149,8 @@ class Loops:
         torch.func.jacrev.
         """
         out, seeds = outs[place], [torch.zeros_like(x) for x in outs]
+        if not out.numel():
+            return tuple(x.new_zeros(*out.shape, *x.shape) for x in given)
         units = torch.eye(out.numel(), dtype=out.dtype).reshape(-1, *out.shape)
         rows = [pulled(outs, given, [*seeds[:place], unit, *seeds[place + 1 :]]) for unit in units]
         return tuple(

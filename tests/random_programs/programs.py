@@ -124,6 +124,7 @@ class Program:
             if functional is not F and "jvp" not in self.mode and "jacfwd" not in self.mode:
                 # double backward passes are no tangents here, but second derivatives
                 functional.embedding, functional.embedding_bag = F.embedding, F.embedding_bag
+                functional.multi_margin_loss = F.multi_margin_loss
             modules = {"torch": WrittenOutTorch() if plain else torch, "F": functional}
             names: dict[str, Any] = {**modules, "again": again} | {
                 a.name: x for a, x in zip(self.arguments, args, strict=True)

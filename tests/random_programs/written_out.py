@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Conventions:
-    """torch.nn.functional, but for two functions: `embedding` has two derivatives in PyTorch, of which its
+    """torch.nn.functional, but for three functions: `embedding` has two derivatives in PyTorch, of which its
     tangent is the forward mode's, and `embedding_bag` has neither forward mode nor a second derivative.
     """
 
@@ -34,6 +34,24 @@ class Conventions:
             return F.embedding_bag(index, weight, mode=mode)
         rows = weight[index]
         return rows.max(1).values if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
+
+    @staticmethod
+    def multi_margin_loss(
+        x: Tensor,
+        target: Tensor,
+        p: int = 1,
+        margin: float = 1.0,
+        weight: Tensor | None = None,
+        *,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """PyTorch's has neither forward mode nor a second derivative."""
+        rows, labels = torch.atleast_2d(x), torch.atleast_1d(target)
+        excess = margin - rows.gather(1, labels[:, None]) + rows
+        counts = (excess > 0) & (torch.arange(rows.shape[1]) != labels[:, None])
+        loss = torch.where(counts, excess, 0).pow(p).sum(1) / rows.shape[1]
+        loss = (loss if weight is None else loss * weight[labels]).reshape(target.shape)
+        return {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[reduction]()
 
 
 class _Embedding(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The tables of an influence run: who is ranked where, and how many examples carry how much."""
+"""The tables of an influence run: which rows have which ranks, and how many examples carry how much."""
 
 from __future__ import annotations
 

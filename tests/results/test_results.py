@@ -1,4 +1,4 @@
-"""The ranking: who is in the review list, and what happens to rows that are not finite."""
+"""The ranking: which rows are in the review list, and what happens to rows that are not finite."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_ledger_resume_after_cut_step_line(tmp_path: Path, quick_disk: None) -> 
     for length in range(start, len(whole) + 1):
         path = tmp_path / f"{length}.jsonl"
         path.write_bytes(whole[:length])
-        # the last line counts when nothing but its newline is missing, as nobody knows who took that
+        # the last line counts when nothing but its newline is missing, as it is unknown what removed that
         steps = 3 if length >= len(whole) - 1 else 2
         assert len(Ledger.read(path).steps) == steps
         with Ledger.resume(path, {"from_step": 0}) as ledger:

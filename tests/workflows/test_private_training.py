@@ -953,3 +953,13 @@ class Model(nn.Module):
 """)
     private.succeeded("--steps", "3")
     assert private.step()["steps"] == 3
+
+
+def test_steps_all_takes_those_that_are_left_and_no_more(private: PrivateWorkplace) -> None:
+    private.privacy.update(steps=3)
+    private.succeeded("--steps", "1")
+    private.succeeded("--steps", "all", "--resume")
+    assert len(private.ledger("step")) == 3
+    private.refused(
+        2, "1 step was asked for, and 0 of the 3 planned ones", options=("--steps", "all", "--resume")
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from psgrad.engine.transforms.functional import swapped, tied_slots
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import LossError, ModelError
 
-Criterion = Callable[[Any, Any], torch.Tensor]
+Criterion = Callable[..., torch.Tensor]
 Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
 
 
@@ -28,16 +28,17 @@ class Forward:
         names: the keyword of each input; empty for a model that takes its inputs by position.
         pick: what the model returns to what the loss reads; None for all of it.
         weighted: whether the last input is the weight of each sample's loss, which the model does not get.
+        columns: how many of the first inputs the loss gets after the target, and the model does not.
     """
 
     names: tuple[str, ...] = ()
     pick: Callable[[Any], Any] | None = None
     weighted: bool = False
+    columns: int = 0
 
     def __call__(self, model: nn.Module, *inputs: torch.Tensor) -> Any:
         """What the loss reads of the model's output for these inputs, sample axis in front."""
-        if self.weighted:
-            inputs = inputs[:-1]
+        inputs = inputs[self.columns : -1 if self.weighted else None]
         output = model(**dict(zip(self.names, inputs, strict=True))) if self.names else model(*inputs)
         return output if self.pick is None else self.pick(output)
 
@@ -51,7 +52,8 @@ class Objective:
     Args:
         model: takes tensors with a leading batch axis. It is neither changed nor copied; its buffers are
             read.
-        criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
+        criterion: (output, target) of one sample, both without a batch axis, to a loss of shape (). After
+            them it gets the columns of `forward`.
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
         forward: how the model is called on its inputs.
         autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed precision:
@@ -78,7 +80,7 @@ class Objective:
         self.criterion = criterion
         self.summary = summary
         self.autocast = autocast
-        self.weighted = forward.weighted
+        self.weighted, self.columns = forward.weighted, forward.columns
         self.params = {
             name: parameter.detach()
             for name, parameter in model.named_parameters()
@@ -98,6 +100,7 @@ class Objective:
         """
         other = copy(self)
         other.criterion, other.summary, other.weighted = criterion, summary, False
+        other.columns = self.columns if criterion is self.criterion else 0
         return other
 
     def with_model(self, model: nn.Module) -> Objective:
@@ -141,6 +144,10 @@ class Objective:
         with swapped(self._slots, params), self.precision():
             return self.output(*[x.unsqueeze(0) for x in inputs])
 
+    def loss_of(self, output: Any, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> Any:
+        """The loss of one sample, without its weight, from its output; inputs have no batch axis."""
+        return self.criterion(output, target, *inputs[: self.columns])
+
     def loss(
         self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> Any:
@@ -149,7 +156,9 @@ class Objective:
         """
         with swapped(self._slots, params), self.precision():
             output = self.output(*[x.unsqueeze(0) for x in inputs])
-            value = self.criterion(output, target)  # inside: a loss may look at the model's weights, too
+            value = self.loss_of(
+                output, inputs, target
+            )  # inside: a loss may look at the model's weights, too
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             shape = (
                 f"a tensor of shape {tuple(value.shape)}"

@@ -76,6 +76,10 @@ class OutputDerivatives:
         """(S, c): S [k, C, C] with S S' = the Hessian, and the shortest c [k, C] for which S c comes nearest
         to the gradient.
 
+        S is the lower triangular root, that of Cholesky, which is unique: passes whose outputs differ by
+        rounding have the same rows but for rounding. Eigenvectors times roots of eigenvalues would change
+        their signs from pass to pass, and all directions where eigenvalues are equal.
+
         rows: [k], which samples these are. Raises InfluenceError, with the row, where the loss is not finite
         or not convex in the output.
         """
@@ -105,7 +109,23 @@ class OutputDerivatives:
         kept = values > _ROUNDING**2 * largest
         roots = torch.where(kept, values, 0).sqrt()
         along = (vectors.transpose(1, 2) @ self.gradient.unsqueeze(2)).squeeze(2)
-        return vectors * roots.unsqueeze(1), torch.where(kept, along / torch.where(kept, roots, 1), 0)
+        shortest = torch.where(kept, along / torch.where(kept, roots, 1), 0)
+        return _triangular(vectors * roots.unsqueeze(1), shortest, _ROUNDING * largest.sqrt())
+
+
+def _triangular(
+    root: torch.Tensor, coefficients: torch.Tensor, least: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S, c): the lower triangular S [k, C, C] with S S' = R R' and a positive diagonal, of a root R, and the
+    c [k, C] for which S c is R times the coefficients [k, C]; columns no longer than `least` [k, 1] are zero.
+    """
+    turn, upper = torch.linalg.qr(root.transpose(1, 2))
+    diagonal, largest = upper.diagonal(dim1=1, dim2=2), upper.gather(2, upper.abs().argmax(2, keepdim=True))
+    negligible = diagonal.abs() <= _ROUNDING * largest.abs().squeeze(2)  # of a matrix of lower rank
+    sign = torch.where(negligible, largest.squeeze(2), diagonal).sign()
+    sign = sign * (torch.linalg.vector_norm(upper, dim=2) > least)
+    turned = (turn.transpose(1, 2) @ coefficients.unsqueeze(2)).squeeze(2)
+    return (upper * sign.unsqueeze(2)).transpose(1, 2), turned * sign
 
 
 # Numbers in an output of which the exact rows are had: so many passes back a sample.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
@@ -151,11 +152,24 @@ def _witness(
     precision: AbstractContextManager[Any],
 ) -> dict[str, torch.Tensor]:
     parameters = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
-    with torch.enable_grad():
-        with precision:
-            loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
-            loss = loss * inputs[-1][0] if objective.weighted else loss
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    try:
+        with torch.enable_grad():
+            with precision:
+                one = None if target is None else target[0]
+                loss = objective.loss_of(objective.output(*inputs), [x[0] for x in inputs], one)
+                loss = loss * inputs[-1][0] if objective.weighted else loss
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise SelfCheckError(
+            f"the self-check can't run, as PyTorch's autograd fails: {str(error).partition(chr(10))[0]}",
+            cause="psgrad has a rule where PyTorch has no derivative, or none for this dtype",
+            next_step=(
+                "engine.verify: 0 goes on without the check; or run the model with an implementation that"
+                " PyTorch differentiates (experts_implementation: eager, dequantised weights)"
+            ),
+        ) from error
     return {
         name: (
             torch.zeros_like(parameter, dtype=torch.float64)

@@ -17,10 +17,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.execution.buckets import ModelSize, joined_results, plan_buckets, positions_of
+from psgrad.engine.execution.buckets import ModelSize, positions_of
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
+from psgrad.engine.execution.failing_rows import failure_alone, failure_together, too_large
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
+from psgrad.engine.execution.ragged_chunks import RaggedChunks
 from psgrad.engine.execution.replay import Replay
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
@@ -30,7 +32,7 @@ from psgrad.engine.gradients.per_sample import (
 )
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.program import Compiler
-from psgrad.errors import MeasureError, ModelError, PsgradError
+from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block, joined
 
 _PROBE = 8
@@ -38,13 +40,6 @@ LARGEST_AUTO_CHUNK = 1024
 # From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do.
 # Measured on CPUs.
 PREDICTED_FROM = 2048
-# Of rows that differ in length: what a chunk has of the positions that are computed at once, where rows are
-# as long as the longest, and its least number of rows; and what it has of them where all factors are kept.
-_BUCKETS_OF_A_CHUNK, _LEAST_RAGGED_CHUNK = 16, 64
-_BUCKETS_OF_FACTORS = 2
-# Positions of padding behind the longest row of a bucket. Models of the transformers library take another way
-# for a row without padding; with one position each, the rows of a bucket agree, and it is one pass.
-_SPARE = 1
 
 
 class Measure(Protocol):
@@ -126,12 +121,10 @@ class Stream:
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
-        self.tokens = tokens
-        self._longest: int | None = None  # positions of a row, where rows differ in length
-        self._told_of_padding = False
-        self._fits_tokens = self.automatic  # whether chunks are cut where they have too many positions
-        size = model_size or ModelSize.of_tensors(params)
-        self._positions_of_a_pass = size.positions_of_a_pass(machine(self.device), self.dtype)
+        once = (model_size or ModelSize.of_tensors(params)).positions_of_a_pass(
+            machine(self.device), self.dtype
+        )
+        self.ragged = RaggedChunks(tokens, once, self.automatic, say)
         self.retries = 0
         self.at_need: list[Callable[[], None]] = []
         self._passed = 0  # rows of all runs, this one's included
@@ -189,28 +182,20 @@ class Stream:
 
     def computed(self, how: Callable[..., Any], block: Block) -> Any:
         """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
-        differ in length. A bucket that memory runs out on is halved, and the others stay done.
+        differ in length.
         """
-        if block.ragged is None or block.lengths is None:
+        if block.ragged is None:
             return self.pass_of(how)(self.params, block.inputs, block.target)
         of_block = getattr(how, "of_block", lambda _: how)  # a way that takes single rows needs their lengths
-        once, most = self._positions_of_a_pass, self.tokens
-        waiting = plan_buckets(block.lengths, block.ragged, once=once, most=most)[::-1]
-        parts, groups = [], []
-        while waiting:
-            places = waiting.pop()
-            some = block if len(places) == len(block) else block.at(places, _SPARE)
-            try:
-                parts.append(self.pass_of(of_block(some))(self.params, some.inputs, some.target))
-            except Exception as error:
-                if len(places) == 1 or not is_out_of_memory(error):
-                    raise
-            else:
-                groups.append(places)
-                continue
-            waiting += [*places.tensor_split(2)][::-1]
-            self._bucket_is_too_large(some)
-        return parts[0] if len(parts) == 1 else joined_results(parts, groups)
+
+        def run(some: Block) -> Any:
+            return self.pass_of(of_block(some))(self.params, some.inputs, some.target)
+
+        def out_of_memory() -> None:
+            self.retries += 1
+            self._give_back()
+
+        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory)
 
     def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
         """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
@@ -231,14 +216,15 @@ class Stream:
         """
         self.chunk_size, self.automatic, self._measured = size, False, False
         if positions is not None:
-            self.tokens, self._longest = positions
+            self.ragged.tokens, self.ragged.longest = positions
 
     @property
     def positions(self) -> tuple[int, int] | None:
-        """How many positions are computed at once, and those of the longest row that they were found by; None
-        where rows are alike, or their number was not chosen here.
+        """Where rows differ in length: how many positions are computed at once, and those of the row that
+        this was found by; None where it was not found here.
         """
-        return None if self.tokens is None or self._longest is None else (self.tokens, self._longest)
+        tokens, longest = self.ragged.tokens, self.ragged.longest
+        return None if tokens is None or longest is None else (tokens, longest)
 
     @property
     def rows_at_longest(self) -> int:
@@ -296,7 +282,8 @@ class Stream:
                 if isinstance(chunk, Chunk):
                     if self.automatic:
                         self._predict(loader, chunk, foreseen, most)
-                    fitting = self._rows_that_fit(chunk, foreseen if way is None else way)
+                    kept = keeps_factors(foreseen if way is None else way)
+                    fitting = self.ragged.rows_that_fit(chunk.block) if kept else len(chunk)
                     if fitting < len(chunk):
                         waiting += [chunk.part(fitting, len(chunk)), chunk.part(0, fitting)]
                         continue
@@ -322,7 +309,7 @@ class Stream:
             if not is_out_of_memory(error):
                 raise
             if len(rows) == 1:
-                raise _too_large(rows[0], error) from error
+                raise too_large(rows[0], error) from error
         self._out_of_memory(rows, loader)
         return rows
 
@@ -345,7 +332,7 @@ class Stream:
             inputs, target = loader.place(chunk)
             block = replace(chunk.block, inputs=inputs, target=target)
             if way is None:
-                self._tell_of_padding(block)
+                self.ragged.tell_of_padding(block)
             gradients: Any = None
             if self.automatic:
                 gradients = self.computed(partial(per_sample_gradients, settle=False), block)
@@ -387,16 +374,6 @@ class Stream:
         self._out_of_memory(chunk.rows, loader)
         return None
 
-    def _tell_of_padding(self, block: Block) -> None:
-        if block.ragged is None or block.lengths is None or block.ragged.masked or self._told_of_padding:
-            return
-        if bool((block.lengths != block.lengths[:1]).any()):
-            self._told_of_padding = True
-            self.say(
-                "rows are computed together with rows of their own length only: the model does not ignore"
-                " padding"
-            )
-
     def _way(self, measures: Sequence[Measure]) -> Callable[..., Any]:
         """What is computed of a chunk: norms alone where no measure asks for more."""
         return (
@@ -427,48 +404,18 @@ class Stream:
         else:
             self._too_large = len(rows)
             self.say(f"out of memory on {where}; trying them in halves")
-        self._give_back()
         loader.give_back()
-        self._empty_caches()
+        self._give_back()
 
     def _give_back(self) -> None:
+        """Free what can be done without."""
         for give_back in self.at_need:
             give_back()
         for replay in self.replays.values():
             replay.forget()
-
-    def _empty_caches(self) -> None:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _bucket_is_too_large(self, block: Block) -> None:
-        """Take note that memory ran out on a bucket, whose halves come next: buckets to come have no more
-        positions than these.
-        """
-        assert block.lengths is not None
-        assert block.ragged is not None
-        self.retries += 1
-        longest = block.lengths.amax(0, keepdim=True).numpy()
-        self.tokens = max(1, len(block) * int(positions_of(longest, block.ragged)[0]) // 2)
-        self.say(
-            f"out of memory on {len(block)} rows of up to {longest.max()} positions; going on with"
-            f" {self.tokens:,} positions at a time"
-        )
-        self._give_back()
-        self._empty_caches()
-
-    def _rows_that_fit(self, chunk: Chunk, how: Callable[..., Any]) -> int:
-        """How many of the chunk's first rows are a chunk: all, but where their factors are kept together and
-        they have too many positions.
-        """
-        block = chunk.block
-        if block.ragged is None or block.lengths is None or self.tokens is None or not self._fits_tokens:
-            return len(chunk)
-        if not getattr(how, "keeps_factors", how is not per_sample_square_norms):
-            return len(chunk)
-        positions = positions_of(block.lengths.numpy(), block.ragged).cumsum()
-        return max(1, int((positions <= _BUCKETS_OF_FACTORS * self.tokens).sum()))
 
     def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
         """The chunk size, `most` at most, by prediction, where it is worth it or memory was given, and where
@@ -493,21 +440,13 @@ class Stream:
             if block.ragged is None:
                 self.chunk_size = rows
             else:
-                self._take_tokens(rows * int(positions.max()), int(positions.max()))
+                longest = int(positions.max())
+                self.chunk_size = min(self.ragged.take(rows * longest, longest), LARGEST_AUTO_CHUNK)
         except (
             Exception
         ):  # its kernels depend on data; or the model fails, and fails again where the row is named
             return
         self.automatic = False
-
-    def _take_tokens(self, tokens: int, longest: int) -> None:
-        """So many positions at a time, or as many as were asked for, and chunks of rows enough to find rows
-        of like length among them.
-        """
-        self.tokens = tokens if self.tokens is None else self.tokens
-        self._longest = max(1, longest)
-        rows = _BUCKETS_OF_A_CHUNK * self.tokens // max(1, longest)
-        self.chunk_size = min(max(rows, _LEAST_RAGGED_CHUNK), LARGEST_AUTO_CHUNK)
 
     def _size_chunks(self, gradients: PerSampleGradients, block: Block) -> None:
         """The chunk size by what the first chunk's factors took."""
@@ -521,7 +460,7 @@ class Stream:
             return
         positions = positions_of(block.lengths.numpy(), block.ragged)
         tokens = chunk_for_factors(gradients, int(positions.sum()), budget, budget)
-        self._take_tokens(tokens, int(positions.max()))
+        self.chunk_size = min(self.ragged.take(tokens, int(positions.max())), LARGEST_AUTO_CHUNK)
 
     # -- rows that fail --------------------------------------------------------------------------------------
 
@@ -529,49 +468,26 @@ class Stream:
         """The model, the loss or the memory failed on these rows together: find the first row that does by
         itself, and say so.
         """
-        rows = chunk.rows
-        if len(rows) == 1:
+        if len(chunk) == 1:
             return self._failure_alone(error, chunk)
-        for place in range(len(rows)):
+        for place in range(len(chunk)):
             alone = chunk.part(place, place + 1)
             try:
                 self._gradients_of(self._to_device(alone.block))
             except Exception as single:
                 return self._failure_alone(single, alone)
-        together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
-        return ModelError(
-            f"the model or the loss raised {type(error).__name__} on {together}: {_first_line(error)}",
-            cause=(
-                "memory that is just enough for one sample"
-                if is_out_of_memory(error)
-                else "a program that depends on the batch's size"
-            ),
-            next_step="set engine.chunk_size: 1 and engine.verify: 1",
-        )
+        return failure_together(error, chunk.rows)
 
     def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
-        if isinstance(error, PsgradError):
-            return error
-        row = chunk.rows[0]
-        if is_out_of_memory(error):
-            return _too_large(row, error)
         inputs = self._to_device(chunk.block).inputs[: getattr(self._read, "inputs_of_model", None)]
-        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
-        cause = (
-            "an input of another shape, type or range than the model takes (a token beyond the vocabulary,"
-            " another image size)"
-        )
-        if any(x.dtype == torch.int64 for x in inputs):
-            cause = (
-                "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes"
-                " floats as it was trained on"
-            )
-        return ModelError(
-            f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
-            expected=f"a forward pass that works for one row of the columns that the config names: {given}",
-            cause=cause,
-            next_step="check data.inputs and data.target; --debug shows the line of the model",
-        )
+        return failure_alone(error, chunk.rows[0], inputs)
+
+
+def keeps_factors(how: Callable[..., Any]) -> bool:
+    """Whether what is found of a chunk takes memory for each of its rows; where a way does not say, it
+    does, but for norms.
+    """
+    return bool(getattr(how, "keeps_factors", how is not per_sample_square_norms))
 
 
 def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -584,15 +500,3 @@ def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def part_of(rows: Chunk | range, first: int, last: int) -> Chunk | range:
     return rows.part(first, last) if isinstance(rows, Chunk) else rows[first:last]
-
-
-def _too_large(row: int, error: Exception) -> PsgradError:
-    return ModelError(
-        f"memory ran out on row {row} alone: {_first_line(error)}",
-        expected="room for one sample's forward and backward pass",
-        next_step="use a device with more memory, or engine.dtype: bfloat16",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")

@@ -101,7 +101,7 @@ def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> De
 
 
 def _limited(weights: torch.Tensor, norms: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
-    """The weights, smaller where the measured norm is more than the given one."""
+    """The weights, reduced where the computed norm is more than the given one."""
     return torch.where(measured > norms, weights * (norms / measured), weights)
 
 

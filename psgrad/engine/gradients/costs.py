@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-# What was read before, and is not fresh memory, comes no slower than from a result of this many bytes.
+# Reading memory that was read before is at least as fast as for a result of this many bytes.
 _CACHES = 1 << 24
-# Sizes at which the rate of thin matrices is measured; from the last on an axis is no obstacle.
+# Sizes at which the rate of thin matrices is measured; from the last on the rate is that of large matrices.
 THIN_SIZES = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way of computing something takes.
+    """The cost of an order of contraction.
 
     Attributes:
         seconds: estimated, for one sample among many.
@@ -87,8 +87,8 @@ class Machine:
     asynchronous: bool = False
 
     def product_rate(self, dtype: torch.dtype) -> float:
-        """Operations a second of a large matrix product; of a type that was not measured, float32's, a wider
-        one's share of it.
+        """Operations a second of a large matrix product; for a type that was not measured, float32's scaled
+        by the width of the type.
         """
         name = str(dtype).removeprefix("torch.")
         if name in self.product:
@@ -119,27 +119,27 @@ class Machine:
         )
 
     def stream_seconds(self, moved: float, result: float | None = None) -> float:
-        """A kernel that reads and writes so many bytes, the result among them (a third of them, where it is
-        not said).
+        """The time of a kernel that reads and writes so many bytes, the result among them (a third, if not
+        given).
         """
         return self.call_seconds + moved / self.bandwidth(
             moved / 3 if result is None else max(result, min(moved, _CACHES))
         )
 
     def scattered_seconds(self, moved: float) -> float:
-        """A kernel that moves so many bytes to or from where an index says."""
+        """The time of a kernel that moves so many bytes to or from places that an index names."""
         return self.call_seconds + moved / self.scattered
 
     def transcendental_seconds(self, elements: float, moved: float) -> float:
-        """A kernel that takes an exponential or its like of each element."""
+        """The time of a kernel that takes an exponential or a similar function of each element."""
         return self.call_seconds + max(elements / self.transcendental, moved / self.bandwidth(moved / 2))
 
     def convolution_seconds(
         self, operations: float, moved: float, dtype: torch.dtype, *, grouped: bool = False
     ) -> float:
-        """A convolution, or one of its derivatives, of so many operations."""
+        """The time of a convolution, or one of its derivatives, of so many operations."""
         share = self.grouped_convolution if grouped else self.convolution
-        # what it moves, it moves before and after: libraries lay operands out anew
+        # its memory traffic comes before and after: libraries copy operands to another layout
         return (
             self.call_seconds
             + operations / (self.product_rate(dtype) * share)
@@ -147,7 +147,7 @@ class Machine:
         )
 
     def attention_seconds(self, operations: float, moved: float, dtype: torch.dtype) -> float:
-        """Fused attention, or its derivative, of so many operations."""
+        """The time of fused attention, or its derivative, of so many operations."""
         return self.call_seconds + max(
             operations / (self.product_rate(dtype) * self.attention), moved / self.bandwidth(moved / 4)
         )
@@ -158,18 +158,18 @@ class Machine:
         return _interpolated(sizes, rates, result)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as `machine_of` reads them."""
+        """Plain values, which `machine_of` reads."""
         return dataclasses.asdict(self)
 
 
 def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
     """A machine from plain values (a JSON file's). Raises ValueError, which says what is missing, unknown or
-    no positive number.
+    not a positive number.
     """
-    known = {field.name for field in dataclasses.fields(Machine)}
-    if unknown := sorted(set(values) - known):
+    fields = {field.name for field in dataclasses.fields(Machine)}
+    if unknown := sorted(set(values) - fields):
         raise ValueError(f"unknown key {unknown[0]!r}")
-    if missing := sorted(known - set(values) - {"origin", "asynchronous"}):
+    if missing := sorted(fields - set(values) - {"origin", "asynchronous"}):
         raise ValueError(f"{missing[0]!r} is missing")
     taken: dict[str, Any] = {**values, "origin": origin}
     for name in ("thin_rows", "thin_columns", "thin_inner"):
@@ -187,7 +187,7 @@ def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
     }
     if "float32" not in taken["product"] or not taken["stream"]:
         raise ValueError("'product' needs a rate for float32, and 'stream' at least one")
-    for name in known - {
+    for name in fields - {
         "name",
         "origin",
         "product",
@@ -225,9 +225,9 @@ def _interpolated(sizes: tuple[float, ...], values: tuple[float, ...], size: flo
     return values[place - 1] * (values[place] / values[place - 1]) ** share
 
 
-# Samples of a block where no more fit, or where more are rare: what a block costs at all is shared by them.
+# Samples of a block where no more fit, or where more are rare: they share the constant cost of a block.
 _TYPICAL_SAMPLES = 32
-# Small kernels of one block, beside those that are priced: slices, diagonals, comparisons.
+# Small kernels of one block, beside those with a price: slices, diagonals, comparisons.
 _GRAM_CALLS = 14
 _WRITTEN_CALLS = 6
 
@@ -270,8 +270,8 @@ def norm_order_costs(
 
 
 def cheapest(costs: Mapping[str, Cost], block: int) -> str:
-    """The name of the quickest way among those of which one sample fits a block of so many bytes; of all,
-    where none does.
+    """The name of the fastest order among those of which one sample fits a block of so many bytes; of all, if
+    none does.
     """
     fitting = {name: cost for name, cost in costs.items() if cost.bytes <= block} or costs
     return min(fitting, key=lambda name: fitting[name].seconds)

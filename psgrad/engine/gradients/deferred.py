@@ -77,9 +77,8 @@ class DeferredGradient:
 
     @property
     def lost_at(self) -> str:
-        """The operator that could not be carried out on factors, so that a value of the parameter's size
-        was made for each sample; empty if there was none. A bias, which never had
-        factors, has lost none.
+        """The operator that could not be carried out on factors, so that the value was materialised for each
+        sample; empty if there was none. A bias, which never had factors, has lost none.
         """
         return next((placed.term.lost_at for placed in self.terms if placed.term.lost_at), "")
 
@@ -108,7 +107,7 @@ class DeferredGradient:
 
 
 def oriented(placed: Placed) -> Term | None:
-    """The term with its elements in the parameter's order, transposed if need be; None where they lie in yet
+    """The term with its elements in the parameter's order, transposed if necessary; None if they are in
     another order, or in a part of the parameter.
     """
     term, layout = placed.term, placed.layout
@@ -129,7 +128,7 @@ def oriented(placed: Placed) -> Term | None:
 
 def upright(placed: Placed) -> Placed:
     """The same with its elements in the parameter's order where that costs nothing, so that a weight and its
-    transpose meet.
+    transpose can be combined.
     """
     bare = Placed(placed.term, placed.layout.bare)
     term = oriented(bare)
@@ -160,7 +159,7 @@ def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:
 
 
 def term_of(batch: Batch, value: torch.Tensor) -> Term:
-    """A value as a term: one that is stored, that all samples share, or that is the same along some axes."""
+    """A value as a term: stored, shared by all samples, or constant along some axes."""
     if not batch.is_mapped(value):
         return Multiples(
             torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value

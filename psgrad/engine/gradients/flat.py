@@ -44,7 +44,7 @@ class Flat:
 
 
 def as_gradients(vectors: Mapping[str, torch.Tensor]) -> PerSampleGradients:
-    """k vectors, name -> [k, *shape], as something that per-sample gradients can be contracted with:
+    """k vectors, name -> [k, *shape], as per-sample gradients, to contract others with:
     `gradients.inner(as_gradients(v))`.
     """
     first = next(iter(vectors.values()))

@@ -1,4 +1,6 @@
-"""How a parameter's axes lie over those of a term: transposes, reshapes and slices that touch no value."""
+"""Layouts: the axes of a parameter over those of a term, by transposes, reshapes and slices that touch no
+value.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Run:
-    """Where the places of an axis lie in a longer one: at `start`, `start + step`, ..., of `size`."""
+    """The places of an axis in a longer one: `start`, `start + step`, ..., of `size`."""
 
     start: int
     step: int
@@ -50,7 +52,8 @@ class Layout:
     """A relabelling of axes: canonical axes are cut into atoms, the atoms put in another order and grouped
     into axes again.
 
-    With a window, the result stands in a larger value that is zero everywhere else: the gradient of a slice.
+    With a window, the result is a part of a larger value that is zero everywhere else: the gradient of a
+    slice.
     """
 
     atoms: tuple[int, ...]  # sizes, in canonical order; their product is the number of elements
@@ -64,12 +67,12 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """The parameter's shape."""
         return self.inner if self.window is None else tuple(run.size for run in self.window)
 
     @property
     def size(self) -> int:
-        """How many entries the parameter has."""
+        """The number of entries of the parameter."""
         return math.prod(self.shape)
 
     @property
@@ -87,14 +90,14 @@ class Layout:
 
     @property
     def without_ones(self) -> Layout:
-        """The same without atoms of size one, which say nothing."""
-        kept = [atom for atom, size in enumerate(self.atoms) if size != 1]
-        if len(kept) == len(self.atoms):
+        """The same without atoms of size one."""
+        atoms = [atom for atom, size in enumerate(self.atoms) if size != 1]
+        if len(atoms) == len(self.atoms):
             return self
-        place = {atom: number for number, atom in enumerate(kept)}
+        place = {atom: number for number, atom in enumerate(atoms)}
         return replace(
             self,
-            atoms=tuple(self.atoms[a] for a in kept),
+            atoms=tuple(self.atoms[a] for a in atoms),
             order=tuple(place[a] for a in self.order if a in place),
         )
 
@@ -174,7 +177,7 @@ class Layout:
             if product != size:
                 return None
             groups.append(group)
-        if rest and groups:  # atoms of size one belong to whatever stands before them
+        if rest and groups:  # atoms of size one belong to the axis before them
             groups[-1] += rest
         return groups
 
@@ -216,7 +219,7 @@ def _suffix_products(sizes: Sequence[int]) -> list[int]:
 def _reshape_window(
     window: Sequence[Run], inner: Sequence[int], shape: Sequence[int]
 ) -> list[tuple[Run, int]] | None:
-    """For each axis of the new shape its run and how many places it has; None where the window is no such
+    """For each axis of the new shape its run and its number of places; None if the window is not such a
     product of runs.
     """
     if math.prod(shape) != math.prod(run.size for run in window) or 0 in inner or 0 in shape:
@@ -224,7 +227,7 @@ def _reshape_window(
     out: list[tuple[Run, int]] = []
     old, new = 0, 0
     while old < len(window) or new < len(shape):
-        first, start = old, new  # the fewest old axes that make up some of the new
+        first, start = old, new  # the fewest old axes that form some of the new
         have = want = 1
         if old < len(window):
             have, old = window[old].size, old + 1
@@ -244,9 +247,7 @@ def _reshape_window(
 
 
 def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int] | None:
-    """(start, step, length) of the places that runs along several axes are in the one axis that these make
-    up.
-    """
+    """(start, step, length) of the places of runs along several axes in the one axis that they form."""
     start, step, length = 0, 1, 1
     behind = 1  # the size of the axes so far, from the last on
     for run, count in zip(reversed(runs), reversed(lengths), strict=True):
@@ -263,8 +264,8 @@ def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int]
 
 
 def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[Run, int]] | None:
-    """For each of the axes that one of prod(sizes) is cut into, its run and how many places it has, which
-    together are those of a run along the whole; None where there are no such runs.
+    """For each of the axes into which one of prod(sizes) is cut, its run and its number of places, which
+    together are those of a run along the whole; None if there are no such runs.
     """
     out: list[tuple[Run, int]] = []
     for place, size in enumerate(sizes):

@@ -78,19 +78,18 @@ _in_force: dict[tuple[str, int | None, int], Machine] = {}
 def machine(device: torch.device) -> Machine:
     """The constants in force for a device.
 
-    Raises ConfigError where an override names a file that can't be used. A cache that can't be read is passed
-    over.
+    Raises ConfigError if an override names a file that can't be used. A cache that can't be read is ignored.
     """
     key = device.type, device.index, torch.get_num_threads()
-    found = _in_force.get(key)
-    if found is None:
-        found = _in_force[key] = _overridden(device) or _kept(device) or built_in(device)
-    return found
+    constants = _in_force.get(key)
+    if constants is None:
+        constants = _in_force[key] = _overridden(device) or _kept(device) or built_in(device)
+    return constants
 
 
 def use(chosen: Path | Machine | None) -> None:
-    """Have these constants, or those of a file, in force for all devices; None for those of the environment,
-    the cache or built in.
+    """Use these constants, or those of a file, for all devices; None for those of the environment, the cache
+    or built in.
     """
     global _chosen
     _chosen = chosen
@@ -98,8 +97,8 @@ def use(chosen: Path | Machine | None) -> None:
 
 
 def keep(measured: Machine, device: torch.device) -> Path | None:
-    """Have these constants in force, and keep them for later runs. The file; None where it can't be written,
-    which is no error.
+    """Use these constants, and store them for later runs. Returns the file; None if it can't be written,
+    which is not an error.
     """
     if _overridden(device) is None:
         _in_force[device.type, device.index, torch.get_num_threads()] = measured
@@ -117,28 +116,26 @@ def keep(measured: Machine, device: torch.device) -> Path | None:
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether constants of this device are at hand, overridden or measured."""
+    """Whether constants of this device were measured or overridden."""
     return machine(device).origin != "built in" or os.environ.get(VARIABLE) == "default"
 
 
 def built_in(device: torch.device) -> Machine:
     """Constants for a device that was never measured: those of some common one."""
-    found = _BUILT_IN["cpu" if device.type == "cpu" else "cuda"]
+    constants = _BUILT_IN["cpu" if device.type == "cpu" else "cuda"]
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return replace(
-        found,
-        product={dtype: rate * threads for dtype, rate in found.product.items()},
-        stream=tuple((size, rate * min(threads, 4)) for size, rate in found.stream),
-        scattered=found.scattered * min(threads, 4),
-        transcendental=found.transcendental * threads,
-        pooling=found.pooling * threads,
+        constants,
+        product={dtype: rate * threads for dtype, rate in constants.product.items()},
+        stream=tuple((size, rate * min(threads, 4)) for size, rate in constants.stream),
+        scattered=constants.scattered * min(threads, 4),
+        transcendental=constants.transcendental * threads,
+        pooling=constants.pooling * threads,
     )
 
 
 def cache_file(device: torch.device) -> Path:
-    """Where this device's constants are kept: one file for each device, number of threads and version of
-    PyTorch.
-    """
+    """The file of this device's constants: one for each device, number of threads and version of PyTorch."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{device_name(device)}-{torch.get_num_threads()}-threads-torch-{torch.__version__}"
     return base / "psgrad" / (re.sub(r"[^\w.+-]+", "-", name) + ".json")

@@ -19,7 +19,7 @@ from psgrad.engine.gradients.terms import CANCELLATION, Term, blocks, square_nor
 _TINY = 1e-30
 # A difference of float64 inner products that is less than this share of them is off by more than 1e-10.
 _LOST = 1e-3
-# Norms that Python looks through sooner than a kernel is called.
+# Norms that Python compares faster than a kernel is called.
 _FEW = 128
 
 
@@ -34,10 +34,10 @@ def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
 
 
 def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n] float64: the squared norms of a sum, of which those of its terms are known.
+    """[n] float64: the squared norms of a sum, given those of its terms.
 
-    Taken again in float64 for the samples in which the terms cancel, or whose products left the range of
-    float32; and from the materialised value where they cancel so far that a difference of inner products has
+    Computed again in float64 for the samples in which the terms cancel, or whose products left the range of
+    float32; and from the materialised value if they cancel so far that a difference of inner products has
     lost its digits in float64, too.
     """
     if len(terms) == 1:
@@ -58,8 +58,8 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
-    """[n] float64: the squared norms of a sum of terms in float64, from its value, which no cancellation
-    spoils.
+    """[n] float64: the squared norms of a sum of terms in float64, from its value, without cancellation
+    between norms.
     """
     size = 3 * math.prod(terms[0].layout.shape) * torch.float64.itemsize
     parts = []
@@ -79,20 +79,20 @@ def _pairs(terms: Sequence[Placed]) -> torch.Tensor:
 
 
 def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
-    """[n] float64 for each term; taken again in float64 for the samples whose squares left the range of
+    """[n] float64 for each term; computed again in float64 for the samples whose squares left the range of
     float32.
     """
     if not terms:
         return []
-    found = [term.square_norms().double() for term in terms]
-    norms = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+    of_terms = [term.square_norms().double() for term in terms]
+    norms = torch.stack(of_terms) if len(of_terms) > 1 else of_terms[0].unsqueeze(0)
     if is_unchecked():
         return list(norms)
     if not is_flagging() and norms.numel() and _all_in_range(norms):
         return list(norms)
     inaccurate = ~torch.isfinite(norms) | (norms < _TINY)
     rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
-    if is_flagging():  # a doubt costs a whole chunk: true zeros and infinities are sorted out at once
+    if is_flagging():  # a flag costs a whole chunk: true zeros and infinities are excluded first
         for place in rounded:
             samples_to_recompute(inaccurate[place] & _are_products(terms[place]))
     elif rounded and len(samples_to_recompute(inaccurate.any(0))):
@@ -103,7 +103,7 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
 
 
 def _all_in_range(norms: torch.Tensor) -> bool:
-    """Whether no norm is in doubt, at the least cost."""
+    """Whether all norms are in float32's safe range, at the least cost."""
     if norms.device.type == "cpu" and norms.numel() <= _FEW:
         return all(_TINY <= norm < math.inf for norm in norms.flatten().tolist())
     smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
@@ -111,9 +111,7 @@ def _all_in_range(norms: torch.Tensor) -> bool:
 
 
 def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
-    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay what they
-    are.
-    """
+    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay."""
     retry = samples[_are_products(term.at(samples))]
     if len(retry):
         norms[retry] = term.at(retry, torch.float64).square_norms()
@@ -121,7 +119,7 @@ def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
 
 def _are_products(term: Term) -> torch.Tensor:
     """[n]: whether all factors are finite and not zero throughout, so that a norm of zero or infinity comes
-    of multiplying them.
+    from their products.
     """
     factors = [f.reshape(len(f), -1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
     if not factors:

@@ -15,8 +15,8 @@ from psgrad.engine.gradients.terms.placed import narrowed
 
 
 def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
-    """Both terms within the window that they share, of its shape; an empty list where they share none; None
-    where it would take materialising a term to see.
+    """Both terms within the window that they share, of its shape; an empty list if they share none; None if
+    this takes materialising a term.
     """
     if a.layout.window is None and b.layout.window is None:
         return [(a, b)]
@@ -26,10 +26,10 @@ def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
         for (one, one_length), (other, length) in zip(*runs, strict=True)
     ):
         return []
-    found = [_within(placed, other) for placed, other in zip((a, b), reversed(runs), strict=True)]
-    if None in found:
+    parts = [_within(placed, other) for placed, other in zip((a, b), reversed(runs), strict=True)]
+    if None in parts:
         return None
-    return [(one, other) for one in found[0] or [] for other in found[1] or []]
+    return [(one, other) for one in parts[0] or [] for other in parts[1] or []]
 
 
 def _runs(placed: Placed) -> list[tuple[Run, int]]:
@@ -46,20 +46,20 @@ def _are_apart(one: Run, one_length: int, other: Run, length: int) -> bool:
 
 
 def _within(placed: Placed, runs: Sequence[tuple[Run, int]]) -> list[Placed] | None:
-    """The part of a term that lies within a window, with no window of its own."""
+    """The part of a term within a window, with no window of its own."""
     for dim, (run, length) in enumerate(runs):
         own, count = _runs(placed)[dim]
         if own == run and count == length:
             continue
-        if own.step == run.step != 1:  # of steps that go together those that both have
+        if own.step == run.step != 1:  # of compatible steps the common places
             first, last = max(own.start, run.start), min(own.end(count), run.end(length))
             places = (first, own.step, len(range(first, last, own.step)))
         else:
             places = (run.start, run.step, length)
-        found = narrowed(placed, dim, *places)
-        if not found:
-            return found
-        (placed,) = found
+        part = narrowed(placed, dim, *places)
+        if not part:
+            return part
+        (placed,) = part
     return [Placed(placed.term, placed.layout.bare)]
 
 
@@ -75,14 +75,14 @@ def cross_products(a: Placed, b: Placed) -> torch.Tensor:
         kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
         a, b = (Placed(placed.term.at(slice(None), kind), placed.layout) for placed in (a, b))
     for one, other in ((a, b), (b, a)):
-        if (found := one.term.placed_products(one.layout, other)) is not None:
-            return found
+        if (products := one.term.placed_products(one.layout, other)) is not None:
+            return products
     straight = oriented(a), oriented(b)
     if straight[0] is not None and straight[1] is not None:
         x, y = straight[0].simplified(), straight[1].simplified()
         for first, second in ((x, y), (y, x)):
-            if (found := first.cross_products(second)) is not None:
-                return found
+            if (products := first.cross_products(second)) is not None:
+                return products
     return _of_values(a, b)
 
 
@@ -92,7 +92,7 @@ def _of_values(a: Placed, b: Placed) -> torch.Tensor:
     size = 2 * kind.itemsize * math.prod(a.layout.shape)
     out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
     for block in blocks(a.term.samples, size, a.term.device):
-        found = [p.layout.apply(p.term.at(block, kind).materialise(), lead=1) for p in (a, b)]
-        x, y = (value.reshape(len(value), a.layout.size) for value in found)
+        values = [p.layout.apply(p.term.at(block, kind).materialise(), lead=1) for p in (a, b)]
+        x, y = (value.reshape(len(value), a.layout.size) for value in values)
         out[block] = sum_of_products(x, y).double()
     return out

@@ -25,27 +25,27 @@ from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
 from psgrad.engine.transforms.vmap import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
 
-# How much more room than its factors a value may take that is contracted again and again: a convolution's
-# norms, sums and inner products take as long as materialising it each, and a tenth of that where it is there.
+# How many times the bytes of its factors a value may take that is contracted repeatedly: a convolution's
+# norms, sums and inner products take as long as materialising it each, and a tenth of that if it is stored.
 # Measured on the CNN of configs/digits.yaml.
 _ROOM_FOR_MANY = 2.0
 
 
 def materialised_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
     """The same gradients for many queries: materialised also where that takes up to twice the room."""
-    found = {
+    result = {
         name: gradient.mapped(partial(materialised_if_smaller, room=_ROOM_FOR_MANY))
         for name, gradient in gradients.gradients.items()
     }
-    return PerSampleGradients(found, gradients.losses, gradients.aux)
+    return PerSampleGradients(result, gradients.losses, gradients.aux)
 
 
 def materialised_if_smaller(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
-    """The same gradient, materialised where its value takes no more than `room` times what its factors do.
+    """The same gradient, materialised if its value takes at most `room` times the bytes of its factors.
 
-    Only where its norm is found by materialising it anyhow, so that nothing is lost: the value costs what the
-    sum over all samples does, and every later query then reads the value. Never for a weight that is larger
-    than what the samples say about it.
+    Only if its norm is computed by materialising it anyhow, so that nothing is lost: the value costs as much
+    as the sum over all samples, and every later query then reads the value. Never for a weight that is larger
+    than its factors.
     """
     if gradient.dtype != accumulating_dtype(
         gradient.dtype
@@ -60,8 +60,8 @@ def _value_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
     if term.stored_value is not None or not term.samples:
         return False
     own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
-    kept = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
-    return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= room * kept
+    factor_bytes = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
+    return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= room * factor_bytes
 
 
 def per_sample_gradients(
@@ -73,7 +73,8 @@ def per_sample_gradients(
     randomness: str = "error",
     settle: bool = True,
 ) -> PerSampleGradients:
-    """The gradients of `loss(params, *sample)` for each sample of a batch, in one pass forward and one back.
+    """The gradients of `loss(params, *sample)` for each sample of a batch, in one forward and one backward
+    pass.
 
     Args:
         loss: the loss of one sample, without a batch axis: a real tensor of shape (); with `has_aux` a pair
@@ -85,32 +86,24 @@ def per_sample_gradients(
         settle: whether gradients that are smaller than their factors (of a convolution on large images, of a
             small layer over many positions) are materialised at once, and the factors dropped.
 
-    Nothing of the size n x parameters is made here, nor by a query that does not ask for it, unless it is the
-    smaller.
+    No tensor of the size n x parameters is made here, unless it is the smaller one, nor by a query that does
+    not ask for it.
 
-    Where `loss` branches on a sample's data and samples disagree, it runs once for the samples of each
-    outcome, as under `vmap`.
+    If `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome,
+    as under `vmap`.
     """
-    found: dict[str, DeferredGradient] = {}
+    gradients: dict[str, DeferredGradient] = {}
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(
-            lambda name, gradient: found.__setitem__(
+            lambda name, gradient: gradients.__setitem__(
                 name, materialised_if_smaller(gradient) if settle else gradient
             )
         )
     except Divergence as divergence:
-        again = partial(
-            per_sample_gradients,
-            loss,
-            params,
-            in_dims=in_dims,
-            has_aux=has_aux,
-            randomness=randomness,
-            settle=settle,
-        )
+        again = partial(per_sample_gradients, loss, params, settle=settle, **job.settings)
         return job.split(divergence, again, PerSampleGradients.of_groups)
-    return PerSampleGradients({name: found[name] for name in params}, losses, aux)
+    return PerSampleGradients({name: gradients[name] for name in params}, losses, aux)
 
 
 def per_sample_square_norms(
@@ -122,8 +115,8 @@ def per_sample_square_norms(
     randomness: str = "error",
     absolute: bool = False,
 ) -> SquareNorms:
-    """The squared norms alone, with the arguments of `per_sample_gradients`. absolute: whether
-    `SquareNorms.absolute` is found, too.
+    """The squared norms only, with the arguments of `per_sample_gradients`. absolute: whether
+    `SquareNorms.absolute` is computed, too.
 
     Each parameter's gradient is contracted as soon as the backward pass has all of it, and dropped: the
     factors of all parameters never exist together.
@@ -133,15 +126,7 @@ def per_sample_square_norms(
     try:
         losses, aux = job.run(norms.add)
     except Divergence as divergence:
-        again = partial(
-            per_sample_square_norms,
-            loss,
-            params,
-            in_dims=in_dims,
-            has_aux=has_aux,
-            randomness=randomness,
-            absolute=absolute,
-        )
+        again = partial(per_sample_square_norms, loss, params, absolute=absolute, **job.settings)
         return job.split(divergence, again, SquareNorms.of_groups)
     return norms.of(params, losses, aux)
 
@@ -163,14 +148,14 @@ class NormsByName:
         elif terms:
             self.found[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
-            # Where nothing is added up it is the norm, which in float32 was vetted against squares that leave
-            # their range.
+            # Without a sum it is the norm, whose squares may have left float32's range and were checked for
+            # that.
             once = len(terms) == 1 and terms[0].term.summands == 1 and terms[0].term.dtype != torch.float64
             self.absolute[name] = self.found[name].sqrt() if once else absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
-        """Those of all parameters, in order."""
+        """The norms of all parameters, in order."""
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         absolute = {} if self.absolute is None else {name: self.absolute.get(name, zero) for name in names}
         return SquareNorms(
@@ -178,8 +163,7 @@ class NormsByName:
         )
 
 
-# Entries of a parameter (a bias or its like) whose norm is taken in float64 at once, where it needs no
-# vetting.
+# Entries of a parameter (such as a bias) whose norm is computed in float64 at once, without a check.
 _SMALL = 1024
 
 
@@ -190,6 +174,7 @@ class Pass:
         self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str
     ) -> None:
         self.loss, self.params, self.has_aux = loss, params, has_aux
+        self.settings: dict[str, Any] = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
         title = getattr(loss, "__name__", repr(loss))
         self.flat, self.structure = flatten(batch)
         self.dims = flat_in_dims(in_dims, batch, self.flat, title)
@@ -220,7 +205,7 @@ class Pass:
         again: Callable[..., Any],
         join: Callable[[list[Any], list[torch.Tensor]], Any],
     ) -> Any:
-        """What `again` gives for the samples of each outcome of a branch, joined."""
+        """The results of `again` for the samples of each outcome of a branch, joined."""
         groups = self._groups(divergence)
         return join([again(*some) for some in self._batches(groups)], groups)
 
@@ -239,7 +224,7 @@ class Pass:
 
     def _batches(self, groups: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
         for group in groups:
-            if self.states is not None:  # one draw for all samples, whatever group they are in
+            if self.states is not None:  # one draw for all samples, in any group
                 random_draws.restore(self.states)
             yield self.batch_of(group)
 

@@ -93,8 +93,8 @@ class PerSampleGradients:
 
     @cached_property
     def _square_norms(self) -> dict[str, torch.Tensor]:
-        """name -> [n] float64; kept, because several measures of one chunk ask for it, and nobody writes into
-        it.
+        """name -> [n] float64; cached, because several measures of one chunk use it, and none of them writes
+        into it.
         """
 
         def norms_of(part: PerSampleGradients) -> dict[str, torch.Tensor]:
@@ -137,11 +137,11 @@ class PerSampleGradients:
             other: gradients of m samples, of any batch, in the same parameters.
             per: as for `square_norms`.
 
-        Sample by sample and never n x m x parameters: each parameter is contracted by its factors, or written
-        out and multiplied piece by piece, whichever is less work. A sample whose gradient is not finite has
+        Nothing of the size n x m x parameters is made: each parameter is contracted by its factors, or
+        materialised and multiplied piece by piece, by price. A sample whose gradient is not finite has
         numbers that are not finite in its row or column.
 
-        Raises TransformError where the two sets differ in their parameters' names, shapes or device.
+        Raises TransformError if the two sets differ in their parameters' names, shapes or device.
         """
         self._assert_same_parameters(other)
         products = _Products(len(self), len(other), self.losses.device)
@@ -226,11 +226,11 @@ class PerSampleGradients:
         return found
 
     def project(self, projection: Projection) -> torch.Tensor:
-        """[n, k] float32 (float64 where gradients are): each sample's gradient, randomly projected without
-        being materialised.
+        """[n, k] float32 (float64 if gradients are): each sample's gradient, randomly projected without being
+        materialised.
 
-        `projection.columns(names)` says which columns are whose, `Projection` what the inner products of the
-        rows estimate.
+        `projection.columns(names)` gives the columns of each parameter, `Projection` describes what the inner
+        products of the rows estimate.
         """
         found: torch.Tensor = self.by_part(
             lambda part: projection.apply(part.gradients, len(part), part.losses.device)
@@ -299,22 +299,22 @@ class PerSampleGradients:
 
     @property
     def unfactored(self) -> list[str]:
-        """The parameters whose gradients were materialised, sample by sample, because an operator on their
-        way needed the value.
+        """The parameters whose gradients were materialised, sample by sample, because an operator needed the
+        value.
         """
         return [name for name, gradient in self.gradients.items() if gradient.lost_at]
 
 
 @dataclass(frozen=True)
 class SquareNorms:
-    """What is left of per-sample gradients when only their norms were wanted.
+    """The part of per-sample gradients that remains if only their norms are computed.
 
     Attributes:
         by_parameter: name -> [n] float64, the squared norms.
         losses, aux: as in PerSampleGradients.
         computed_as: name -> how its norms were computed.
-        absolute: name -> [n] float64, what the rounding of norms and sums is proportional to
-            (`bounded_sums.absolute_sum`); empty if it was not asked for.
+        absolute: name -> [n] float64, to which the rounding of norms and sums is proportional
+            (`bounded_sums.absolute_sum`); empty if not requested.
     """
 
     by_parameter: dict[str, torch.Tensor]
@@ -346,11 +346,11 @@ class SquareNorms:
     @property
     def unfactored(self) -> list[str]:
         """As PerSampleGradients.unfactored."""
-        return [name for name, way in self.computed_as.items() if "materialise after" in way]
+        return [name for name, order in self.computed_as.items() if "materialise after" in order]
 
 
 def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
-    """Squared norms by parameter, added up as `per` says."""
+    """Squared norms by parameter, added up by `per`."""
     if per == "parameter":
         return norms
     if per == "total":
@@ -362,7 +362,7 @@ def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
 
 
 def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Tensor]) -> Any:
-    """A query's answer for all parameters, or for each group of them that `per` makes."""
+    """A query's result for all parameters, or for each group of them by `per`."""
     if per == "total":
         return query(names)
     return {label: query(group) for label, group in _groups(names, per).items()}

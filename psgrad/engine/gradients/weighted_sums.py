@@ -29,12 +29,12 @@ Weights = Callable[[SquareNorms], torch.Tensor | WeightsByName]
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """A weighted sum of per-sample gradients, and what its weights were made from.
+    """A weighted sum of per-sample gradients, and the norms and weights behind it.
 
     Attributes:
         sums: name -> [*shape].
         norms: the samples' squared norms, losses and aux.
-        weights: what the weights were: [n], or name -> [n].
+        weights: [n], or name -> [n].
         recomputed: whether a second pass was needed, because the first one's factors did not fit.
     """
 
@@ -80,23 +80,21 @@ def per_sample_weighted_sum(
     stored = _StoredGradients(memory, next(iter(params.values())).device)
     before = random_draws.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
-    found = NormsByName(absolute=bounded)
+    norms_by_name = NormsByName(absolute=bounded)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
         gradient = gradient if stored.full else materialised_if_smaller(gradient)
-        found.add(name, gradient)
+        norms_by_name.add(name, gradient)
         stored.add(name, gradient)
 
     try:
         losses, aux = job.run(complete)
-        norms = found.of(params, losses, aux)
+        norms = norms_by_name.of(params, losses, aux)
     except Divergence:  # the transforms split the batch, in each of two passes
         stored.give_up()
         if before is not None:
             random_draws.restore(before)
-        norms = per_sample_square_norms(
-            loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=bounded
-        )
+        norms = per_sample_square_norms(loss, params, *batch, absolute=bounded, **job.settings)
     given = weights(norms)
     summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
     if not stored.full:
@@ -104,26 +102,26 @@ def per_sample_weighted_sum(
     after = random_draws.states() if before is not None else None
     if before is not None:
         random_draws.restore(before)
-    sums = _summed_again(loss, params, batch, summing, in_dims, has_aux, randomness)
+    sums = _summed_again(job, batch, summing)
     if after is not None:
         random_draws.restore(after)
     return WeightedSum(sums, norms, given, recomputed=True)
 
 
-# Bytes that are kept without asking how much memory is free, which takes longer than a small network's pass.
+# Bytes that are kept without a query of the free memory, which takes longer than a small network's pass.
 _WITHOUT_ASKING = 64 << 20
 
 
 class _StoredGradients:
-    """Gradients that wait for their weights, up to so many bytes (None: half of what is free); past that
-    none.
+    """Gradients that are stored until their weights are known, up to so many bytes (None: half of what is
+    free); beyond that none is kept.
     """
 
     def __init__(self, memory: float | None, device: torch.device) -> None:
         self.gradients: dict[str, DeferredGradient] = {}
         self.full = memory is not None and memory <= 0
         self._device = device
-        self._asked = memory is not None
+        self._is_limited = memory is not None
         self._left = _WITHOUT_ASKING if memory is None else memory
         self._seen: set[int] = set()  # tensors share storages: an input serves several weights
 
@@ -137,8 +135,8 @@ class _StoredGradients:
                 if storage_key(storage) not in self._seen:
                     self._seen.add(storage_key(storage))
                     self._left -= storage.nbytes()
-        if self._left < 0 and not self._asked:
-            self._asked = True
+        if self._left < 0 and not self._is_limited:
+            self._is_limited = True
             self._left += free_memory(self._device) / 2
         if self._left < 0:
             self.give_up()
@@ -180,8 +178,8 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
 class _Summing:
     """How each parameter's gradient is summed: with its weights, over the samples that take part.
 
-    Nothing times infinity is no number: a sample whose weights are all zero is left out where its norm is not
-    finite, and of a bounded sum in any case.
+    Zero times infinity is NaN: a sample whose weights are all zero is left out if its norm is not finite, and
+    of a bounded sum in any case.
     """
 
     def __init__(self, weights: WeightsByName, norms: SquareNorms, bounded: bool) -> None:
@@ -214,38 +212,31 @@ class _Summing:
 def _sums(
     stored: dict[str, DeferredGradient], names: list[str], summing: _Summing
 ) -> dict[str, torch.Tensor]:
-    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
+    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is computed.
 
-    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and goes
-    with the last of the two, so that the first layers' sums, mostly the last to come, don't meet the last
-    layers' factors.
+    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and is
+    freed with the last of the two, so that the first layers' sums, mostly computed last, don't coexist with
+    the last layers' factors.
     """
     sums = {name: summing.of(name, stored.pop(name)) for name in list(stored)}
     return {name: sums[name] for name in names}
 
 
-def _summed_again(
-    loss: Callable[..., Any],
-    params: Mapping[str, torch.Tensor],
-    batch: tuple[Any, ...],
-    summing: _Summing,
-    in_dims: Any,
-    has_aux: bool,
-    randomness: str,
-) -> dict[str, torch.Tensor]:
-    """name -> [*shape], by a second pass, the same as the first, in which no two parameters'
-    gradients meet.
+def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _Summing) -> dict[str, torch.Tensor]:
+    """name -> [*shape], by a second pass, the same as the first, in which the gradients of two parameters
+    never coexist.
     """
+    params, in_dims = first.params, first.settings["in_dims"]
     dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
 
     def of_one(params: Mapping[str, torch.Tensor], *sample: Any) -> Any:
-        return loss(params, *sample[:-1])
+        return first.loss(params, *sample[:-1])
 
     def summed(*some: Any) -> dict[str, torch.Tensor]:
-        """The sum over some of the samples, whose places come with them: a branch may split them."""
+        """The sum over some of the samples, given with their places, because a branch may split them."""
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
-        job = Pass(of_one, params, some, dims, has_aux, randomness)
+        job = Pass(of_one, params, some, **{**first.settings, "in_dims": dims})
         try:
             job.run(lambda name, gradient: sums.__setitem__(name, summing.of(name, gradient, places)))
         except Divergence as divergence:

@@ -1,4 +1,4 @@
-"""Whether scores are amounts, that is, equal to the change on removal and not only in the same order.
+"""The calibration of scores: whether they are amounts, equal to the change on removal, or only rank.
 
 They are if the model is affine in its parameters, at the minimum of its training objective, without damping,
 with the leverage correction, and if one Newton step comes near enough to the minimum without an example.
@@ -27,7 +27,7 @@ from psgrad.engine.transforms import grad_and_value, vmap
 STEPS, _HALVINGS = 10, 8
 # The decrement of a step, relative to the first one's, below which the minimum is reached.
 _CONVERGED = 1e-12
-# What an objective may rise by in rounding.
+# By how much rounding may raise an objective.
 _LOSS_ROUNDING = 1e-7
 
 
@@ -50,8 +50,8 @@ class Continued:
         """
         inputs, target = examples.stream.load(row, row + 1)
         over = (None, 0, None if target is None else 0)
-        found = [_values(examples, params, inputs, target, over) for params in _each(self.params, examples)]
-        values = torch.stack(found)
+        results = [_values(examples, params, inputs, target, over) for params in _each(self.params, examples)]
+        values = torch.stack(results)
         return (values[1:] - values[0]).cpu()
 
 
@@ -129,10 +129,10 @@ class _Objectives:
 
     def at(self, weights: torch.Tensor, same: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Values [1 + k] and gradients [1 + k, p] of the objectives, at weights [1 + k, p] each. same:
-        whether all of these are one.
+        whether the weights are all equal.
         """
         whole: Any = None
-        found, weights = [], weights.to(self.training.device)
+        sums, weights = [], weights.to(self.training.device)
         for place, params in enumerate(_each(self.training.flat.split(weights), self.training)):
             if whole is None or not same:
                 whole = self._sums(params)
@@ -141,17 +141,17 @@ class _Objectives:
                 row_value, row_slope = self._row(params, self.rows[place - 1])
                 value, slope = value - row_value, slope - row_slope
             own = weights[place]
-            found.append((value.cpu() + self.decay / 2 * own.square().sum(), slope.cpu() + self.decay * own))
-        return torch.stack([value for value, _ in found]), torch.stack([slope for _, slope in found])
+            sums.append((value.cpu() + self.decay / 2 * own.square().sum(), slope.cpu() + self.decay * own))
+        return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
 
     def _sums(self, params: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-        def way(
+        def of_chunk(
             loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return self._slope(params, inputs, target, randomness)
 
-        found: tuple[torch.Tensor, torch.Tensor] = self.training.fold(lambda sums: sums, way)
-        return found
+        sums_and_count: tuple[torch.Tensor, torch.Tensor] = self.training.fold(lambda sums: sums, of_chunk)
+        return sums_and_count
 
     def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, target = self.training.stream.load(row, row + 1)
@@ -199,9 +199,9 @@ def _values(examples: Examples, params: Vectors, inputs: Any, target: Any, over:
 _SAMPLES, _DIRECTIONS = 4, 3
 # Samples whose removal is compared with the distance from the minimum.
 _REMOVED = 16
-# Leverages up to here need no second step on any problem tried. Above, the second steps of so many examples
-# are looked at, which may be that long, relative to the first ones, where scores are amounts. On 60 problems
-# of 24 to 100 rows a slope against retraining was off by about as much as that, and by less in most.
+# Leverages up to here needed no second step on any problem tried. Above, the second steps of so many examples
+# are computed, which may be that long, relative to the first ones, if scores are amounts. On 60 problems of
+# 24 to 100 rows a slope against retraining was off by about as much as that, and by less in most.
 _LEVERAGE, _SECOND, _SECOND_STEP = 0.1, 4, 0.04
 # Second differences of the output that are rounding, as a multiple of the type's precision, relative to the
 # outputs.

@@ -71,7 +71,7 @@ class ByMatrix(Invertible):
         precision = torch.finfo(next(iter(self.training.params.values())).dtype).eps
         if bool(failed) or not bool(pivots.min() > len(matrix) * precision * pivots.max()):
             return None
-        # What the correction has to say of this fit was not said of the damped one.
+        # The messages of the correction were not given for the damped fit.
         return ByMatrix(replace(self.problem, damping=Damping(0.0)), self.matrix)
 
     @classmethod
@@ -92,8 +92,8 @@ class ByMatrix(Invertible):
         return Leverage.through(output_products(self.training, self.inverse.half), root, gradient)
 
 
-# A loss's gradient in the output may miss the span of its second derivatives by that share of the largest
-# gradient, as rounding does.
+# A loss's gradient in the output may be outside the span of its second derivatives by that share of the
+# largest gradient, as rounding causes.
 _MISS = 1e-8
 # Samples whose self-influence is solved for at once.
 _SOLVED = 256
@@ -200,10 +200,11 @@ Solve = Callable[[CurvatureProducts, float, torch.Tensor, bool], tuple[torch.Ten
 
 
 class ByProducts(Invertible):
-    """Scores through a solver that asks for products alone.
+    """Scores through a solver that needs only products.
 
-    facts: besides `damping` and `mean_eigenvalue`, its standard error, where products come from
-    (`products_by`), and the solver's own, once there are scores. Raises InfluenceError as the solver does.
+    facts: besides `damping` and `mean_eigenvalue`, its standard error, the source of products
+        (`products_by`), and the solver's own, once there are scores. Raises InfluenceError as the solver
+        does.
     """
 
     has_self_influence = False
@@ -233,11 +234,11 @@ class ByProducts(Invertible):
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat = self.training.flat
-        found, facts = self.solve(
+        solved, facts = self.solve(
             self.products, self.damping, flat.join(vectors).double(), "ritz_min" not in self.facts
         )
         self.facts.update(_worst(self.facts, facts))
-        return flat.split(found / len(self.training))
+        return flat.split(solved / len(self.training))
 
     def has_leverage(self) -> bool:
         return vectors_that_fit(self.training) > 0
@@ -251,20 +252,22 @@ class ByProducts(Invertible):
             return self.rough(self.products, self.damping, block, False)[0] / len(self.training)
 
         shift = len(self.training) * (self.damping + self.problem.weight_decay)
-        found, exact, vectors = estimated_leverage(self.training, inverse, shift, root, gradient, self.seed)
+        estimate, exact, vectors = estimated_leverage(
+            self.training, inverse, shift, root, gradient, self.seed
+        )
         self.facts["leverage_by"] = (
             f"{vectors} random vectors, and a solve for each of the {exact} examples of the largest leverage"
         )
-        return found
+        return estimate
 
 
 def _worst(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A solver's facts, with the worst of this call and of those before where there is a worst."""
+    """A solver's facts, with the worst of all calls so far where a fact has a worst value."""
     largest = ("iterations", "relative_residual_max")
-    kept = {name: max(before.get(name, 0), facts[name]) for name in largest if name in facts}
+    worst = {name: max(before.get(name, 0), facts[name]) for name in largest if name in facts}
     return {
         **facts,
-        **kept,
+        **worst,
         **(
             {"converged": before.get("converged", True) and facts["converged"]}
             if "converged" in facts
@@ -315,8 +318,8 @@ class AtOutput(Fitted):
                 next_step="set change: gradient, or layers: none",
             )
         change = _Changes(queries, self.steps)
-        for rows, found in self.steps.training.each(change):
-            block = ScoreBlock(rows.start, rows.stop, {"": found["scores"]})
+        for rows, changes in self.steps.training.each(change):
+            block = ScoreBlock(rows.start, rows.stop, {"": changes["scores"]})
             yield self.fitted.marked(block) if isinstance(self.fitted, Corrected) else block
 
     def self_influence(self) -> Iterator[SelfBlock]:
@@ -325,14 +328,14 @@ class AtOutput(Fitted):
 
 
 class _Changes:
-    """What removals do to queries, as a query of the training set's gradients."""
+    """The changes of queries by removals, as a query of the training set's gradients."""
 
     def __init__(self, queries: Examples, steps: Preconditioned) -> None:
         rows, device = jacobian_rows(queries), steps.training.device
         self.prepared = as_gradients(steps.precondition(queries.flat.split(rows.materialise().to(device))))
-        found = torch.cat([found["output"] for _, found in queries.outputs()])
-        shape = found.shape[1:]
-        self.outputs = found.to(device).double().reshape(len(found), -1)
+        outputs = torch.cat([outputs["output"] for _, outputs in queries.outputs()])
+        shape = outputs.shape[1:]
+        self.outputs = outputs.to(device).double().reshape(len(outputs), -1)
         target = queries.stream.load(0, queries.count)[1]
         self.target = target.double() if target is not None and target.is_floating_point() else target
 

@@ -75,13 +75,13 @@ class Damping:
 def default_damping(
     damping: float | None, relative: float | None, default: float, *, convex: bool, weight_decay: float
 ) -> Damping:
-    """The damping that options ask for; where they leave it open, none for a convex objective with a weight
-    decay, and else `default` mean eigenvalues.
+    """The damping of the options; without one, none for a convex objective with a weight decay, and else
+    `default` mean eigenvalues.
 
     convex: whether the model is affine in its parameters. Its curvature and its weight decay are all of its
-    objective's curvature, and have an inverse, so that anything more would belong to another objective. A
-    network's own curvature is indefinite, and a damping that is much larger than its weight decay ranks
-    better (docs/explanation/influence.md).
+        objective's curvature, and have an inverse, so that any damping would belong to another objective. A
+        network's own curvature is indefinite, and a damping that is much larger than its weight decay ranks
+        better (docs/explanation/influence.md).
     """
     if convex and weight_decay > 0 and damping is None and relative is None:
         return Damping(0.0)
@@ -115,7 +115,7 @@ class InverseProblem:
         return TITLES[self.curvature]
 
     def rows(self) -> Examples:
-        """Whose gradients' outer products add up to n C: for all curvatures but the Hessian."""
+        """The rows whose gradients' outer products add up to n C: for all curvatures but the Hessian."""
         return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
 
     def damped(self, damping: float | None, relative: float | None) -> InverseProblem:
@@ -139,8 +139,7 @@ class InverseProblem:
         return len(self.training) * (self.weight_decay + damping), facts
 
 
-# A leverage nearer to one than this leaves the problem without the example with no solution, as far as
-# float64 can tell.
+# If a leverage is nearer to one than this, the problem without the example has no solution in float64.
 _NEAREST = 1e-10
 
 
@@ -202,7 +201,7 @@ def output_products(training: Examples, half: Callable[[torch.Tensor], torch.Ten
         halves = halves.reshape(-1, rows.per_sample, halves.shape[1])
         return {"products": halves @ halves.transpose(1, 2)}
 
-    return torch.cat([found["products"] for _, found in rows.each(products)])
+    return torch.cat([part["products"] for _, part in rows.each(products)])
 
 
 def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
@@ -223,7 +222,7 @@ class Invertible(Preconditioned):
     problem: InverseProblem
 
     def has_leverage(self) -> bool:
-        """Whether the rows' leverage can be had."""
+        """Whether the rows' leverage can be computed."""
         return True
 
     @abstractmethod
@@ -247,8 +246,8 @@ class Invertible(Preconditioned):
         eigenvalue.
         """
         fitted = self.refitted(self.problem.damped(damping, relative))
-        kept = {name: fact for name, fact in self.facts.items() if name in ("solver", "solver_because")}
-        fitted.facts = {**kept, **fitted.facts}
+        facts = {name: fact for name, fact in self.facts.items() if name in ("solver", "solver_because")}
+        fitted.facts = {**facts, **fitted.facts}
         return fitted
 
 

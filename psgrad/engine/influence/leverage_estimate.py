@@ -21,7 +21,8 @@ from psgrad.engine.influence.solvers.direct import combinations
 
 Inverse = Callable[[torch.Tensor], torch.Tensor]  # [k, p] to [k, p], float64
 
-# Random vectors, fewer than which are no estimate; and right-hand sides of examples that are solved for.
+# The number of random vectors, and the fewest of an estimate; and right-hand sides of examples that are
+# solved for.
 _VECTORS, _FEWEST, _SOLVED = 256, 32, 256
 # Blocks of vectors that are alive at once, and the part of the free memory that they may take.
 _ALIVE, _SHARE = 4, 4

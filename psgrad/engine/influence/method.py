@@ -23,10 +23,10 @@ Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k,
 # measurement calls a change for the worse: "rise of the query's loss, in nats", or "fall of the query's
 # margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
-# The same of scores whose sizes nothing vouches for: the curvature is damped or approximate, or the model is
-# no convex problem's solution.
+# For scores whose size is not certain: the curvature is damped or approximate, or the model is not the
+# solution of a convex problem.
 UNCALIBRATED = "predicted {change} (uncalibrated), if the training example were removed"
-# Of scores that rank, and whose sizes mean nothing.
+# For scores that only rank.
 RELATIVE = "relative, no unit"
 
 
@@ -103,9 +103,9 @@ class Method(ABC):
         weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
         return {label: value * weights.unsqueeze(1) for label, value in scores.items()}
 
-    def across_self(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+    def across_self(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
         """Self-influence [n] of that of several checkpoints."""
-        blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in found]
+        blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in scores]
         return self.across(blocks)[""].squeeze(1)
 
 
@@ -158,8 +158,8 @@ class Preconditioned(Fitted):
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         flat = self.training.flat
         prepared = as_gradients(self.precondition(flat.split(queries.materialise().to(self.training.device))))
-        for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
-            yield ScoreBlock(rows.start, rows.stop, found)
+        for rows, part in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
+            yield ScoreBlock(rows.start, rows.stop, part)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(gradients: Any) -> dict[str, torch.Tensor]:
@@ -173,8 +173,8 @@ class Preconditioned(Fitted):
             )
             return {"self_influence": product, "norm": norm}
 
-        for rows, found in self.training.each(both):
-            yield SelfBlock(rows.start, rows.stop, found["self_influence"], found["norm"])
+        for rows, part in self.training.each(both):
+            yield SelfBlock(rows.start, rows.stop, part["self_influence"], part["norm"])
 
 
 def labelled(products: torch.Tensor | Scores) -> Scores:
@@ -206,8 +206,8 @@ def not_finite_gradients(arrived: str) -> InfluenceError:
 
 @dataclass(frozen=True)
 class Screened:
-    """What a pass over n rows saw: finite [n], losses [n], norms [n] of the gradients, and further columns (a
-    prediction).
+    """The results of a pass over n rows: finite [n], losses [n], norms [n] of the gradients, and further
+    columns (a prediction).
     """
 
     finite: torch.Tensor
@@ -218,7 +218,7 @@ class Screened:
 
 def screened(examples: Examples) -> Screened:
     """One pass for norms."""
-    chunks = [found for _, found in examples.norms()]
+    chunks = [norms for _, norms in examples.norms()]
     columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     losses, squares = columns.pop("loss"), columns.pop("square_norm")
     finite = torch.isfinite(losses) & torch.isfinite(squares)

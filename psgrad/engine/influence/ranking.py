@@ -43,10 +43,10 @@ class Strongest:
         joined = [torch.cat([old, new]) for old, new in zip(before, sides, strict=True)]
         places = torch.stack([_largest(side, self.k) for side in joined])
         best = torch.stack([side.gather(0, place) for side, place in zip(joined, places, strict=True)])
-        found = torch.isfinite(best)
+        finite = torch.isfinite(best)
         # An infinite score and an absent one look the same here; neither counts.
-        self.values = torch.where(found, best, 0.0) * _SIGNS
-        self.rows = torch.where(found, self._chosen(self.rows, rows, places), -1)
+        self.values = torch.where(finite, best, 0.0) * _SIGNS
+        self.rows = torch.where(finite, self._chosen(self.rows, rows, places), -1)
         for name, value in extras.items():
             earlier = self.extras.get(
                 name, torch.zeros(2, before.shape[1], scores.shape[1], dtype=value.dtype)
@@ -113,7 +113,7 @@ def joined_scores(
         fitted, queries: one of each for every checkpoint.
         divisors: for each checkpoint [n], what each training example's scores are divided by; see `divisor`.
     """
-    streams = [each.scores(asked, per) for each, asked in zip(fitted, queries, strict=True)]
+    streams = [each.scores(query, per) for each, query in zip(fitted, queries, strict=True)]
     for blocks in aligned(streams):
         if divisors is not None:
             blocks = [_divided(block, divisor) for block, divisor in zip(blocks, divisors, strict=True)]
@@ -145,10 +145,10 @@ def divisor(blocks: Iterator[SelfBlock], normalize: Normalize) -> torch.Tensor:
     (2020): l-RelatIF and theta-RelatIF.
     """
     by_self = normalize == "self_influence"
-    found = torch.cat(
+    norms = torch.cat(
         [block.self_influence.sqrt() if by_self else block.preconditioned_norm for block in blocks]
     )
-    return torch.where(found > 0, found, torch.nan)
+    return torch.where(norms > 0, norms, torch.nan)
 
 
 def _divided(block: ScoreBlock, divisor: torch.Tensor) -> ScoreBlock:

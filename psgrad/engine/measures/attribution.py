@@ -117,8 +117,8 @@ class Attribution(Measure):
 
     def _columns(self, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor) -> Arrays:
         point = Point.of(self._scalar, inputs, target, rows)
-        found, columns = self.attributed(point)
-        maps = self._of_inputs(found, inputs)
+        values, columns = self.attributed(point)
+        maps = self._of_inputs(values, inputs)
         whole = {self.name: self._size(list(maps.values()))}
         if self.additive:
             whole[f"{self.name}_l1"] = sum_of([part.abs() for part in maps.values()])
@@ -126,9 +126,7 @@ class Attribution(Measure):
             whole |= {f"{self.name}_{number}": self._size([part]) for number, part in maps.items()}
         bad = ~torch.isfinite(torch.stack(list((whole | columns).values()))).all(0)
         if point.classes is not None:
-            bad |= (
-                point.classes == self._setting.ignore_index
-            )  # a label that counts for nothing has no output of its own
+            bad |= point.classes == self._setting.ignore_index  # an ignored label has no output of its own
         return {name: column.masked_fill(bad, torch.nan) for name, column in (whole | columns).items()}
 
     def _maps(self, rows: torch.Tensor) -> Arrays:
@@ -136,17 +134,17 @@ class Attribution(Measure):
         stream = self._setting.examples.stream
         batch = joined([stream.read(row, row + 1) for row in rows.tolist()])
         inputs, target = to_device(batch.inputs, batch.target, stream.device, stream.dtype)
-        found, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
+        values, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
         arrays = {
-            f"map_{number}": part.float().cpu() for number, part in self._of_inputs(found, inputs).items()
+            f"map_{number}": part.float().cpu() for number, part in self._of_inputs(values, inputs).items()
         }
         ids = {place.input for place in self._scalar.places if place.module is not None}
         return arrays | {f"ids_{number}": batch.inputs[number] for number in sorted(ids)}
 
-    def _of_inputs(self, found: Values, inputs: Inputs) -> dict[int, torch.Tensor]:
-        """input -> [k, *its shape] float64: what its places say of it, together."""
+    def _of_inputs(self, values: Values, inputs: Inputs) -> dict[int, torch.Tensor]:
+        """input -> [k, *its shape] float64: the values of its places, combined."""
         maps: dict[int, torch.Tensor] = {}
-        for place, each in zip(self._scalar.places, found, strict=True):
+        for place, each in zip(self._scalar.places, values, strict=True):
             part = each.double()
             if place.module is not None:
                 part = part.sum(-1) if self.additive else torch.linalg.vector_norm(part, dim=-1)

@@ -45,13 +45,13 @@ class InputPlace:
 
 
 def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
-    """The places of a model, seen in one plain forward pass of the first sample, inputs [1, ...] each. What
-    the model raises comes out.
+    """The places of a model, found in one plain forward pass of the first sample, inputs [1, ...] each.
+    Exceptions of the model pass through.
 
-    An embedding counts where it is given all of an input's ids, as they are: a view of them, no shifted,
-    clipped or cut copy. Inputs of whole numbers that no embedding takes have none.
+    An embedding counts if it gets all of an input's ids, unchanged: a view of them, not a shifted, clipped or
+    cut copy. Inputs of whole numbers without an embedding have none.
     """
-    found = [InputPlace(number) for number, x in enumerate(inputs) if x.is_floating_point()]
+    places = [InputPlace(number) for number, x in enumerate(inputs) if x.is_floating_point()]
     calls: dict[str, int] = {}
     handles = []
 
@@ -59,7 +59,7 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
         call = calls[name] = calls.get(name, -1) + 1
         for number, x in enumerate(inputs):
             if not x.is_floating_point() and args and _same_numbers(args[0], x):
-                found.append(InputPlace(number, name, call))
+                places.append(InputPlace(number, name, call))
 
     try:
         for name, module in _embeddings(objective.model).items():
@@ -70,23 +70,21 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
     finally:
         for handle in handles:
             handle.remove()
-    return sorted(found, key=lambda place: place.input)
+    return sorted(places, key=lambda place: place.input)
 
 
 @contextmanager
 def in_place(
     model: nn.Module, places: list[InputPlace], values: Mapping[InputPlace, torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, what embeddings look up is replaced by these values, [1, ...] each; afterwards the model is as
-    it was.
-    """
+    """Replaces the results of embeddings by these values, [1, ...] each, inside the context."""
     with _hooked(model, places, lambda place, output: values[place]):
         yield
 
 
 @contextmanager
 def looked_up(model: nn.Module, places: list[InputPlace]) -> Iterator[dict[InputPlace, torch.Tensor]]:
-    """Inside, what embeddings look up, [1, ...] each, is collected in a dict as the model runs."""
+    """A context that collects the results of embeddings, [1, ...] each, in a dict as the model runs."""
     noted: dict[InputPlace, torch.Tensor] = {}
 
     def note(place: InputPlace, output: torch.Tensor) -> None:
@@ -98,8 +96,8 @@ def looked_up(model: nn.Module, places: list[InputPlace]) -> Iterator[dict[Input
 
 @contextmanager
 def _hooked(model: nn.Module, places: list[InputPlace], act: Any) -> Iterator[None]:
-    """Inside, act(place, output) is called for each place in an embedding; what it returns, if anything,
-    replaces the output.
+    """A context in which act(place, output) is called for each place in an embedding; its result, if not
+    None, replaces the output.
     """
     wanted = {(place.module, place.call): place for place in places if place.module is not None}
     calls: dict[str, int] = {}
@@ -127,7 +125,7 @@ def _embeddings(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _same_numbers(given: Any, ids: torch.Tensor) -> bool:
-    """Whether a module was given these ids: the same memory, from the same place on, and all of it."""
+    """Whether a module got these ids: the same memory, from the same place on, and all of it."""
     return (
         isinstance(given, torch.Tensor)
         and given.data_ptr() == ids.data_ptr()
@@ -142,7 +140,7 @@ Values = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Scalar:
-    """What is attributed: the loss, or the model's output for the class of the label or of its own
+    """The scalar that is attributed: the loss, or the model's output for the class of the label or of its own
     prediction.
 
     randomness: as for vmap.
@@ -154,24 +152,22 @@ class Scalar:
     randomness: str = "error"
 
     def values(self, inputs: Inputs) -> Values:
-        """Where the samples lie."""
+        """The values of the samples at the places."""
 
         def looked(*sample: torch.Tensor) -> list[torch.Tensor]:
             with looked_up(self.objective.model, self.places) as noted:
                 self.objective.predict(self.objective.params, sample)
             return [noted[place] for place in self.places if place.module is not None]
 
-        found = iter(
+        embedded = iter(
             vmap(looked, randomness=self.randomness)(*inputs)
             if any(place.module for place in self.places)
             else ()
         )
-        return tuple(inputs[place.input] if place.module is None else next(found) for place in self.places)
+        return tuple(inputs[place.input] if place.module is None else next(embedded) for place in self.places)
 
     def classes(self, inputs: Inputs, target: torch.Tensor | None) -> torch.Tensor | None:
-        """[k] int64: the classes whose outputs are attributed, the same all along a path; None for
-        the loss.
-        """
+        """[k] int64: the classes whose outputs are attributed, the same along a path; None for the loss."""
         if self.of == "loss":
             return None
         if self.of == "target":
@@ -236,7 +232,7 @@ class Point:
         return cls(scalar, inputs, target, rows, scalar.values(inputs), scalar.classes(inputs, target))
 
     def gradient(self, values: Values | None = None) -> Values:
-        """The scalar's gradient at these values, at the samples themselves where none are given."""
+        """The scalar's gradient at these values, by default at the samples themselves."""
         return self.scalar.gradient(
             self.values if values is None else values, self.inputs, self.target, self.classes
         )[0]
@@ -246,9 +242,7 @@ class Point:
         return self.scalar.at(values, self.inputs, self.target, self.classes).double()
 
     def with_token(self, token: int) -> Values:
-        """The values of samples that hold this id everywhere, where ids are looked up; the samples' own
-        elsewhere.
-        """
+        """The values of samples with this id everywhere, for inputs of ids; the samples' own elsewhere."""
         ids = {place.input for place in self.scalar.places if place.module is not None}
         return self.scalar.values(
             tuple(torch.full_like(x, token) if number in ids else x for number, x in enumerate(self.inputs))

@@ -23,18 +23,18 @@ _PREFIX = "moments"
 
 
 def column(name: str, first: int) -> str:
-    """The column of one pass: what its checkpoints, of which this is the first, said."""
+    """The column of one pass, which begins at this checkpoint."""
     return f"{_PREFIX}.{name}.{first}"
 
 
 @dataclass(frozen=True)
 class History:
-    """names: of the T checkpoints, in the order of training. said: name -> [n, T]: `loss` and `grad_norm`
+    """names: of the T checkpoints, in the order of training. values: name -> [n, T]: `loss` and `grad_norm`
     always; `confidence`, `right`, `el2n` and `prediction` where the loss has them (see checkpoint_summary).
     """
 
     names: Sequence[str]
-    said: Mapping[str, torch.Tensor]
+    values: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
@@ -47,24 +47,27 @@ class History:
                 parts.setdefault(name, {})[int(first)] = values
         return cls(
             names,
-            {name: torch.cat([found[first] for first in sorted(found)], 1) for name, found in parts.items()},
+            {
+                name: torch.cat([by_start[first] for first in sorted(by_start)], 1)
+                for name, by_start in parts.items()
+            },
         )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """[n, T] float64."""
-        return self.said[name].double()
+        return self.values[name].double()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.said
+        return name in self.values
 
     @property
     def finite(self) -> torch.Tensor:
         """[n, T] bool: where loss and gradient norm are finite."""
-        return torch.isfinite(self.said["loss"]) & torch.isfinite(self.said["grad_norm"])
+        return torch.isfinite(self.values["loss"]) & torch.isfinite(self.values["grad_norm"])
 
     def whole(self, name: str) -> torch.Tensor:
-        """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, as a mean over
-        fewer would compare it with others at other checkpoints.
+        """[n, T] float64: NaN throughout for a sample that is not finite at each checkpoint, because a mean
+        over fewer would not be comparable.
         """
         values = self[name]
         return values.where((self.finite & torch.isfinite(values)).all(1, keepdim=True), torch.nan)
@@ -78,7 +81,7 @@ class History:
 __all__ = ["History", "require_checkpoints", "require_labels"]
 
 
-# Below it, less than a quarter of the ranks' variance is common to both.
+# Below it, the ranks have less than a quarter of their variance in common.
 _HARDLY = 0.5
 
 
@@ -90,15 +93,15 @@ def rank_correlation(values: torch.Tensor) -> list[list[float]]:
     """
     from scipy.stats import rankdata
 
-    kept = values[torch.isfinite(values).all(1)].numpy()
-    if len(kept) < 2:
+    finite = values[torch.isfinite(values).all(1)].numpy()
+    if len(finite) < 2:
         return np.full((values.shape[1],) * 2, np.nan).tolist()  # type: ignore[no-any-return]
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # a checkpoint at which all samples are alike has no ranking: NaN says so
-        found: list[list[float]] = np.corrcoef(np.stack([rankdata(each) for each in kept.T])).tolist()
-    return found
+        warnings.simplefilter("ignore", RuntimeWarning)  # equal values at a checkpoint have no ranking: NaN
+        correlations: list[list[float]] = np.corrcoef(
+            np.stack([rankdata(each) for each in finite.T])
+        ).tolist()
+    return correlations
 
 
 def disagreement(correlation: list[list[float]], names: Sequence[str], what: str) -> str | None:
@@ -170,13 +173,13 @@ def _of_classes(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -
     # Not F.one_hot, which reads the values: a pass with it could be neither captured nor planned.
     onehot = torch.arange(output.shape[-1], device=output.device) == label.unsqueeze(-1)
     distance = torch.linalg.vector_norm(probabilities - onehot.to(kind), dim=-1)
-    found = {
+    result = {
         name: _mean(x, counted)
         for name, x in (("confidence", of_label), ("right", right), ("el2n", distance))
     }
     if not target.dim():
-        found["prediction"] = torch.where(finite, probabilities.argmax(-1).to(kind), math.nan)
-    return found
+        result["prediction"] = torch.where(finite, probabilities.argmax(-1).to(kind), math.nan)
+    return result
 
 
 def _mean(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

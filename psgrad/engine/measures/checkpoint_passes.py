@@ -31,12 +31,12 @@ Vectors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class StackedModels:
-    """Models of one architecture, which differ in their weights alone.
+    """Models of one architecture with different weights.
 
     Attributes:
-        objective: of any one of them, in whose model weights are swapped; its summary is what is kept of an
-            output.
-        params: name -> [T, *shape], those that gradients are taken in.
+        objective: of any one of them, in whose model weights are swapped; its summary is the part of an
+            output that is kept.
+        params: name -> [T, *shape], the parameters that gradients are taken in.
         fixed: name -> [T, *shape], frozen parameters and buffers.
     """
 
@@ -54,7 +54,7 @@ class StackedModels:
 
     @classmethod
     def like(cls, objective: Objective, count: int) -> StackedModels:
-        """The shape of an ensemble of `count` models, for a prediction: each has the weights of the given
+        """The shapes of an ensemble of `count` models, for a prediction: each has the weights of the given
         one, which are not copied.
         """
         own = {**dict(objective.model.named_parameters()), **dict(objective.model.named_buffers())}
@@ -76,12 +76,12 @@ class StackedModels:
         """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [k, T]; for
         Stream.run.
 
-        Where rounding may have spoilt a norm, the models pass one by one instead: which samples are to be
-        taken again depends on data, and no two models need agree on it.
+        If rounding may have made a norm wrong, the models pass one by one instead: which samples are computed
+        again depends on data, and differs between models.
         """
-        found, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
+        result, unsafe = self.all_at_once(self.params, self.fixed, inputs, target)
         if not bool(unsafe.any()):
-            return {name: values.transpose(0, 1) for name, values in found.items()}
+            return {name: values.transpose(0, 1) for name, values in result.items()}
         one_by_one = [
             self._one(
                 {name: value[t] for name, value in self.params.items()}, self._fixed_of(t), inputs, target
@@ -94,15 +94,15 @@ class StackedModels:
     def all_at_once(
         self, params: Vectors, fixed: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> tuple[Arrays, torch.Tensor]:
-        """(name -> [T, k], [T] bool: the models with a norm that rounding may have spoilt)."""
+        """(name -> [T, k], [T] bool: the models with a norm that rounding may have made wrong)."""
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
             with flagging() as unsafe:
-                found = self._one(params, fixed, inputs, target)
-            return found, (
+                result = self._one(params, fixed, inputs, target)
+            return result, (
                 torch.stack(unsafe).any()
                 if unsafe
-                else torch.zeros((), dtype=torch.bool, device=found["loss"].device)
+                else torch.zeros((), dtype=torch.bool, device=result["loss"].device)
             )
 
         mapped: tuple[Arrays, torch.Tensor] = vmap(one, in_dims=(0, 0 if fixed else None, None, None))(
@@ -126,12 +126,12 @@ class StackedModels:
 
 
 def _parted(stacked: Vectors, objective: Objective) -> tuple[Vectors, Vectors]:
-    """(those that gradients are taken in, the others)."""
+    """(the parameters that gradients are taken in, the others)."""
     params = {name: stacked[name] for name in objective.params}
     return params, {name: value for name, value in stacked.items() if name not in params}
 
 
-# Predicted times are not more exact than that: measured times of equal predictions differ by a tenth.
+# Predicted times are no more exact than that: measured times of equal predictions differ by a tenth.
 _PAYS = 0.9
 
 
@@ -195,7 +195,7 @@ def _alone(objective: Objective, params: Any, inputs: Any, target: Any) -> Any:
 
 
 def plan_together(examples: Examples, objective: Objective, count: int, chunk_size: int) -> ChunkPlan:
-    """What a chunk takes when `count` models like this one see it at once, beside their weights."""
+    """The plan of a chunk for `count` models like this one at once, beside their weights."""
     ensemble = StackedModels.like(objective, count)
 
     def function(both: dict[str, torch.Tensor], inputs: Any, target: Any) -> Any:
@@ -218,8 +218,8 @@ def _bytes(objective: Objective) -> int:
 
 
 class Resident:
-    """The checkpoints' objectives; loaded once where all of them fit the memory budget of a chunk, else each
-    time they are asked for.
+    """The checkpoints' objectives; loaded once if all of them fit the memory budget of a chunk, else at each
+    use.
 
     Attributes:
         stay: whether they stay in memory.
@@ -267,7 +267,7 @@ def require_labels(measure: Measure, setting: Setting) -> None:
     """Raises MeasureError where a prediction can't be right or wrong: the loss has no labels."""
     if setting.kind in ("class", "token", "binary"):
         targets = setting.targets
-        if targets is None:  # they come with the rows: the first one shows what they are
+        if targets is None:  # they come with the rows, and the first one shows their kind
             targets = setting.examples.stream.read(0, 1).target
         if setting.kind == "binary" or targets is None or not targets.is_floating_point():
             return

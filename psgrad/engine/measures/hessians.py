@@ -13,10 +13,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.measures.passes import Inputs, plain_objective
 from psgrad.engine.transforms import grad, jvp, vmap
 
-# What the products of one chunk may take: fixed, so that a run that goes on cuts its chunks where it did
-# before.
+# The memory for the products of one chunk: fixed, so that a resumed run cuts the same chunks.
 _CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-# Vectors as long as the parameters that are there at a time for each one that a sample is multiplied with.
+# Vectors of the parameters' length that exist at a time for each vector of a sample's products.
 _COPIES = 4
 
 
@@ -61,9 +60,9 @@ class SampleHessians:
             gradient = grad(lambda params: self.objective.loss(params, sample[:-1], sample[-1])[0])
             return vmap(lambda vector: jvp(gradient, (self.params,), (vector,))[1])(vectors)  # type: ignore[no-any-return]
 
-        found = vmap(of_one, (0, *[0] * len(inputs), None if target is None else 0))(split, *inputs, target)
+        result = vmap(of_one, (0, *[0] * len(inputs), None if target is None else 0))(split, *inputs, target)
         return self.flat.join(
-            {name: part.reshape(k * m, *part.shape[2:]) for name, part in found.items()}
+            {name: part.reshape(k * m, *part.shape[2:]) for name, part in result.items()}
         ).view(k, m, p)
 
 
@@ -73,8 +72,8 @@ _ROUNDINGS = 16
 
 @dataclass(frozen=True)
 class Ends:
-    """Of each of k matrices the lowest and the highest Ritz value, [k] float64, each with the norm of its
-    residual, |A v - value v|: no further than that from it there is an eigenvalue of the matrix.
+    """The lowest and the highest Ritz value of each of k matrices, [k] float64, each with the norm of its
+    residual, |A v - value v|: the matrix has an eigenvalue within this distance.
     """
 
     lowest: torch.Tensor
@@ -112,15 +111,15 @@ def extreme_eigenvalues(
     for step in range(steps):
         basis[:, step] = vector
         product = products(vector.unsqueeze(1)).squeeze(1)
-        # A space that has ended goes on with nothing, under its first entry: that lies between the ends, and
-        # moves neither.
+        # A space that has ended is continued with zeros, whose value is its first entry: that lies between
+        # the ends, and moves neither.
         inner[:, step, step] = torch.where(alive, (vector.double() * product.double()).sum(1), inner[:, 0, 0])
-        known = basis[:, : step + 1]
+        earlier = basis[:, : step + 1]
         for _ in range(2):
             row = product.unsqueeze(
                 1
             )  # as a row from the left: four times as fast on CPUs as a column from the right
-            product = torch.baddbmm(row, row @ known.transpose(1, 2), known, alpha=-1).squeeze(1)
+            product = torch.baddbmm(row, row @ earlier.transpose(1, 2), earlier, alpha=-1).squeeze(1)
         length = torch.linalg.vector_norm(product, dim=1, dtype=torch.float64)
         scale = torch.maximum(scale, torch.maximum(inner[:, step, step].abs(), length))
         alive = alive & ~(length <= ended * scale)
@@ -130,7 +129,7 @@ def extreme_eigenvalues(
     finite = torch.isfinite(inner).flatten(1).all(1)
     _, within = torch.linalg.eigh(torch.where(finite.view(-1, 1, 1), inner, 0.0))
     vectors = within[:, :, [0, -1]].transpose(1, 2).to(starts.dtype) @ basis
-    # A space of one direction: its only value is repeated, and a vector may be made of nothing.
+    # In a space of one direction the only value is repeated, and a vector may be zero.
     vectors = _unit(torch.where(vectors.any(2, keepdim=True), vectors, basis[:, :1]))
     turned = products(vectors).double()
     values = (vectors.double() * turned).sum(2)

@@ -21,7 +21,7 @@ Arrays = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """One checkpoint of a training run: its name, and the model and loss there, loaded when asked for."""
+    """One checkpoint of a training run: its name, and the model and loss there, which are loaded on use."""
 
     name: str
     objective: Callable[[], Objective]
@@ -29,23 +29,22 @@ class CheckpointModel:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: the samples, the model, and what is known of them before the first pass.
+    """The samples, the model, and the facts about them that are known before the first pass.
 
     Attributes:
         examples: n samples as the model sees them, with the training loss.
         kind: of the loss: 'class' (one of C classes a sample), 'token' (a class a position), 'binary',
             'value', 'custom'.
-        targets: [n] int64, the classes of the samples where they are at hand; None where they come with the
-            rows only, or are no classes.
-        classes: C; None where the loss knows none.
+        targets: [n] int64, the classes of the samples if they are available; None if they come with the rows
+            only, or are not classes.
+        classes: C; None if the loss has none.
         ignore_index: the target of positions that do not count.
-        checkpoints: those of `analyze.checkpoints`, in the order of training; empty where there are
-            none.
+        checkpoints: those of `analyze.checkpoints`, in the order of training; empty if there are none.
         seed: of all random draws of a measure.
         shows_inputs: whether inputs of samples, and pictures over them, may be kept
             (`report.include_inputs`).
-        say: called with messages for a person, one sentence each.
-        shared: what measures of one run make together (a mean gradient), by a name that they agree on.
+        say: called with messages, one sentence each.
+        shared: objects that measures of one run share (a mean gradient), by a name of their own.
     """
 
     examples: Examples
@@ -65,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a measure knows once all samples have passed.
+    """The results of a measure after all samples have passed.
 
     Attributes:
         columns: name -> [n]: further columns of the table of samples.
@@ -83,14 +82,14 @@ class Gathered:
 
 @dataclass(frozen=True)
 class OwnPass:
-    """A pass over the samples that a measure makes by itself.
+    """A pass of one measure over the samples.
 
     Attributes:
         name: of the pass, unlike those of all others; lower-case letters, digits and dashes.
         run: (start, chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order.
             chunk_size is how many rows the first pass took at a time; a pass that needs more memory a row
-            takes fewer (`Examples.sized`). It is called again, with the rows that are missing, where a run
-            goes on that was interrupted: what it says of a row may not depend on the rows before it.
+            takes fewer (`Examples.sized`). A resumed run calls it again, for the missing rows: its columns of
+            a row may not depend on the rows before it.
     """
 
     name: str
@@ -101,21 +100,21 @@ class Measure:
     """One measure. A subclass is a dataclass whose fields are its options; a file each in
     `psgrad/engine/measures/builtin`.
 
-    The samples pass once for all measures together, chunk by chunk in the order of the dataset, and each is
-    asked for `columns`. Those with `looks_twice` are asked for `columns_again` in a second pass, when what
-    all samples together said is known. A column is [n], one number a sample, and becomes a column of
-    samples.parquet; or [n, ...], which is kept for `gather` (and for measures that `need` this one) and
-    dropped. A sample whose numbers are not finite gets NaN, and adds nothing to what is gathered.
+    The samples pass once for all measures together, chunk by chunk in the order of the dataset, and `columns`
+    of each is called. For those with `looks_twice`, `columns_again` is called in a second pass, when the sums
+    over all samples are known. A column is [n], one number a sample, and becomes a column of samples.parquet;
+    or [n, ...], which is kept for `gather` (and for measures that `need` this one) and dropped. A sample
+    whose numbers are not finite gets NaN, and adds nothing to what is gathered.
 
     A chunk may be tried more than once (memory may run out): what is gathered counts from `keep` on, and
-    `state` has all of it, as tensors, so that a run that was killed goes on from there.
+    `state` has all of it, as tensors, so that a killed run can be resumed.
 
     Class attributes, from which the documentation is made (docs/reference/measures.md):
         name: as in the config. title: for headings. formula, unit, source (paper, page), cost: a line each,
-        formula in plain text. meanings: column -> what it says, with its unit. In these and in `unit`, {loss}
-        stands for the unit of the loss that is used. needs: names of measures whose columns this one's
-        `gather` reads. needs_factors: whether it asks for more than norms, losses and aux of a chunk.
-        looks_twice: whether it is asked a second time.
+        formula in plain text. meanings: column -> its description, with its unit. In these and in `unit`,
+        {loss} stands for the unit of the loss that is used. needs: names of measures whose columns this
+        one's `gather` reads. needs_factors: whether it uses more than norms, losses and aux of a chunk.
+        looks_twice: whether it takes part in the second pass.
     """
 
     name: ClassVar[str] = ""
@@ -130,14 +129,14 @@ class Measure:
     looks_twice: bool = False
 
     def prepare(self, setting: Setting) -> None:
-        """Before all else. Raises MeasureError where it can't be measured here (a measure of classes, and the
-        loss knows none).
+        """Called first. Raises MeasureError if the measure is not defined here (a measure of classes, and the
+        loss has none).
         """
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        """What to keep of one sample's output: name -> small tensor [...] of one shape for all samples,
-        differentiable or not; it arrives in `gradients.aux`. The names are this measure's own: begin them
-        with its name.
+        """The part of one sample's output that is kept: name -> small tensor [...] of one shape for all
+        samples, differentiable or not; it arrives in `gradients.aux`. The names are this measure's own: begin
+        them with its name.
         """
         return {}
 
@@ -146,11 +145,11 @@ class Measure:
         return {}
 
     def keep(self) -> None:
-        """The chunk that `columns` or `columns_again` was last asked about is done."""
+        """The last chunk of `columns` or `columns_again` is done."""
 
     def between(self) -> None:
-        """All samples have passed once; the second pass begins. Called also where a run goes on inside the
-        second pass.
+        """Called between the first and the second pass, and also when a run is resumed inside the second
+        pass.
         """
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
@@ -166,10 +165,10 @@ class Measure:
         return {}
 
     def restore(self, state: Arrays) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a result of `state`."""
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        """When all passes are done; rows: every column of every measure, name -> [n, ...], those of this
+        """The results, after all passes; rows: every column of every measure, name -> [n, ...], those of this
         measure and those it needs among them; `loss` [n] and `grad_norm` [n] are always there, and `ok` [n]
         bool, which samples are finite.
         """

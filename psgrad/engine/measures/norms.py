@@ -33,7 +33,7 @@ class GradientNorms(Measure):
         finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
         norms = torch.cat(
             [stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]
-        ).cpu()  # a GPU is waited for once
+        ).cpu()  # one transfer from a GPU
         self._chunk = dict(zip(squares, norms[:-1, norms[-1] == 1], strict=True))
         self.computed_as = gradients.describe()
         self.unfactored = list(dict.fromkeys([*self.unfactored, *gradients.unfactored]))
@@ -75,7 +75,7 @@ def from_text_tensor(tensor: torch.Tensor) -> Any:
 
 
 class NormDistribution:
-    """Mean, spread, extremes and quantiles of non-negative numbers that pass by once.
+    """Mean, spread, extremes and quantiles of a stream of non-negative numbers.
 
     Mean and variance are updated as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
     for Computing Sample Variances" (1979). Quantiles come from a histogram with 64 bins a decade, so they are
@@ -124,7 +124,7 @@ class NormDistribution:
         }
 
     def restore(self, state: Arrays) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a result of `state`."""
         count, self.mean, self._squares, self.mean_square, self.minimum, self.maximum = state[
             "numbers"
         ].tolist()

@@ -25,9 +25,9 @@ class Predictions(Measure):
         self._names: list[str] = []
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        said = {} if self._summary is None else self._summary(output, target)
-        self._names = list(said)
-        return said
+        values = {} if self._summary is None else self._summary(output, target)
+        self._names = list(values)
+        return values
 
     def columns(self, gradients: PerSampleGradients | SquareNorms) -> Arrays:
         return {name: accumulating(gradients.aux[name]) for name in self._names}
@@ -78,7 +78,9 @@ _OUTPUT, _TARGET = "class_outputs.output", "class_outputs.target"
 
 
 def kept_outputs(output: Any, target: Any) -> Arrays:
-    """What to keep of one sample: output [C] and target [], the same tensors for all measures that ask."""
+    """The kept part of one sample: output [C] and target [], the same tensors for all measures that use
+    them.
+    """
     return {_OUTPUT: output, _TARGET: target}
 
 
@@ -94,7 +96,7 @@ class ClassOutputs:
 
     @classmethod
     def of(cls, gradients: PerSampleGradients) -> ClassOutputs:
-        """Those that `kept_outputs` kept."""
+        """The outputs from `kept_outputs`."""
         logits = accumulating(gradients.aux[_OUTPUT])
         return cls(logits, *class_in(logits, gradients.aux[_TARGET]))
 
@@ -104,7 +106,7 @@ class ClassOutputs:
         return torch.softmax(self.logits, 1)
 
     def of_label(self, values: torch.Tensor) -> torch.Tensor:
-        """[n]: of values [n, C] that of the label."""
+        """[n]: the entry of the label of values [n, C]."""
         return values.gather(1, self.label.unsqueeze(1)).squeeze(1)
 
     def without_label(self, values: torch.Tensor, instead: float) -> torch.Tensor:

@@ -31,11 +31,11 @@ _SHARE = 4
 
 
 class SecondPass(Measure):
-    """Goes with the measures of the first pass, keeps its gradients, and makes the second.
+    """Runs beside the measures of the first pass, keeps its gradients, and makes the second pass.
 
     Args:
         measures: those that need a second pass (`looks_twice`).
-        stream: of the samples' gradients. Where it was given so much memory for a chunk, no more is kept.
+        stream: of the samples' gradients. If it has a memory limit for a chunk, no more is kept.
     """
 
     needs_factors = True
@@ -84,19 +84,19 @@ class SecondPass(Measure):
         """The columns of the second pass, of the rows from `start` on. The stream's chunk size is another one
         afterwards.
         """
-        asked = [_Again(measure) for measure in self.measures]
+        measures = [_InSecondPass(measure) for measure in self.measures]
         for size, first, last in self._pieces(start):
             gradients = self._kept.pop(first, None)
-            values = None if gradients is None else self._answered(gradients, asked)
+            values = None if gradients is None else self._columns_of_stored(gradients, measures)
             if values is not None:
                 yield Columns(first, last, values)
                 continue
             self.stream.fix_chunk_size(size)
-            yield from self.stream.run(last, asked, start=first, often=True)
+            yield from self.stream.run(last, measures, start=first, often=True)
 
     def _pieces(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """(chunk size, first row, last row + 1): chunks that are kept one by one, those in between as far as
-        they have one size.
+        """(chunk size, first row, last row + 1): kept chunks one by one, those in between in runs of one
+        size.
         """
         reached = 0
         for size, times in self._runs:
@@ -115,18 +115,20 @@ class SecondPass(Measure):
             if waiting is not None:
                 yield size, waiting, reached
 
-    def _answered(self, gradients: PerSampleGradients, asked: Sequence[_Again]) -> Arrays | None:
-        """The columns of a chunk that was kept; None where memory ran out."""
+    def _columns_of_stored(
+        self, gradients: PerSampleGradients, measures: Sequence[_InSecondPass]
+    ) -> Arrays | None:
+        """The columns of a kept chunk; None if memory ran out."""
         values: Arrays = {}
         try:
-            for measure in asked:
+            for measure in measures:
                 values |= measure.columns(gradients)
             values = on_the_cpu(values)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         else:
-            for measure in asked:
+            for measure in measures:
                 measure.keep()
             return values
         self._give_back()  # outside the handler, whose traceback holds tensors
@@ -137,8 +139,8 @@ class SecondPass(Measure):
         self._chunk, self._left = None, 0
 
 
-class _Again:
-    """A measure in its second pass, as a stream asks it."""
+class _InSecondPass:
+    """A measure in its second pass, with the interface of a stream's measure."""
 
     def __init__(self, measure: Measure) -> None:
         self.columns, self.keep, self.needs_factors = (
@@ -149,9 +151,7 @@ class _Again:
 
 
 def _bytes(gradients: PerSampleGradients) -> int:
-    """What these gradients keep in memory: whole storages, each once, as several factors may be views
-    of one.
-    """
+    """The bytes of these gradients: whole storages, each once, as several factors may be views of one."""
     factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
     storages = [factor.untyped_storage() for factor in factors]
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
@@ -168,7 +168,7 @@ def plain_objective(examples: Examples) -> Objective:
 
 
 def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Iterator[Columns]:
-    """What `ask` says of the rows start, ..., n - 1, `chunk_size` at a time, fewer where memory runs out.
+    """The columns of `ask` for the rows start, ..., n - 1, `chunk_size` at a time, fewer if memory runs out.
     Raises what Stream.run does.
 
     Rows that differ in length are asked about without padding: what is asked may be about positions.
@@ -212,33 +212,32 @@ def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterat
 def random_signs(
     seed: int, name: str, rows: torch.Tensor, size: int, first: int = 0, count: int = 1
 ) -> torch.Tensor:
-    """[k, count, size] of -1 and 1, float32: the vectors number first, first + 1, ... of each row, whatever
-    the other rows are.
+    """[k, count, size] of -1 and 1, float32: the vectors number first, first + 1, ... of each row,
+    independent of the other rows.
     """
-    return _random(signs, 64, seed, name, rows, size, first, count)
+    return _random((signs, 64), key_of(seed, name), rows, size, range(first, first + count))
 
 
 def random_normals(
     seed: int, name: str, rows: torch.Tensor, size: int, first: int = 0, count: int = 1
 ) -> torch.Tensor:
     """[k, count, size] standard normal numbers, float32, of 16 bits each; as `random_signs`."""
-    return _random(normals, 4, seed, name, rows, size, first, count)
+    return _random((normals, 4), key_of(seed, name), rows, size, range(first, first + count))
 
 
 def _random(
-    made: Callable[[torch.Tensor], torch.Tensor],
-    per_word: int,
-    seed: int,
-    name: str,
+    kind: tuple[Callable[[torch.Tensor], torch.Tensor], int],
+    key: int,
     rows: torch.Tensor,
     size: int,
-    first: int,
-    count: int,
+    vectors: range,
 ) -> torch.Tensor:
+    """kind: a function of words, and how many numbers it makes of each."""
+    made, per_word = kind
     words = -(-size // per_word)
-    numbers = torch.arange(first * words, (first + count) * words, device=rows.device)
-    some = words_at(streams(key_of(seed, name), rows).unsqueeze(1), numbers)
-    return made(some.view(-1, words)).view(len(rows), count, words * per_word)[..., :size]
+    numbers = torch.arange(vectors.start * words, vectors.stop * words, device=rows.device)
+    some = words_at(streams(key, rows).unsqueeze(1), numbers)
+    return made(some.view(-1, words)).view(len(rows), len(vectors), words * per_word)[..., :size]
 
 
 class _WithoutRows:

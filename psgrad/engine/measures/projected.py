@@ -35,10 +35,10 @@ class Projected:
         """The finite ones of `rows`, name -> [n, ...], which are those of Measure.gather. parameters: p,
         numbers in a gradient.
         """
-        found = rows[COLUMN]
-        places = torch.nonzero(rows["ok"] & torch.isfinite(found).all(1)).squeeze(1)
+        column = rows[COLUMN]
+        places = torch.nonzero(rows["ok"] & torch.isfinite(column).all(1)).squeeze(1)
         return cls(
-            found if len(places) == len(found) else found[places], places, found.shape[1] == parameters
+            column if len(places) == len(column) else column[places], places, column.shape[1] == parameters
         )
 
     @property
@@ -61,16 +61,16 @@ def spread(values: torch.Tensor, places: torch.Tensor, samples: int) -> torch.Te
 def chosen_rows(
     usable: torch.Tensor, count: int, seed: int, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rows, ascending int64: `count` of those that are usable [n] bool, at most, drawn by the seed.
+    """Rows, ascending int64: at most `count` of those that are usable [n] bool, drawn by the seed.
 
-    With labels [n] as many of each class, but for classes that have fewer, whose places the others share.
+    With labels [n] equally many of each class; if a class has fewer, the others share its places.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.nonzero(usable).squeeze(1)
     rows = rows[torch.randperm(len(rows), generator=generator)]
     if labels is not None and len(rows) > count:
-        # each class's first, then each one's second, and so on: every class is in as often as any, while it
-        # lasts
+        # each class's first, then each one's second, and so on: the classes have equal numbers as long as
+        # they last
         of_class = torch.unique(labels[rows], return_inverse=True)[1]
         order = of_class.argsort(stable=True)
         sizes = torch.bincount(of_class)

@@ -6,7 +6,6 @@ The mean is the mean of the classes' sums, so both cost one pass over the gradie
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -21,25 +20,24 @@ from psgrad.engine.gradients.terms import accumulating, accumulating_dtype
 from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
 from psgrad.errors import MeasureError
 
-# Numbers of a parameter that all classes together are computed of at once, each sample's with those of its
-# class beside it.
+# Numbers of a parameter for which all classes are computed at once, each sample's with those of its class
+# beside it.
 _FEW = 1024
 
 
 def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
-    """Whether a gradient is materialised; with `small`, also of few numbers."""
+    """Whether a gradient is materialised; with `small`, it must also have few numbers."""
     whole = len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
     return whole and not (small and gradient.shape.numel() > _FEW)
 
 
 def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: int) -> torch.Tensor:
-    """[groups, numel] of a gradient that is a value, of samples that are finite, and their classes [n] below
-    `groups`.
+    """[groups, numel]: the class sums of a materialised gradient of samples that are finite, with their
+    classes [n] below `groups`.
     """
     value = accumulating(_value(gradient))
-    if (
-        value.shape[1] > _FEW and value.device.type == "cpu"
-    ):  # row by row; on a GPU the order of additions would be left to chance
+    # row by row; on a GPU the order of additions would be random
+    if value.shape[1] > _FEW and value.device.type == "cpu":
         return torch.zeros(groups, value.shape[1], dtype=value.dtype).index_add_(0, classes, value)
     one_hot = classes.unsqueeze(0) == torch.arange(groups, device=classes.device).unsqueeze(1)
     return one_hot.to(value.dtype) @ value
@@ -48,7 +46,7 @@ def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: in
 def products_of_values(
     gradient: DeferredGradient, classes: torch.Tensor, vectors: torch.Tensor
 ) -> torch.Tensor:
-    """[n] of a gradient that is a small value: its inner products with the vectors [groups, numel] of the
+    """[n]: the inner products of a small materialised gradient with the vectors [groups, numel] of the
     samples' classes [n].
     """
     value = accumulating(_value(gradient))
@@ -66,10 +64,10 @@ _TARGET = "class_of_sample"
 
 
 def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> GradientSums:
-    """The sums of a run, which `measure` and others use together; made where it is the first to ask.
+    """The sums of a run, which its measures share; made at the first use.
 
-    by_class: whether it asks for the mean gradient of each class. Raises MeasureError where there are no
-    classes, or no room.
+    by_class: whether the mean gradient of each class is needed. Raises MeasureError if there are no classes,
+        or not enough memory.
     """
     sums: GradientSums = setting.shared.setdefault("gradient_sums", GradientSums(setting, measure))
     if by_class:
@@ -79,8 +77,8 @@ def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> G
 
 
 class MeanGradientMeasure(Measure):
-    """A measure made from the mean gradient, or that of each class: it hands every chunk to the sums that all
-    such measures of a run share, `self._sums`.
+    """A measure of the mean gradient, or that of each class: it passes every chunk to the sums that all such
+    measures of a run share, `self._sums`.
 
     Class attributes:
         by_class: whether it uses the mean gradient of each class.
@@ -107,9 +105,9 @@ class MeanGradientMeasure(Measure):
 
 
 class GradientSums:
-    """Sums in float64 over the samples with finite numbers, and inner products with the means that they make.
+    """Sums in float64 over the samples with finite numbers, and inner products with their means.
 
-    Several measures hold one object, and each passes on what it gets (a chunk, the end of a chunk, a state);
+    Several measures hold one object, and each passes on its calls (a chunk, the end of a chunk, a state);
     only the first call for a chunk counts. The state belongs to the measure that made the object.
 
     Attributes:
@@ -128,15 +126,14 @@ class GradientSums:
         self._sums: torch.Tensor | None = None  # [groups, p]
         self.counts = torch.zeros(1, dtype=torch.int64)
         self.squares = torch.zeros(len(self.flat.shapes), dtype=torch.float64)
-        self._chunk: weakref.ref[PerSampleGradients] | None = (
-            None  # those last asked about; memory may be short, so they are not held
-        )
+        # the last gradients; memory may be short, so they are not held
+        self._chunk: weakref.ref[PerSampleGradients] | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._means: tuple[torch.Tensor, list[Vectors]] | None = None  # [p], and each group's
         self._dots: dict[str, torch.Tensor] = {}
 
     def by_class(self, measure: Measure, setting: Setting) -> None:
-        """Sum each class by itself. Raises MeasureError where that takes more than half of the memory."""
+        """Sum each class separately. Raises MeasureError if that takes more than half of the memory."""
         assert setting.classes is not None
         if self.groups > 1:
             return
@@ -156,16 +153,16 @@ class GradientSums:
         self.counts = torch.zeros(self.groups, dtype=torch.int64)
 
     def summary(self, target: Any) -> Arrays:
-        """What to keep of one sample: its target [], so that its class is known with its chunk."""
+        """The kept part of one sample: its target [], so that its class is known with its chunk."""
         return {_TARGET: target} if self.groups > 1 else {}
 
     # -- the first pass --------------------------------------------------------------------------------------
 
     def add(self, gradients: PerSampleGradients) -> None:
-        """A chunk. It counts from `keep` on."""
+        """Add a chunk. It counts from `keep` on."""
         if not self._is_new(gradients):
             return
-        found = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
+        total = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
         counts = torch.zeros(self.groups, dtype=torch.int64)
         values = [
             name for name, gradient in gradients.gradients.items() if self.groups > 1 and is_value(gradient)
@@ -175,27 +172,27 @@ class GradientSums:
             classes, whole = self.classes_of(gradients), len(order) == len(gradients)
             for name in values:
                 gradient = gradients.gradients[name] if whole else gradients.gradients[name].at(order)
-                found[:, self.flat.columns[name]] = sums_of_values(
+                total[:, self.flat.columns[name]] = sums_of_values(
                     gradient, classes if whole else classes[order], self.groups
                 ).double()
         for group, samples in groups:
             counts[group] = samples.stop - samples.start
             for name, gradient in sorted_gradients.items():
                 ones = torch.ones(samples.stop - samples.start, dtype=gradient.dtype, device=self.device)
-                found[group, self.flat.columns[name]] = (
+                total[group, self.flat.columns[name]] = (
                     gradient.at(samples).weighted_sum(ones).reshape(-1).double()
                 )
         finite = finite_rows(gradients)
         squares = torch.stack(
             [each[finite].sum() for each in gradients.square_norms(per="parameter").values()]
         )
-        self._pending = found, counts, squares
+        self._pending = total, counts, squares
 
     def keep(self) -> None:
         """The chunk of `add` is done."""
         if self._pending is not None:
-            found, counts, squares = self._pending
-            self._sums = found if self._sums is None else self._sums.add_(found)
+            sums, counts, squares = self._pending
+            self._sums = sums if self._sums is None else self._sums.add_(sums)
             self.counts = self.counts + counts
             self.squares = self.squares + squares.cpu()
         self._forget()
@@ -209,13 +206,14 @@ class GradientSums:
         return {"sums": self._sums.cpu(), "counts": self.counts, "squares": self.squares}
 
     def restore(self, measure: Measure, state: Arrays) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a result of `state`."""
         if measure is self.owner and "sums" in state:
             self._sums = state["sums"].clone().to(self.device)
             self.counts, self.squares = state["counts"].clone(), state["squares"].clone()
             self._means = None
 
-    # -- what all samples said -------------------------------------------------------------------------------
+    # -- means over all samples
+    # ----------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -273,25 +271,27 @@ class GradientSums:
         return total
 
     def classes_of(self, gradients: PerSampleGradients) -> torch.Tensor:
-        """[n] int64: the samples' classes; C where a target is none (the one that is ignored)."""
+        """[n] int64: the samples' classes; C for a target that is not a class (the ignored one)."""
         targets: torch.Tensor = gradients.aux[_TARGET].long()
         return targets.where((targets >= 0) & (targets < self.groups - 1), self.groups - 1)
 
     def _class_dot(self, gradients: PerSampleGradients) -> torch.Tensor:
         small = [name for name, gradient in gradients.gradients.items() if is_value(gradient, small=True)]
         sorted_gradients, order, groups = self._sorted(gradients, small)
-        found = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
+        products = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
         for group, samples in groups:
             if group == self.groups - 1:
                 continue
             some = {name: gradient.at(samples) for name, gradient in sorted_gradients.items()}
             part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
             vectors = self._made()[1][group]
-            found[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
+            products[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
         for name in small:
             vectors_of_all = torch.stack([vectors[name].flatten() for vectors in self._made()[1]])
-            found += products_of_values(gradients.gradients[name], self.classes_of(gradients), vectors_of_all)
-        return found
+            products += products_of_values(
+                gradients.gradients[name], self.classes_of(gradients), vectors_of_all
+            )
+        return products
 
     def _made(self) -> tuple[torch.Tensor, list[Vectors]]:
         if self._means is None:
@@ -325,7 +325,7 @@ class GradientSums:
         return self._dots[what]
 
     def _is_new(self, gradients: PerSampleGradients) -> bool:
-        """Whether this is another chunk than that last asked about, of which all is forgotten then."""
+        """Whether this is another chunk than the last one, whose cached values are dropped then."""
         if self._chunk is not None and self._chunk() is gradients:
             return False
         self._forget()
@@ -339,7 +339,7 @@ class GradientSums:
         self, gradients: PerSampleGradients, without: Sequence[str]
     ) -> tuple[dict[str, DeferredGradient], torch.Tensor, list[tuple[int, slice]]]:
         """(name -> gradient with its samples in the order of their classes, that order [k], each class there
-        with its samples); those that are not finite are left out, and so are the parameters `without`.
+        with its samples); without samples that are not finite, and without the parameters `without`.
         """
         finite = finite_rows(gradients)
         if self.groups == 1:
@@ -359,49 +359,9 @@ class GradientSums:
 
 
 def _runs(classes: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Each class of sorted ones [k], with the places where it stands."""
+    """Each class of sorted ones [k], with its places."""
     values, counts = torch.unique_consecutive(classes, return_counts=True)
     start = 0
     for value, count in zip(values.tolist(), counts.tolist(), strict=True):
         yield value, slice(start, start + count)
         start += count
-
-
-# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 /
-# sqrt(2 * 512), three percent.
-_BLOCKS = 512
-
-
-def block_sums(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """[blocks, k]: the sums of the rows [n, k] in random blocks of nearly one size; the rows themselves where
-    they are few.
-    """
-    n = len(values)
-    if n <= _BLOCKS:
-        return values
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    sums = torch.zeros(_BLOCKS, values.shape[1], dtype=values.dtype)
-    return sums.index_add_(0, torch.arange(n) % _BLOCKS, values[order])
-
-
-def resampled(sums: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
-    """[resamples, k]: for each resample the means, where the last column of the rows [blocks, k + 1] counts
-    samples.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for start in range(0, resamples, 64):
-        drawn = torch.randint(len(sums), (min(64, resamples - start), len(sums)), generator=generator)
-        found.append(sums[drawn].sum(1))
-    total = torch.cat(found)
-    return total[:, :-1] / total[:, -1:]
-
-
-def interval(values: torch.Tensor, level: float) -> list[float | None]:
-    """[lower, upper]: the ends of the middle part of values [n] that has the share `level` of them; None for
-    an end that is infinite.
-    """
-    ordered = values.sort().values
-    tail = (1 - level) / 2
-    places = math.floor(tail * (len(ordered) - 1)), math.ceil((1 - tail) * (len(ordered) - 1))
-    return [float(ordered[place]) if math.isfinite(ordered[place]) else None for place in places]

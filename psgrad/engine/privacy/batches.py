@@ -74,7 +74,7 @@ def batch_source(
                 total.add(
                     clipper(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
                 )
-        return total.found()
+        return total.result()
 
     return source
 
@@ -102,7 +102,7 @@ def stream_source(stream: Stream, count: int) -> GradientSource:
         with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
             for _ in stream.run(count, [total], Clipper(clipping)):
                 pass
-        return total.found()
+        return total.result()
 
     return source
 
@@ -124,7 +124,7 @@ class _TotalOfChunks(Total):
 
 MakeStream = Callable[[Callable[..., Any], Read], Stream]
 
-# So many rows more are computed rather than another pass begun. Measured on a CPU with small networks, for
+# So many more rows are computed rather than another pass begun. Measured on a CPU with small networks, for
 # which a pass costs most rows.
 _ROWS_OF_A_PASS = 512
 
@@ -173,7 +173,9 @@ class RecordStreams:
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     def source(self, records: npt.ArrayLike, step: int = 0) -> GradientSource:
-        """The clipped sum of these records, none even. step: to which their random draws belong."""
+        """The clipped sum of these records, possibly none. step: the one to which their random draws
+        belong.
+        """
         drawn = np.asarray(records, dtype=np.int64)
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
         parts = self._parts(self.drawn)
@@ -184,15 +186,14 @@ class RecordStreams:
                 reader, stream = self._stream(width)
                 reader.draw(part, step)
                 total.add(stream_source(stream, len(part))(clipping))
-            return total.found()
+            return total.result()
 
         return source
 
     def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
         """(width, records) of each stream that takes part, for records that come longest first.
 
-        The shortest ones go along with longer ones where that fills up fewer rows than a pass of their own is
-        worth.
+        The shortest ones join longer ones if that adds fewer padding rows than a pass of their own costs.
         """
         if not len(drawn):
             return []

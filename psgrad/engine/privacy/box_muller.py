@@ -109,15 +109,13 @@ def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: U
 
 
 # Fewer blocks than this for each thread, a quarter of a million numbers, are done before another thread has
-# woken up: PyTorch's own still hold the cores for a while after each of its operators.
+# started: PyTorch's own keep the cores busy for a while after each of its operators.
 _BLOCKS_A_THREAD = 8
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """The threads that help, kept from call to call: to start one takes longer than a small tensor's
-    noise.
-    """
+    """The helper threads, kept from call to call: starting one takes longer than a small tensor's noise."""
     return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="psgrad-noise")
 
 
@@ -140,11 +138,11 @@ def _arcs() -> np.ndarray:
 
 
 class _Buffers:
-    """A thread's memory for one block of pairs, and what happens in it. Each function runs in the thread that
-    calls it.
+    """A thread's memory for one block of pairs, and the functions that use it. Each function runs in the
+    thread that calls it.
 
-    Memory is used again inside of a block, so that all of it fits the cache: the bits of the radii have room
-    for the arcs' numbers, and the middles of the arcs come where squares and sums were.
+    Memory is reused inside a block, so that all of it fits the cache: the memory of the radii's bits later
+    holds the arcs' numbers, and that of squares and sums the middles of the arcs.
     """
 
     def __init__(self) -> None:
@@ -212,14 +210,14 @@ _kept = threading.local()
 
 @contextmanager
 def _buffers() -> Iterator[_Buffers]:
-    """This thread's buffers, which it keeps: new memory takes as long as the noise that is made in it. New
-    ones inside of another's use.
+    """This thread's buffers, which are kept: new memory takes as long as the noise itself. A nested use gets
+    new ones.
     """
-    found: _Buffers = _kept.__dict__.pop("buffers", None) or _Buffers()
+    buffers: _Buffers = _kept.__dict__.pop("buffers", None) or _Buffers()
     try:
-        yield found
+        yield buffers
     finally:
-        _kept.buffers = found
+        _kept.buffers = buffers
 
 
 def _further_bits(write: Write, further: int, before: int, pair: int) -> int:

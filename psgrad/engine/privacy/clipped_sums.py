@@ -26,8 +26,7 @@ A record whose gradient is not finite adds nothing, and none of its numbers reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,76 +45,8 @@ from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
+from psgrad.engine.privacy.full_precision import full_float32, with_autocast_inside
 from psgrad.ragged import Block
-
-
-def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The loss under the autocast that is on where this is called, if any, for callers that turn it off
-    around the loss.
-    """
-    if not torch.is_autocast_enabled(device.type):
-        return loss
-    dtype = torch.get_autocast_dtype(device.type)
-
-    def cast(*args: Any) -> Any:
-        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
-            return loss(*args)
-
-    return cast
-
-
-@contextmanager
-def full_float32(device: torch.device) -> Iterator[None]:
-    """No autocast on this device, and no TF32 and no bfloat16 in place of float32. What was set before is set
-    again afterwards.
-    """
-    backends: Any = torch.backends
-    ops = (
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-    )
-    before = [op.fp32_precision for op in ops]
-    older = _older_switches()
-    with _frozen_switches_too():
-        torch.set_float32_matmul_precision("highest")
-        backends.cudnn.allow_tf32 = False
-        for op in ops:
-            op.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        with _frozen_switches_too():
-            if older is not None:
-                torch.set_float32_matmul_precision(older[0])
-                backends.cudnn.allow_tf32 = older[1]
-            for op, value in zip(ops, before, strict=True):
-                op.fp32_precision = value
-
-
-def _frozen_switches_too() -> AbstractContextManager[Any]:
-    """After `torch.backends.disable_global_flags()`, as PyTorch's own tests call it, switches are set by
-    context managers alone, which are made with this one.
-    """
-    switches: AbstractContextManager[Any] = getattr(
-        torch.backends, "__allow_nonbracketed_mutation", nullcontext
-    )()
-    return switches
-
-
-def _older_switches() -> tuple[str, bool] | None:
-    """What the switches say that PyTorch had before `fp32_precision`; None where both kinds were used: the
-    older can't be asked then.
-    """
-    try:
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:
-        return None
-
 
 Sums = dict[str, torch.Tensor]
 
@@ -128,12 +59,12 @@ _LARGEST = 2.0**100
 
 @dataclass(frozen=True)
 class RecordColumns:
-    """What is known of each record of a batch, on the CPU. NOT PRIVATE.
+    """The columns of each record of a batch, on the CPU. NOT PRIVATE.
 
     Attributes:
         norms: [n] float64, the norm of the gradient in all parameters.
         losses: [n].
-        factors: [n, groups] float64, what the gradient was multiplied by; 0 for a record that was left out.
+        factors: [n, groups] float64, the gradient's factor; 0 for a record that was left out.
         below: [n] bool, whether the norm was at most the bound, in every group.
     """
 
@@ -144,9 +75,9 @@ class RecordColumns:
 
     @property
     def counted(self) -> torch.Tensor:
-        """[k] bool: `below` of the k records that have a gradient, which an adaptive bound counts. One whose
-        gradient is zero adds nothing to the sum, and may add nothing to the count either, as zero_out is
-        accounted for a record in whose place there is nothing.
+        """[k] bool: `below` of the k records that have a gradient, which an adaptive bound counts. A record
+        whose gradient is zero adds nothing to the sum, and may add nothing to the count either, because
+        zero_out is accounted for a record that is replaced by nothing.
         """
         return self.below[self.norms != 0]
 
@@ -187,10 +118,10 @@ class ClippedSum:
     """The sum of the clipped gradients of some records, without noise.
 
     Attributes:
-        sums: name -> [*shape] float64 on the parameters' device; int64, in steps of the grid, where the
-            clipping has one. Always finite. They become a parameter's type with noise on them, not before:
-            rounding to float32 would move a sum of N records by N * 2^-24 of the bound.
-        records: what is known of each record.
+        sums: name -> [*shape] float64 on the parameters' device; int64, in steps of the grid, if the clipping
+            has one. Always finite. They become a parameter's type with noise on them, not before: rounding to
+            float32 would move a sum of N records by N * 2^-24 of the bound.
+        records: the columns of each record.
     """
 
     sums: Sums
@@ -225,7 +156,7 @@ class Total:
                 value.add_(part.sums[name])
         self._records.append(part.records)
 
-    def found(self) -> ClippedSum:
+    def result(self) -> ClippedSum:
         """The sum, zero where nothing was added."""
         kind = torch.float64 if self._clipping.grid is None else torch.int64
         sums = self._sums or {
@@ -239,7 +170,7 @@ class Total:
 
 
 class Clipper:
-    """A way to compute a chunk, for a stream or by itself: its clipped sum.
+    """The computation of a chunk, for a stream or by itself: its clipped sum.
 
     memory: as for `per_sample_weighted_sum`. block: the records, where they differ in length: one that is
     computed alone is not padded to the others then.
@@ -276,7 +207,9 @@ class Clipper:
     def _clipped(
         self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
     ) -> ClippedSum:
-        """In one pass, but for the records that are computed alone: all of them on a grid."""
+        """The clipped sum in one pass, except for the records that are computed alone: on a grid, all of
+        them.
+        """
         job = Pass(loss, params, batch, **options)
 
         def alone(clipping: Clipping, place: int) -> ClippedSum:
@@ -291,7 +224,7 @@ class Clipper:
             total, inside = Total(self.clipping, params), _inside_the_grid(self.clipping, params)
             for place in range(job.level.size):
                 total.add(alone(inside, place))
-            return total.found()
+            return total.result()
         sums, records, cancelling = self._at_once(loss, params, batch, options)
         for place in cancelling:
             one = alone(self.clipping, place)
@@ -314,18 +247,18 @@ class Clipper:
             others.extend(torch.nonzero(cancelling).flatten().tolist())
             return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
 
-        found = per_sample_weighted_sum(
+        weighted = per_sample_weighted_sum(
             loss, params, *batch, weights=weights, memory=self.memory, bounded=True, **options
         )
-        return found.sums, chosen[0].columns(found.norms.losses), others
+        return weighted.sums, chosen[0].columns(weighted.norms.losses), others
 
 
 def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
     """The clipped gradient of one record, materialised in float64, and rounded to the grid if there is one;
     zero if it is not finite.
 
-    Integers promise that a record moves the sum by its own gradient and nothing else, which is why those that
-    are rounded are computed by themselves, too: kernels round the gradients of a batch by its size.
+    With integers a record must move the sum by exactly its own gradient, so records that are rounded are
+    computed alone: kernels round the gradients of a batch by its size.
     """
     values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
     chosen = _Chosen.of(clipping, {name: square_norm(value) for name, value in values.items()})
@@ -340,7 +273,7 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The norms [groups, n] of some records, and what their gradients are multiplied by, [groups, n]."""
+    """The norms [groups, n] of some records, and their factors [groups, n]."""
 
     clipping: Clipping
     norms: torch.Tensor
@@ -348,7 +281,9 @@ class _Chosen:
 
     @classmethod
     def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor]) -> _Chosen:
-        """On a grid sums are exact, and there is nothing but a record's own rounding to leave room for."""
+        """The factors of these norms. On a grid sums are exact, so only a record's own rounding needs a
+        margin.
+        """
         norms = clipping.group_norms(square_norms)
         return cls(
             clipping,

@@ -27,12 +27,12 @@ from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
-# What a clipped norm is kept below its bound, relative to it. MARGIN is that of `clipped_sums.Clipper`, which
-# says what it covers. The others are for sums of a caller's own, in this type: the usual rounding of a factor
-# and of a product.
+# The relative margin of a clipped norm below its bound. MARGIN is that of `clipped_sums.Clipper`, which
+# describes what it covers. The others are for sums of a caller's own, in this type: the usual rounding of a
+# factor and of a product.
 MARGIN = 2.0**-21
 _MARGIN = {torch.float32: 2.0**-21, torch.float64: 2.0**-48}
-# Bounds outside of this leave float32 no room for the sum over a batch, or for its noise.
+# Bounds outside of this range would overflow or underflow float32 in the sum over a batch, or in its noise.
 _SMALLEST, _LARGEST = 1e-20, 1e20
 
 
@@ -49,18 +49,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Clipping:
-    """What is done to each record's gradient before it is summed.
+    """How each record's gradient is clipped before it is summed.
 
     Attributes:
         groups: the parameters of each, no parameter in two.
         rule: 'clip' multiplies by min(1, bound / norm) (Abadi et al., "Deep Learning with Differential
-            Privacy", 2016); 'automatic' by bound / (norm + stability), whatever the norm (Bu, Wang, Zha and
+            Privacy", 2016); 'automatic' by bound / (norm + stability), for any norm (Bu, Wang, Zha and
             Karypis, "Automatic Clipping", 2023, AUTO-S).
-        stability: what the automatic rule adds to the norm.
+        stability: the constant that the automatic rule adds to the norm.
         grid: the step of the integer grid that each clipped record is rounded to, for discrete noise; None
             for none.
 
-    Raises ConfigError for bounds, a stability or a grid that are no positive numbers, and for a parameter in
+    Raises ConfigError for bounds, a stability or a grid that are not positive numbers, and for a parameter in
     two groups.
     """
 
@@ -92,7 +92,8 @@ class Clipping:
                     )
                 seen[name] = group.name
 
-    # -- ways to make one ------------------------------------------------------------------------------------
+    # -- constructors
+    # --------------------------------------------------------------------------------------------
 
     @classmethod
     def flat(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
@@ -126,7 +127,7 @@ class Clipping:
         """A group for each pattern ("encoder.*", as for file names) with its bound; a parameter belongs to
         the first that matches.
 
-        Raises ConfigError for a parameter that no pattern matches, and for a pattern that gets no parameter.
+        Raises ConfigError for a parameter without a matching pattern, and for a pattern without parameters.
         """
         members: dict[str, list[str]] = {pattern: [] for pattern in bounds}
         names = list(parameters)
@@ -139,8 +140,8 @@ class Clipping:
                     next_step="end the groups with the pattern '*'",
                 )
             members[fitting].append(name)
-        for pattern, found in members.items():
-            if not found:
+        for pattern, matched in members.items():
+            if not matched:
                 raise ConfigError(
                     f"the clipping group {pattern!r} has no parameter",
                     expected=(
@@ -149,7 +150,7 @@ class Clipping:
                     cause="a misspelt name, or an order in which an earlier pattern takes all",
                 )
         return cls(
-            tuple(Group(pattern, tuple(found), bounds[pattern]) for pattern, found in members.items()),
+            tuple(Group(pattern, tuple(matched), bounds[pattern]) for pattern, matched in members.items()),
             **options,
         )
 
@@ -163,7 +164,8 @@ class Clipping:
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
-    # -- what it promises ------------------------------------------------------------------------------------
+    # -- sensitivity
+    # ---------------------------------------------------------------------------------------------
 
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
@@ -174,10 +176,11 @@ class Clipping:
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
 
-    # -- what it does ----------------------------------------------------------------------------------------
+    # -- factors
+    # -------------------------------------------------------------------------------------------------
 
     def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """name -> [n] float64: what each record's gradient in that parameter is multiplied by.
+        """name -> [n] float64: the factor of each record's gradient in that parameter.
 
         0 in all parameters for a record whose norm is not finite in any. precision: as for `factors`; None
         for that of the losses.
@@ -221,12 +224,12 @@ class Clipping:
     ) -> torch.Tensor:
         """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
 
-        precision: what gradients are multiplied and summed in, float32 or float64. rounded: whether the
-        factors are numbers of this type, rounded towards zero. margin: what the bound is lowered by, relative
-        to it; None for one of this precision.
+        precision: the type in which gradients are multiplied and summed, float32 or float64. rounded: whether
+            the factors are numbers of this type, rounded towards zero. margin: the relative reduction of the
+            bound; None for that of this precision.
         """
-        kept = 1 - (_MARGIN[precision] if margin is None else margin)
-        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * kept
+        room = 1 - (_MARGIN[precision] if margin is None else margin)
+        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * room
         factors = (
             bounds / (group_norms + self.stability)
             if self.rule == "automatic"
@@ -281,22 +284,22 @@ def _assert_positive(what: str, value: float, smallest: float, largest: float) -
         raise ConfigError(f"{what} is {value!r}", expected=f"a positive number{limits}")
 
 
-# Where the bound stays, however long the norms do: clipping takes no other.
-# The largest move of one step, as a logarithm: beyond any bound, and still a number.
+# The range of the bound: clipping takes no other. The largest move of one step, as a logarithm: beyond any
+# bound, and still a number.
 _FARTHEST = 200.0
 
 
 @dataclass(frozen=True)
 class AdaptiveBound:
-    """A bound, and how it moves from step to step. What it is made of is noised, so the bound is public.
+    """A bound, and its updates from step to step. It is computed from noisy counts, so the bound is public.
 
     Attributes:
         bound: the bound of the step to come, in units of the norm.
         quantile: the share of records whose norm is to be below it.
         learning_rate: the bound is multiplied by exp(-learning_rate * (share below - quantile)).
         count_multiplier: the standard deviation of the count's noise, in records; sigma_b in the paper. The
-            count moves by 1/2 where a record comes or goes, so as a multiple of its sensitivity the noise is
-            twice this number.
+            count moves by 1/2 if a record is added or removed, so as a multiple of its sensitivity the noise
+            is twice this number.
 
     Raises ConfigError for numbers outside of their range.
     """
@@ -327,11 +330,11 @@ class AdaptiveBound:
 
     @staticmethod
     def count(below: torch.Tensor) -> float:
-        """The sum over the drawn records that have a gradient of 1[norm <= bound] - 1/2, which is what gets
-        noise. Not private.
+        """The sum over the drawn records that have a gradient of 1[norm <= bound] - 1/2, to which noise is
+        added. Not private.
 
         below: [n] bool, `RecordColumns.counted`. A record whose norm is not finite is above any bound: it
-        counts -1/2, and moves the count no further than others.
+            counts -1/2, and moves the count no further than others.
         """
         return float(torch.count_nonzero(below)) - below.numel() / 2
 

@@ -49,9 +49,9 @@ _SHORT_SIZE, _UNIT = 1 << 50, 2.0**-50
 # The exponent: a prefix of 63 bits, at least 2^40, leaves 2^-40; the exponent itself is off by less than
 # 2^-46 below 17, where E is.
 _SHORT_KEEP, _OFF_KEEP = 1 << 40, 2.0**-38
-# How much rounding to the grid may cost of the bound.
+# The share of the bound that rounding to the grid may cost.
 _COST = 1e-3
-# What is kept for the rounding of the division by the grid, and of the norm, in float64.
+# The margin for the rounding of the division by the grid, and of the norm, in float64.
 _KEPT = 1 - 2.0**-40
 
 
@@ -77,11 +77,11 @@ def default_grid(bound: float, dimensions: int) -> float:
 
 
 def tightened(bound: float, dimensions: int, grid: float) -> float:
-    """What to clip to so that the norm is at most `bound` after rounding to the grid: bound -
-    sqrt(dimensions) * grid / 2, nearly.
+    """The bound to clip to so that the norm is at most `bound` after rounding to the grid: about bound -
+    sqrt(dimensions) * grid / 2.
 
-    Raises ConfigError where the grid is so coarse that nothing is left, or so fine that a sum of 2^31 records
-    may not fit in 64 bits.
+    Raises ConfigError for a grid that is so coarse that nothing is left, or so fine that a sum of 2^31
+    records may not fit in 64 bits.
     """
     if bound > LARGEST_BOUND * grid:
         raise ConfigError(
@@ -132,14 +132,14 @@ def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndar
     done = 0
     while done < count:
         # One or two in three are kept where sigma is large, fewer where it is small.
-        kept = _kept(min(_TRIED, 2 * (count - done) + 8), sigma, generator)[: count - done]
-        out[done : done + len(kept)] = kept
-        done += len(kept)
+        accepted = _kept(min(_TRIED, 2 * (count - done) + 8), sigma, generator)[: count - done]
+        out[done : done + len(accepted)] = accepted
+        done += len(accepted)
     return out
 
 
 def _kept(tried: int, sigma: float, generator: Generator) -> np.ndarray:
-    """What is left of so many discrete Laplace variables: int64."""
+    """The accepted ones of so many discrete Laplace variables: int64."""
     scale = math.floor(sigma) + 1
     bits = generator.uint64(2 * tried)
     size, settled = bits[:tried], bits[tried:]
@@ -206,8 +206,8 @@ def exact_exceeds(prefix: int, bits: int, bound: Fraction, generator: Generator)
 def _refine(
     prefix: int, bits: int, decide: Callable[[Decimal, Decimal, Context], _Found | None], generator: Generator
 ) -> _Found:
-    """What `decide` makes of bounds of E = -ln U, which are drawn closer, 64 bits of U at a time, until it
-    knows.
+    """The first result of `decide` that is not None for bounds of E = -ln U, which are refined by 64 bits of
+    U at a time.
 
     U is between k / 2^bits and (k + 1) / 2^bits, so that E is at least -ln of the latter, and at most 1 / k
     more than that. The logarithm and the quotients round correctly (libmpdec), so that each is off by less
@@ -219,7 +219,7 @@ def _refine(
         margin = context.scaleb(context.add(low, Decimal(2)), 4 - context.prec)
         wide = context.divide(Decimal(1), Decimal(prefix)) if prefix else Decimal("Infinity")
         high = context.add(context.add(low, wide), margin)
-        found = decide(context.max(context.subtract(low, margin), Decimal(0)), high, context)
-        if found is not None:
-            return found
+        decision = decide(context.max(context.subtract(low, margin), Decimal(0)), high, context)
+        if decision is not None:
+            return decision
         prefix, bits = (prefix << 64) | int(generator.uint64(1)[0]), bits + 64

@@ -120,9 +120,7 @@ def _first_of(group: dist.ProcessGroup | None) -> int:
 
 
 def _gathered(mine: RecordColumns, group: dist.ProcessGroup | None) -> RecordColumns:
-    """All processes' columns, one process's after another's: as one matrix, filled up to the longest
-    share.
-    """
+    """The columns of all processes, one after the other: as one matrix, filled up to the longest share."""
     columns = [mine.norms, mine.losses.double(), mine.below.double(), *mine.factors.T]
     matrix = torch.stack(columns, 1)  # [n, 3 + groups]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]

@@ -34,14 +34,14 @@ _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted: the key stream by itsel
 # Normals that are drawn at a time where a generator has no blocks of its own, and that are handed on at a
 # time.
 _DRAWN, _HANDED = 1 << 20, 1 << 15
-_SLACK = 15  # older versions of the library ask for room for one more cipher block, less a byte
+_SLACK = 15  # older versions of the library need memory for one more cipher block, less a byte
 
 
 class Generator(ABC):
-    """A stream of random bits, and what is made of them.
+    """A stream of random bits, and numbers made of them.
 
-    name: which generator it is, as the ledger has it. secure: whether it is a cryptographic one with a secret
-    key. reach: the largest normal number that it gives, in standard deviations.
+    name: which generator it is, as in the ledger. secure: whether it is a cryptographic one with a secret
+        key. reach: the largest normal number that it gives, in standard deviations.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Generator(ABC):
         return f"<{type(self).__name__} {self.name}>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        # Copies, pickles and what a worker process would be sent.
+        # Copies, pickles, and objects sent to a worker process.
         raise ConfigError(
             f"a random generator ({self.name}) was to be copied or pickled",
             expected="one generator in one process",
@@ -95,12 +95,12 @@ class Generator(ABC):
 class SecureGenerator(Generator):
     """AES-256 in counter mode.
 
-    Every call takes the next stretch of the counter, so what it gives depends on nothing but the key, the
-    calls before and its own size: not on the number of threads.
+    Every call takes the next stretch of the counter, so its numbers depend only on the key, the calls before
+    and its own size: not on the number of threads.
 
     Args:
         key: 32 bytes; None for a fresh one from the operating system, which alone is secure.
-        name: what the ledger is to call it.
+        name: its name in the ledger.
     """
 
     reach = REACH
@@ -150,8 +150,8 @@ class SecureGenerator(Generator):
             self._ready.at = self._key, self._nonce, start + size // _CIPHER_BLOCK, encryptor
 
     def _encryptor_at(self, start: int) -> Any:
-        """The cipher, from block `start` on: the one that this thread used last where it has come there, as a
-        new one takes as long as a hundred numbers.
+        """The cipher, from block `start` on: the one that this thread used last if it is there already,
+        because a new one takes as long as a hundred numbers.
         """
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -171,12 +171,12 @@ class SecureGenerator(Generator):
 
 
 class TorchGenerator(Generator):
-    """torch's own generators, one a device: fast where they run on a GPU, and predictable for whoever sees
-    enough of the noise.
+    """torch's own generators, one a device: fast where they run on a GPU, and predictable from enough of the
+    noise.
 
     Args:
         seed: None for one from the operating system.
-        name: what the ledger is to call it.
+        name: its name in the ledger.
     """
 
     reach = math.sqrt(106 * math.log(2))  # torch.randn is Box and Muller's, with uniforms of 53 bits

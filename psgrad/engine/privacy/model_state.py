@@ -37,7 +37,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Kept(Protocol):
-    """Something that can change, as it was."""
+    """Something that can change, with its former value."""
 
     def changed(self) -> bool: ...
 
@@ -70,11 +70,11 @@ class ModelState:
         self._kept, self._parameters = _found(self._roots)
 
     def changes(self) -> list[str]:
-        """Where something is no longer what it was."""
+        """The places that have changed."""
         return [where for where, kept in self._kept if kept.changed()]
 
     def restore(self) -> None:
-        """Put back what has changed. Raises ModelError where that can't be done."""
+        """Restore all changes. Raises ModelError if that is impossible."""
         for where, kept in self._kept:
             if kept.changed():
                 try:
@@ -84,8 +84,8 @@ class ModelState:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What runs inside finds the state as it was, and leaves it so. Raises ModelError where it wrote into
-        a parameter.
+        """A context that begins and ends with the stored state. Raises ModelError if a parameter was written
+        into.
         """
         self.restore()
         before = [_place(parameter) for _, parameter in self._parameters]
@@ -98,7 +98,7 @@ class ModelState:
                 raise _written(where, "")
 
     def holding(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss, every run of which finds the state as it was."""
+        """The loss; every run of it begins with the stored state."""
 
         @functools.wraps(loss)
         def held(*arguments: Any) -> Any:
@@ -124,12 +124,12 @@ def _written(where: str, why: str) -> ModelError:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Another one after each write that PyTorch counts, and for another memory."""
+    """A number that changes with each write that PyTorch counts, and with the memory."""
     return 0 if tensor.is_inference() else write_count(tensor), tensor.data_ptr()
 
 
 def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, _Kept]], list[tuple[str, nn.Parameter]]]:
-    """(where and what can change, the parameters), of all that can be reached from the roots."""
+    """(where and what can change, the parameters), of all objects that can be reached from the roots."""
     everything = list(reached(roots))
     parameters = [(where, value) for where, value in everything if isinstance(value, nn.Parameter)]
     memory = _Memory(parameter for _, parameter in parameters)
@@ -142,7 +142,9 @@ def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, _Kept]], list[tup
 
 
 class _Memory:
-    """The memory of some tensors. What else has a part of it is these tensors, under another name."""
+    """The memory of some tensors. Another tensor with a part of it is one of these tensors under another
+    name.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._spans = sorted({span for tensor in tensors if (span := _span(tensor)) is not None})
@@ -171,8 +173,8 @@ def _span(value: Tensor | np.ndarray[Any, Any]) -> tuple[int, int] | None:
 
 
 def _kept_of(value: Any) -> _Kept | None:
-    """What there is to compare and to put back of a value itself, not of what it holds; None for one that
-    can't change.
+    """The part of a value itself that is compared and restored, without its parts; None for one that can't
+    change.
     """
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else _KeptTensor(value)
@@ -197,7 +199,7 @@ def _kept_of(value: Any) -> _Kept | None:
     return _KeptNames(value, partial(slots_of, type(value))) if slots_of(type(value)) else None
 
 
-# -- What is kept --------------------------------------------------------------------------------------------
+# -- kept values ---------------------------------------------------------------------------------------------
 
 
 class _KeptContents:
@@ -255,7 +257,7 @@ class _KeptEmpty:
 
 
 class _KeptGlobals:
-    """Some globals of a module: the same objects, under the same names. What an import binds is no state."""
+    """Some globals of a module: the same objects, under the same names. Imported names are not state."""
 
     def __init__(self, target: Globals) -> None:
         self._content, self._names = target.content, target.names
@@ -358,8 +360,8 @@ class _KeptTensor:
 def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The memory of a tensor on the CPU as integers, shared with it."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    found: np.ndarray[Any, Any] = plain.view(_INTEGERS[plain.element_size()]).numpy()
-    return found
+    bits: np.ndarray[Any, Any] = plain.view(_INTEGERS[plain.element_size()]).numpy()
+    return bits
 
 
 def _differ(now: np.ndarray[Any, Any], was: np.ndarray[Any, Any]) -> bool:
@@ -369,6 +371,6 @@ def _differ(now: np.ndarray[Any, Any], was: np.ndarray[Any, Any]) -> bool:
 
 
 def _as_integers(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Its bits, where numbers of that size have an integer type: zero has a sign, and NaN is NaN."""
+    """Its bits, for element sizes with an integer type: so signed zeros and NaN are compared exactly."""
     kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(array.itemsize)
     return array if kind is None else array.view(kind)

@@ -19,7 +19,7 @@ from psgrad.errors import ConfigError
 
 Mechanism = Literal["gaussian", "discrete_gaussian"]
 
-# The standard deviation on the grid is rounded up by more than its few roundings can have taken.
+# The standard deviation on the grid is rounded up by more than its few roundings can be off.
 _UP = 1 + 2.0**-49
 
 
@@ -92,21 +92,23 @@ class Noise:
     def _continuous(
         self, sums: Mapping[str, Tensor], deviation: float, generator: Generator
     ) -> dict[str, Tensor]:
-        """Tensors of one kind get their noise from one call: in a network of many small ones, calls take
-        longer than numbers.
+        """The noisy sums, by one draw for all tensors of a type: in a network of many small tensors, calls
+        take longer than numbers.
         """
         if not self.multiplier:
             return {name: value.clone() for name, value in sums.items()}
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, value in sums.items():
             kinds.setdefault((value.dtype, value.device), []).append(name)
-        found: dict[str, Tensor] = {}
+        noisy_sums: dict[str, Tensor] = {}
         for names in kinds.values():
             flat = [sums[name].reshape(-1) for name in names]
             together = noisy(torch.cat(flat) if len(flat) > 1 else flat[0], deviation, generator)
             parts = together.split([part.numel() for part in flat])
-            found.update((name, part.view(sums[name].shape)) for name, part in zip(names, parts, strict=True))
-        return {name: found[name] for name in sums}
+            noisy_sums.update(
+                (name, part.view(sums[name].shape)) for name, part in zip(names, parts, strict=True)
+            )
+        return {name: noisy_sums[name] for name in sums}
 
     def _discrete(self, value: Tensor, sigma: float, grid: float, generator: Generator) -> Tensor:
         if self.multiplier:
@@ -115,9 +117,7 @@ class Noise:
         return value.double().mul_(grid)
 
     def require_grid(self, clipping: Clipping, relation: Relation) -> None:
-        """Raises ConfigError where the grid of a clipping is too fine or too coarse for this noise to be
-        drawn on it.
-        """
+        """Raises ConfigError if the grid of a clipping is too fine or too coarse for this noise."""
         if clipping.grid is None or not self.multiplier:
             return
         deviation = self.standard_deviation(clipping.sensitivity(relation))
@@ -133,7 +133,7 @@ class Noise:
             )
 
     def _check(self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation) -> None:
-        """Whether mechanism, grid and dtypes go together. Nothing here depends on what the sums hold."""
+        """Whether mechanism, grid and dtypes fit together. Nothing here depends on the values of the sums."""
         discrete = self.mechanism == "discrete_gaussian"
         if discrete != (clipping.grid is not None):
             raise ConfigError(

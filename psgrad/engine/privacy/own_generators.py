@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.privacy.reached import GENERATORS, reached
 
-# Containers with more parts are a dataset's rows, which hold no generators.
+# Containers with more parts are rows of a dataset, which hold no generators.
 _MOST = 10_000
 
 
@@ -44,7 +44,7 @@ class OwnGenerators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """They are in the end as they were."""
+        """The states are restored at the end."""
         before = [_state(generator) for generator in self._found]
         try:
             yield

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Whose classes and functions hold no state of a user's model, or the interpreter's own.
+# Libraries whose classes and functions hold no state of a user's model, or the interpreter's own.
 _FOREIGN = (
     "torch",
     "builtins",
@@ -41,7 +41,7 @@ _FOREIGN = (
     "enum",
     "pathlib",
 )
-# Whose objects hold none either: of the others a user's object may be one, such as a
+# Libraries whose objects hold none either: a user's object may be one of the others, such as a
 # torch.distributions.Normal or a UserDict.
 _MACHINERY = ("builtins", "logging", "threading", "psgrad", "abc", "typing", "enum", "pathlib")
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -82,15 +82,15 @@ def reached(roots: Sequence[object], most: int | None = None) -> Iterator[Step]:
         if most is None or not isinstance(value, _CONTAINERS) or len(value) <= most:
             waiting += _parts(where, value)
         if isinstance(value, types.FunctionType) and is_own(value):
-            for found in _globals_of(value):
-                found.names = [name for name in found.names if (id(found.content), name) not in named]
-                named.update((id(found.content), name) for name in found.names)
-                if found.names:
-                    waiting.append((f"the globals of {found.content.get('__name__', where)}", found))
+            for part in _globals_of(value):
+                part.names = [name for name in part.names if (id(part.content), name) not in named]
+                named.update((id(part.content), name) for name in part.names)
+                if part.names:
+                    waiting.append((f"the globals of {part.content.get('__name__', where)}", part))
 
 
 def _parts(where: str, value: Any) -> list[Step]:
-    """(where, what) is reached from a value in one step."""
+    """(where, what) of the parts of a value."""
     if isinstance(value, Globals):
         return [
             (f"the global {name}", value.content[name])
@@ -116,11 +116,11 @@ def _parts(where: str, value: Any) -> list[Step]:
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         defaults = (value.__defaults__, value.__kwdefaults__)
-        found = [
+        parts = [
             *((f"{where}'s {name}", cell) for name, cell in cells),
             *((f"{where}'s defaults", item) for item in defaults),
         ]
-        return [] if is_foreign(value) else [*found, (f"{where}.", value.__dict__)]
+        return [] if is_foreign(value) else [*parts, (f"{where}.", value.__dict__)]
     inside = [
         (where, getattr(value, name))
         for kind, names in _WRAPPERS.items()
@@ -134,7 +134,7 @@ def _parts(where: str, value: Any) -> list[Step]:
     return [*slots, *classes, (f"{where}.", getattr(value, "__dict__", None))]
 
 
-# What has other objects inside, and under which names.
+# Containers of other objects, and their names.
 _WRAPPERS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
     types.BuiltinMethodType: ("__self__",),  # such as the append of a list
@@ -149,19 +149,19 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
 
 
 def _is_of_the_user(key: str, item: Any) -> bool:
-    """Whether a class attribute is the user's: what begins with two underscores is Python's, but for methods
-    and what wraps them.
+    """Whether a class attribute is the user's: names that begin with two underscores are Python's, except for
+    methods and what wraps them.
     """
     return not key.startswith("__") or isinstance(item, (types.FunctionType, *_WRAPPERS))
 
 
 def is_foreign(what: Any) -> bool:
-    """Whether a class or a function is of a library whose own state is none of a model's."""
+    """Whether a class or a function is of a library whose own state is never a model's."""
     return _package(what) in _FOREIGN
 
 
 def is_machinery(kind: type) -> bool:
-    """Whether instances of a class are tools of Python, PyTorch or psgrad, and hold nothing of a model's."""
+    """Whether instances of a class are tools of Python, PyTorch or psgrad, without state of a model."""
     return not issubclass(kind, (nn.Module, Tensor)) and (
         _package(kind) in _MACHINERY or str(kind.__module__).startswith("torch._")
     )
@@ -181,14 +181,14 @@ def slots_of(kind: type) -> list[str]:
 
 
 def attributes(value: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The attributes of these names that there are; of `Globals` the globals."""
+    """The existing attributes of these names; of `Globals` the globals."""
     if isinstance(value, Globals):
         return {name: value.content[name] for name in names if name in value.content}
-    found = {}
+    result = {}
     for name in names:
         with suppress(AttributeError, ValueError, KeyError):  # an empty slot, an empty cell
-            found[name] = value.__dict__[name] if isinstance(value, type) else getattr(value, name)
-    return found
+            result[name] = value.__dict__[name] if isinstance(value, type) else getattr(value, name)
+    return result
 
 
 # -- Globals -------------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def is_own(what: Any) -> bool:
 
 
 def _is_followed(value: Any) -> bool:
-    """Whether a global is data, or the user's own. What else an installed package makes may be in other
-    threads' hands.
+    """Whether a global is data, or the user's own. Other objects of an installed package may be in use by
+    other threads.
     """
     if isinstance(
         value,
@@ -230,19 +230,19 @@ def _is_followed(value: Any) -> bool:
 
 
 def _globals_of(function: types.FunctionType) -> list[Globals]:
-    """Those that a function may read or write: of its own module, and of modules of the user's own that it
+    """The globals that a function may read or write: of its own module, and of the user's modules that it
     names.
     """
-    names, found, met = sorted(_names(function.__code__)), [], set()
+    names, result, met = sorted(_names(function.__code__)), [], set()
     waiting = [function.__globals__]
     while waiting:
         content = waiting.pop()
         if id(content) not in met:
             met.add(id(content))
-            found.append(Globals(content, names))
+            result.append(Globals(content, names))
             modules = (content[name] for name in names if isinstance(content.get(name), types.ModuleType))
             waiting += [vars(module) for module in modules if is_own(module)]
-    return found
+    return result
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -46,7 +46,7 @@ class RecordDraws:
 
     Args:
         generator: gives the key; the draws are as secret as its numbers are.
-        own: generators of the code's own, which are then seeded where the global ones are.
+        own: generators of the user's code, which are then seeded with the global ones.
     """
 
     def __init__(self, generator: Generator, own: OwnGenerators | None = None) -> None:
@@ -59,7 +59,7 @@ class RecordDraws:
 
 
 class StepDraws:
-    """The draws of one step. The same ones, however often and in whatever parts a batch is computed."""
+    """The draws of one step. They are the same, however often and in whatever parts a batch is computed."""
 
     def __init__(self, key: bytes, own: OwnGenerators) -> None:
         self._key, self.own = key, own
@@ -69,7 +69,7 @@ class StepDraws:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         each = -(-size // 16)
-        found = np.empty(
+        result = np.empty(
             16 * each * len(labels) + 15, dtype=np.uint8
         )  # older versions of the library ask for room for one more block
         encryptor = Cipher(algorithms.AES(self._key), modes.ECB()).encryptor()
@@ -80,9 +80,9 @@ class StepDraws:
             some = labels[start : start + together]
             blocks[: len(some), :, 0] = some[:, None]
             encryptor.update_into(
-                blocks[: len(some)].reshape(-1).view(np.uint8).data, found[16 * each * start :].data
+                blocks[: len(some)].reshape(-1).view(np.uint8).data, result[16 * each * start :].data
             )
-        return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
+        return result[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
         """Seeds the global generators of PyTorch, NumPy and Python, and those of the code's own."""
@@ -98,7 +98,7 @@ class StepDraws:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """All of these are in the end as they were."""
+        """All of these states are restored at the end."""
         with random_draws.kept(), self.own.kept():
             yield
 
@@ -147,7 +147,7 @@ def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
     with random_draws.kept(), draws.own.kept():
         random_draws.seed_all(
             (0, 0, 0)
-        )  # a second pass puts this state back, which must not look as if an operator had drawn from it
+        )  # a second pass restores this state, which must not look as if an operator had drawn from it
         _watch.watching, _watch.seeded = True, False
         try:
             yield
@@ -159,8 +159,8 @@ def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
 
 @contextmanager
 def without_draws() -> Iterator[None]:
-    """Around the computation of a batch that was given no draws by record. Raises ModelError where something
-    draws otherwise.
+    """Around the computation of a batch without draws by record. Raises ModelError if something draws from a
+    generator.
 
     Inside `drawing_by_record` a loss may begin runs of its own.
     """

@@ -159,14 +159,14 @@ class RecordReader:
         self._now = None if self.draws is None else self.draws.at(step)
 
     def require_memoryless(self, records: npt.ArrayLike) -> None:
-        """Raises DataError where one of these records is another one when it is read again, after the others.
-        `drawn` is another then.
+        """Raises DataError if one of these records changes when it is read again, after the others. `drawn`
+        is another then.
         """
         first = [self._alone(record) for record in np.asarray(records)]
         again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
         if first != again:
             raise DataError(
-                f"record {next(place for place, found in enumerate(first) if found != again[place])} of the"
+                f"record {next(place for place, before in enumerate(first) if before != again[place])} of the"
                 " records looked at is another one when it is read again, after others",
                 expected="records that depend on no other record, and on nothing that was read before",
                 cause=(
@@ -180,7 +180,7 @@ class RecordReader:
             )
 
     def _alone(self, record: int) -> list[bytes]:
-        """A record as it is read by itself."""
+        """A record, read alone."""
         self.draw([record])
         batch = self(0, 1)
         return [x.contiguous().numpy().tobytes() for x in (*batch.inputs, batch.target) if x is not None]
@@ -239,11 +239,11 @@ class RecordReader:
     def _labels(self, chosen: RowNumbers, copies: int) -> RowNumbers:
         """The labels of the records' rows, one record's after another's; of as many copies of each."""
         sizes = self.records.sizes[chosen] * copies
-        found = labels_of(chosen, int(sizes.max(initial=0)))
-        return found[np.arange(found.shape[1]) < sizes[:, None]]
+        labels = labels_of(chosen, int(sizes.max(initial=0)))
+        return labels[np.arange(labels.shape[1]) < sizes[:, None]]
 
     def _rows(self, chosen: RowNumbers) -> Block:
-        """The rows of these records, one record's after another's; each by itself where reading draws random
+        """The rows of these records, one record's after another's; each alone if reading draws random
         numbers.
         """
         rows = self.records.rows_of_each(chosen)
@@ -276,12 +276,12 @@ class RecordReader:
         return joined(made)
 
     def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
-        """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is
-        none.
+        """One changed copy of a row, of the shapes that all copies have. Raises DataError if it is not
+        one.
         """
         assert self._augment is not None
         try:
-            found = self._augment(*[x.clone() for x in row])
+            augmented = self._augment(*[x.clone() for x in row])
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             raise DataError(
@@ -289,7 +289,7 @@ class RecordReader:
                 expected="a function of one row's inputs, tensors without a sample axis",
                 next_step="call it on one row by itself to see why",
             ) from error
-        copy = list(found) if isinstance(found, tuple | list) else [found]
+        copy = list(augmented) if isinstance(augmented, tuple | list) else [augmented]
         if len(copy) != len(row) or not all(isinstance(x, Tensor) for x in copy):
             kinds = ", ".join(type(x).__name__ for x in copy)
             raise DataError(
@@ -328,8 +328,8 @@ def record_loss(
         *rows, weights = inputs
 
         def of_row(inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor:
-            found: Any = loss(params, inputs, target)
-            return found[0] if has_aux else found
+            result: Any = loss(params, inputs, target)
+            return result[0] if has_aux else result
 
         losses = vmap(of_row, in_dims=(0, None if target is None else 0), randomness=randomness)(
             tuple(rows), target

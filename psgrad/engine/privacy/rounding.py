@@ -38,9 +38,9 @@ GRID_BITS = 12
 _OFF = 2.0**-31
 # The share of delta at which `residual_epsilon` is stated.
 _SHARE = 1e-9
-# Numbers whose noise is drawn at a time on another device than the CPU.
+# Numbers whose noise is drawn at a time on a device other than the CPU.
 _PIECE = 1 << 20
-# Steps that a value may be large whose noise is added to it as it is.
+# Up to so many steps the noise is added to a value as it is.
 _DIRECT = 2.0**18
 # Deviations that leave room in float64 for the grid, and for sums of many of them.
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
@@ -66,10 +66,10 @@ def grid_of(deviation: float) -> float:
 
 
 def residual_epsilon(numbers: int, delta: float) -> float:
-    """What floating point adds to epsilon at most, where so many noisy numbers are released in all, at a
-    delta larger by 10^-9 of itself.
+    """The most that floating point adds to epsilon, if so many noisy numbers are released in all, at a delta
+    larger by 10^-9 of itself.
 
-    The logarithm of the ratio of what is drawn to what is accounted is a sum of as many terms as there are
+    The logarithm of the ratio of drawn to accounted probabilities is a sum of as many terms as there are
     numbers, each below _OFF and of a mean below _OFF^2, whatever was released before: by the inequality of
     Azuma and Hoeffding it is beyond _OFF sqrt(2 n ln(2 / d)) + n _OFF^2 with probability d at most. Two
     neighbouring datasets have one such ratio each.
@@ -89,15 +89,15 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         steps up to 2^24 of them.
     """
     grid = grid_of(deviation)
-    found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    flat, out = values.detach().double().reshape(-1), found.view(-1)
+    result = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    flat, out = values.detach().double().reshape(-1), result.view(-1)
     if flat.device.type != "cpu":
         for start in range(0, flat.numel(), _PIECE):
             there = slice(start, min(start + _PIECE, flat.numel()))
             drawn = generator.normal((there.stop - start,), torch.float64, flat.device).mul_(deviation)
             to_nearest(flat[there], drawn, grid)
             out[there] = drawn
-        return found
+        return result
     summed, written = flat.numpy(), out.numpy()
 
     def add(start: int, drawn: np.ndarray) -> None:
@@ -106,17 +106,17 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         written[there] = drawn
 
     generator.normal_blocks(flat.numel(), deviation, add)
-    return found
+    return result
 
 
 Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
 
 def to_nearest(values: Numbers, drawn: Numbers, grid: float) -> None:
-    """Make of `drawn` the multiples of the grid that are nearest to values + drawn; both are float64, and of
-    at least one number.
+    """Replace `drawn` by the multiples of the grid that are nearest to values + drawn; both are float64, and
+    of at least one number.
 
-    Zero comes without a sign, which would be that of what was rounded to it.
+    Zero has no sign, which would be that of the rounded value.
     """
     if -_DIRECT * grid <= values.min() and values.max() <= _DIRECT * grid:
         edge = 1.5 * 2.0**52 * grid  # above it, neighbouring numbers are one step apart

@@ -1,5 +1,5 @@
-"""How the records of a step are drawn, and how the noise multiplier changes from step to step. Every scheme
-here is one that an accountant covers.
+"""Sampling schemes, by which the records of a step are drawn, and schedules of the noise multiplier. Every
+scheme here is one that an accountant covers.
 
     poisson             each record by itself with probability q; the number of records varies, and may be 0
     truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset of that size
@@ -38,7 +38,7 @@ _NEXT = {
     ),
     "batch_size": "say how many records a step draws, for example `batch_size: 128`",
 }
-# Records whose lots are in memory at once.
+# Records whose random integers are in memory at once.
 _LOTS = 1 << 20
 
 
@@ -158,8 +158,8 @@ def _bernoulli(count: int, rate: float, generator: Generator) -> np.ndarray:
     """[k] int64, ascending: the records out of `count` that are drawn, each by itself with probability
     `rate`.
 
-    A 64-bit lot below rate * 2^64 is in. Where that isn't a whole number (rates below 2^-12 may have more
-    bits) it is rounded down: no record is drawn more often than is accounted.
+    A record is drawn if its 64-bit integer is below rate * 2^64. If that isn't a whole number (rates below
+    2^-12 may have more bits) it is rounded down: no record is drawn more often than is accounted.
     """
     threshold = int(rate * 2.0**64)
     if threshold >= 1 << 64:
@@ -175,9 +175,9 @@ def random_subset(count: int, size: int, generator: Generator) -> np.ndarray:
     """[size] int64, ascending: a subset of 0, ..., count - 1, each with the same probability."""
     if 2 * size > count:
         # The rest is the smaller subset, and is drawn as uniformly.
-        kept = np.ones(count, dtype=bool)
-        kept[_distinct(count, count - size, generator)] = False
-        return np.flatnonzero(kept).astype(np.int64)
+        candidates = np.ones(count, dtype=bool)
+        candidates[_distinct(count, count - size, generator)] = False
+        return np.flatnonzero(candidates).astype(np.int64)
     return np.sort(_distinct(count, size, generator))
 
 
@@ -196,8 +196,8 @@ def _distinct(count: int, size: int, generator: Generator) -> np.ndarray:
 
 
 def _below(count: int, size: int, generator: Generator) -> np.ndarray:
-    """About `size` independent values, uniform on 0, ..., count - 1; lots beyond the last whole multiple of
-    count are left out.
+    """About `size` independent values, uniform on 0, ..., count - 1; integers beyond the last whole multiple
+    of count are rejected.
     """
     lots = generator.uint64(size)
     excess = (1 << 64) % count
@@ -208,7 +208,7 @@ def _below(count: int, size: int, generator: Generator) -> np.ndarray:
 
 ScheduleKind = Literal["constant", "step", "exponential", "list"]
 
-# What each kind is made of: all of it is needed, and nothing else may be given.
+# The numbers of each kind: all of them are needed, and no other may be given.
 SCHEDULE_FIELDS: dict[ScheduleKind, tuple[str, ...]] = {
     "constant": (),
     "step": ("every", "factor"),
@@ -243,9 +243,9 @@ class Schedule:
         for name in ("every", "factor", "multipliers"):
             needed = name in SCHEDULE_FIELDS[self.kind]
             if (getattr(self, name) is not None) != needed:
-                said = f"needs {name}" if needed else f"takes no {name}"
+                requirement = f"needs {name}" if needed else f"takes no {name}"
                 raise ConfigError(
-                    f"a schedule of kind {self.kind} {said}",
+                    f"a schedule of kind {self.kind} {requirement}",
                     expected=", ".join(SCHEDULE_FIELDS[self.kind]) or "no number",
                 )
         if self.every is not None and (

@@ -85,7 +85,7 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str = "the checkpoint") -> Snapshot:
-        """What `to_bytes` wrote, on the CPU, bit for bit; `name` is what a message calls the file.
+        """The state that `to_bytes` wrote, on the CPU, bit for bit; `name` is the file's name in messages.
 
         Raises CheckpointError for a file that is damaged, cut short, or something else.
         """
@@ -93,7 +93,7 @@ class Snapshot:
 
         try:
             tensors = load(data)
-            # `load` has made sure of the header's length, and keeps the header's own strings to itself
+            # `load` has checked the header's length, and does not return the header's own strings
             strings = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         except Exception as error:  # the library raises a dozen types for a damaged file
             raise CheckpointError(
@@ -145,8 +145,7 @@ class Snapshot:
             for key, tensor in tensors.items():
                 tensor.copy_(self.tensors[key])
         optimizer.load_state_dict(self.state)
-        # PyTorch casts all of the state to the parameter's type, which a scalar kept in another one does not
-        # survive unchanged.
+        # PyTorch casts all of the state to the parameter's type, which changes a scalar in another one.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in self.state["state"].items():
             live = optimizer.state[parameters[number]]
@@ -268,8 +267,8 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class PublishedTensors:
-    """What of a model may be published. What is not trained is held against its SHA-256 of when this was
-    made.
+    """The tensors of a model that may be published. Untrained ones are compared with their SHA-256 at
+    construction.
 
     Args:
         trained: the names of the parameters that are trained.
@@ -285,8 +284,8 @@ class PublishedTensors:
         self._began = self._digests(*self._now())
 
     def require_unwritten(self) -> None:
-        """Raises ModelError where a trained parameter is not, bit for bit, what it was when this was made: to
-        be called before training.
+        """Raises ModelError if a trained parameter is not, bit for bit, what it was at construction: to be
+        called before training.
         """
         now = self._of_trained()
         written = [name for name, digest in self._built.items() if now[name] != digest]
@@ -331,7 +330,7 @@ class PublishedTensors:
         return named, state
 
     def differing(self) -> list[str]:
-        """The names of tensors that are not trained and no longer what they were, or were not there."""
+        """The names of untrained tensors that have changed, or are new."""
         return self._differing(*self._now())
 
     def _differing(self, named: dict[str, Tensor], state: dict[str, Tensor]) -> list[str]:
@@ -357,23 +356,23 @@ class PublishedTensors:
         """(name, where from) -> the SHA-256 of a tensor that is not trained."""
         trained = {_extent(self._model.get_parameter(name)) for name in self._trained}
         of_memory: dict[tuple[Any, ...], str] = {}  # most are in both
-        found = {}
+        digests = {}
         for kind, tensors in (("named", named), ("state", state)):
             for name, value in tensors.items():
                 try:
                     extent = _extent(value)
                 except PsgradError:  # a traced one, which outlived the run that made it
-                    found[name, kind] = "of no memory"
+                    digests[name, kind] = "of no memory"
                     continue
                 if extent not in trained:
-                    found[name, kind] = of_memory[extent] = (
+                    digests[name, kind] = of_memory[extent] = (
                         of_memory[extent] if extent in of_memory else _sha256(value)
                     )
-        return found
+        return digests
 
 
 def _extent(tensor: Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor is of."""
+    """The memory of a tensor."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

@@ -73,7 +73,7 @@ def private_sum(
     pay()
     sensitivity = clipping.sensitivity(relation)
     records, waiting = clipped.records, dict(clipped.sums)
-    del clipped  # each sum goes when its noisy one is there, unless the source keeps it
+    del clipped  # each sum is freed when its noisy one is computed, unless the source keeps it
     sums: dict[str, Tensor] = {}
     for names in _pieces(waiting):
         sums |= noise.add({name: waiting.pop(name) for name in names}, clipping, relation, generator)
@@ -99,8 +99,8 @@ def sharing_with_count(
 
 
 # Numbers that get their noise at a time: few enough that their noise and the sums without it, which are in
-# memory together for so long, add little to the peak; enough that calls take no time beside them. A larger
-# tensor is one piece.
+# memory together, add little to the peak; enough that the time of calls is negligible. A larger tensor is one
+# piece.
 _PIECE = 1 << 17
 
 
@@ -120,23 +120,22 @@ def _pieces(sums: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 class PrivateTraining:
-    """Steps of differentially private training: everything that is between a batch's gradients and the next
-    weights.
+    """Steps of differentially private training: from a batch's gradients to the next weights.
 
-    The noisy sum is divided by `expected_batch_size`, a public number, put where the optimiser looks for
-    gradients, and the optimiser takes its step: what it makes of a private number (momentum, Adam's moments,
-    weight decay) costs no privacy.
+    The noisy sum is divided by `expected_batch_size`, a public number, stored as the parameters' gradients,
+    and the optimiser takes its step: what it computes from a private number (momentum, Adam's moments, weight
+    decay) costs no privacy.
 
     Args:
         parameters: name -> the parameters to train, under the names that the sources' sums have. Nothing else
             changes.
         source: record numbers of a batch, sorted, to its gradients.
         records: how many records there are.
-        noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted with.
+        noise: step number t = 0, 1, ... to its noise, whose multiplier the step is accounted with.
         optimizer: over these parameters and no others, from torch.optim.
         taken: steps that were taken before.
 
-    Raises ConfigError where the optimiser has others, whose gradients would get no noise.
+    Raises ConfigError if the optimiser has others, whose gradients would get no noise.
     """
 
     def __init__(
@@ -162,13 +161,13 @@ class PrivateTraining:
         self.adaptive, self.taken = adaptive, taken
 
     def event(self) -> StepEvent:
-        """What the step to come costs."""
+        """The cost of the next step."""
         noise = self.noise(self.taken)
         return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
 
     def mechanism(self) -> tuple[Clipping, Noise]:
-        """What the step to come clips to, and the noise on its sum: with an adaptive bound its own bound, and
-        what the count leaves.
+        """The clipping of the next step, and the noise on its sum: with an adaptive bound its own bound, and
+        the noise that the count leaves.
         """
         return sharing_with_count(self.clipping, self.noise(self.taken), self.adaptive)
 
@@ -191,11 +190,11 @@ class PrivateTraining:
             expected_batch_size=self.expected_batch_size,
             pay=lambda: pay(event),
         )
-        kept = {name: value.clone() for name, value in noisy.sums.items()} if keep_sums else {}
+        stored_sums = {name: value.clone() for name, value in noisy.sums.items()} if keep_sums else {}
         self.update(noisy.sums)
         self.adaptive = noisy.following
         self.taken += 1
-        return replace(noisy, sums=kept)
+        return replace(noisy, sums=stored_sums)
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
         """The optimiser's step on the noisy sums, name -> [*shape], which are divided by the expected batch
@@ -208,7 +207,7 @@ class PrivateTraining:
 
 
 def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises ConfigError where the optimiser would change what is not noised."""
+    """Raises ConfigError if the optimiser would change parameters without noise."""
     ours = {id(parameter) for parameter in parameters.values()}
     others = [
         value
@@ -232,7 +231,7 @@ def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str
         )
 
 
-# Those that ask for more than one gradient a step, or for another kind of it.
+# Optimisers that need more than one gradient a step, or another kind of it.
 _REFUSED = {
     "LBFGS": "it asks for several gradients and losses a step, of which one is released",
     "SparseAdam": "it takes sparse gradients, and a noisy gradient is nowhere zero",
@@ -241,14 +240,14 @@ _REFUSED = {
 
 def known_optimizers() -> list[str]:
     """The names of torch.optim that can be used."""
-    found = [
+    names = [
         name
         for name, value in vars(torch.optim).items()
         if isinstance(value, type)
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
     ]
-    return sorted(set(found) - set(_REFUSED))
+    return sorted(set(names) - set(_REFUSED))
 
 
 def make_optimizer(
@@ -262,15 +261,15 @@ def make_optimizer(
             f"privacy.optimizer: {name} can't be used: {_REFUSED[name]}",
             next_step="choose a first-order optimiser",
         )
-    known = known_optimizers()
-    if name not in known:
-        close = [other for other in known if other.lower() == name.lower()] or difflib.get_close_matches(
-            name, known, n=1
+    names = known_optimizers()
+    if name not in names:
+        close = [other for other in names if other.lower() == name.lower()] or difflib.get_close_matches(
+            name, names, n=1
         )
         raise ConfigError(
             f"privacy.optimizer: torch.optim has no optimiser {name!r}"
             + (f"; did you mean {close[0]}?" if close else ""),
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(names)}",
         )
     trained = list(parameters)
     try:
@@ -302,8 +301,8 @@ def _all_finite(value: object) -> bool:
 def _rehearse(
     optimizer: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Take two steps on a zero for each kind of parameter: some arguments are looked at when a step is taken,
-    which is paid for then.
+    """Take two steps on a zero for each kind of parameter: some arguments are checked only when a step is
+    taken, which would be paid for then.
     """
     kinds = {(parameter.ndim, parameter.dtype, parameter.device) for parameter in parameters}
     zeros = [

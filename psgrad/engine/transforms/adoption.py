@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_tracers, top_level
+from psgrad.engine.transforms.interpreter import interpret, map_tracers, run_definition, top_level
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
-from psgrad.engine.transforms.rules.registry import decomposition_of, taken_apart
+from psgrad.engine.transforms.rules.registry import decomposition_of, is_decomposed
 from psgrad.engine.transforms.shape_checks import refuse_shapes
 from psgrad.engine.transforms.state import state
 
@@ -40,11 +40,11 @@ class AdoptingLevel(Level):
         operator = facts(op)
         if operator.mutated or operator.mutated_kwargs:
             return self.write_outside(op, args, kwargs)
-        if taken_apart(op):
+        if is_decomposed(op):
             refuse_shapes(op, args, kwargs)  # the pieces may accept what the operator refuses
-            return in_pieces(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
+            return run_definition(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
         result = self.lower_untraced(op, args, kwargs)
-        # A view is still somebody else's memory.
+        # A view is still memory from outside.
         fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made
         return map_tracers(self.adopt, result) if fresh else result
 

@@ -43,7 +43,7 @@ _OTHERWISE_ON_META: frozenset[Op] = frozenset(
     }
 )
 _MOST_SIGNATURES = 1 << 14
-_asked: dict[Any, tuple[tuple[torch.Size, Strides], ...]] = {}
+_of_signature: dict[Any, tuple[tuple[torch.Size, Strides], ...]] = {}
 
 
 @functools.lru_cache(maxsize=_MOST_SIGNATURES)
@@ -109,19 +109,19 @@ def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         _signature(tuple(kwargs.items())),
     )  # operators live as long as the process
     try:
-        if (found := _asked.get(signature)) is not None:
-            return found
+        if (cached := _of_signature.get(signature)) is not None:
+            return cached
     except TypeError:  # an argument that can't be hashed
         return ()
     try:
         with without_modes():
-            found = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
+            cached = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
     except Exception:  # no meta kernel, or one that needs values
-        found = ()
-    if len(_asked) >= _MOST_SIGNATURES:
-        _asked.clear()
-    _asked[signature] = found
-    return found
+        cached = ()
+    if len(_of_signature) >= _MOST_SIGNATURES:
+        _of_signature.clear()
+    _of_signature[signature] = cached
+    return cached
 
 
 def _signature(tree: Any) -> Any:
@@ -168,7 +168,7 @@ def overlaps_itself(shape: torch.Size, strides: Strides) -> bool:
         return places.unique().numel() < places.numel()
 
 
-def lies_otherwise(value: torch.Tensor, strides: Strides) -> bool:
+def has_other_layout(value: torch.Tensor, strides: Strides) -> bool:
     """Whether the memory layout of a batched value [n, *shape] differs from n tensors of these strides, or
     several samples share a place.
     """

@@ -22,7 +22,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.calls import Cotangents, Flat, Ruled, hand_down, kind_of, resting
+from psgrad.engine.transforms.calls import Cotangents, Flat, dispatch_call, kind_of, without_adoption
 from psgrad.engine.transforms.levels import switches
 from psgrad.engine.transforms.private_torch import (
     APPLIES_IN_TWO_STEPS,
@@ -33,6 +33,7 @@ from psgrad.engine.transforms.private_torch import (
     SingleLevelFunction,
 )
 from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.ruled_calls import Ruled
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
@@ -90,7 +91,7 @@ class VmapInfo(NamedTuple):
 def applied(function: Any, args: tuple[Any, ...]) -> Any:
     """`function.apply(*args)` by its own rules, at all active levels."""
     call = _Application(function)
-    outs = hand_down(call, list(args))
+    outs = dispatch_call(call, list(args))
     return call.structured(outs)
 
 
@@ -160,11 +161,11 @@ class _Application(Ruled):
             return self._counted(_once(self.name, backward.__wrapped__, context, cotangents), shapes)
         return self._counted(backward(context, *cotangents), shapes)
 
-    def _counted(self, found: Any, shapes: list[Any]) -> Cotangents:
+    def _counted(self, given: Any, shapes: list[Any]) -> Cotangents:
         """One cotangent an argument. As PyTorch does, one that was not summed over broadcast axes is summed
         here.
         """
-        cotangents = list(found) if isinstance(found, tuple) else [found]
+        cotangents = list(given) if isinstance(given, tuple) else [given]
         surplus = cotangents[len(shapes) :]
         if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
             raise TransformError(
@@ -214,10 +215,10 @@ class _Application(Ruled):
         if not self.batches:
             return super().batch(level, args)
         if not any(level.owns(x) for x in args):
-            return hand_down(self, args, below=level)
+            return dispatch_call(self, args, below=level)
         in_dims = tuple(0 if level.owns(x) else None for x in args)
         values = [level.batch.raw(x) for x in args]
-        with resting(level), read_only(values):
+        with without_adoption(level), read_only(values):
             pair = self.kind.vmap(VmapInfo(level.size, level.randomness), in_dims, *values)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TransformError(
@@ -264,11 +265,11 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
         context.to_save = tuple(values[: len(saved)])
         try:
             with torch.no_grad():
-                found = backward(context, *values[len(saved) :])
+                results = backward(context, *values[len(saved) :])
         finally:
             context.to_save = saved
-        single = not isinstance(found, tuple)
-        return [found] if single else list(found)
+        single = not isinstance(results, tuple)
+        return [results] if single else list(results)
 
     def refuse(*args: Any) -> Any:
         raise TransformError(
@@ -284,7 +285,7 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
         return outs, None, frozenset()
 
     call = Ruled(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
-    outs = hand_down(call, [*saved, *cotangents])
+    outs = dispatch_call(call, [*saved, *cotangents])
     return outs[0] if single else tuple(outs)
 
 

@@ -51,7 +51,7 @@ def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
         raise TransformError(
             "torch.func.jvp, jacfwd, hessian or linearize inside the transformed"
             f" function{diagnostics.where()}",
-            expected="their namesakes in psgrad.engine.transforms",
+            expected="the functions of the same name in psgrad.engine.transforms",
             cause="PyTorch's forward mode needs the memory of tensors, which traced ones have none of",
         )
 

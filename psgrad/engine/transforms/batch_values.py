@@ -38,7 +38,7 @@ class BatchTracer(Tracer):
 
     level: SampleAxis
     carries_samples = True
-    lies_otherwise = False  # whether its memory layout differs from the strides (see aliasing.py)
+    has_other_layout = False  # whether its memory layout differs from the strides (see aliasing.py)
 
     def below(self) -> torch.Tensor:
         if not isinstance(self.value, torch.Tensor):
@@ -48,13 +48,13 @@ class BatchTracer(Tracer):
     def lay_out(self) -> None:
         """Lay the value out as the strides say. For a value of which no view was taken."""
         with torch.enable_grad():  # it keeps its derivative at all levels
-            self.value, self.lies_otherwise = laid_out(self.below(), (sys.maxsize, *self.stride())), False
+            self.value, self.has_other_layout = laid_out(self.below(), (sys.maxsize, *self.stride())), False
 
     def contiguously(self) -> BatchTracer:
         if self.is_contiguous():
             return self
         same = make_wrapper(BatchTracer, self.shape, dtype=self.dtype, device=self.device)
-        same.value, same.level, same.lies_otherwise = self.value, self.level, True
+        same.value, same.level, same.has_other_layout = self.value, self.level, True
         return same  # type: ignore[no-any-return]
 
     def rewritten(self, new: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.aliasing import (
     dense_strides,
+    has_other_layout,
     is_ordinary,
-    lies_otherwise,
     overlaps_itself,
     strides_of_one_sample,
 )
@@ -84,7 +84,7 @@ class BatchLevel(SampleAxis):
         return content(value, self)
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.has_fresh and self._meets_fresh((*args, *kwargs.values()) if kwargs else args):
+        if self.has_fresh and self._has_fresh((*args, *kwargs.values()) if kwargs else args):
             return process_fresh(self, op, args, kwargs)
         if self.deferral is not None and (self.has_deferred or state.cotangent_is_shared):
             result = self._defer(self.deferral, op, args, kwargs)
@@ -101,7 +101,7 @@ class BatchLevel(SampleAxis):
         if rule is None:
             return decompose(op, args, kwargs)
         if operator.facts.is_view:
-            if self.owns(args[0]) and args[0].lies_otherwise:
+            if self.owns(args[0]) and args[0].has_other_layout:
                 args[0].lay_out()
             result = rule(self.batch, op, *args, **kwargs)
             return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
@@ -112,13 +112,13 @@ class BatchLevel(SampleAxis):
             else self._all_made(result, op, args, kwargs)
         )
 
-    def _meets_fresh(self, args: Any) -> bool:
+    def _has_fresh(self, args: Any) -> bool:
         for a in args:
             kind = type(a)
             if kind is FreshTracer:
                 if a.level is self:
                     return True
-            elif (kind is list or kind is tuple) and a and type(a[0]) is not int and self._meets_fresh(a):
+            elif (kind is list or kind is tuple) and a and type(a[0]) is not int and self._has_fresh(a):
                 return True
         return False
 
@@ -134,17 +134,17 @@ class BatchLevel(SampleAxis):
         self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
     ) -> BatchTracer:
         """The tracer of a new result, with the strides that PyTorch gives one sample's result."""
-        if value.is_contiguous() if state.going_back else is_ordinary(value, op, args, kwargs):
+        if value.is_contiguous() if state.in_backward_pass else is_ordinary(value, op, args, kwargs):
             return traced(value, self)
         own = strides_of(value)[1:]
         shape = value.shape[1:]
         strides = (
             dense_strides(shape, own)
-            if state.going_back
+            if state.in_backward_pass
             else strides_of_one_sample(value, op, args, kwargs, place)
         )
         tracer = make_wrapper(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)
-        tracer.value, tracer.level, tracer.lies_otherwise = value, self, lies_otherwise(value, strides)
+        tracer.value, tracer.level, tracer.has_other_layout = value, self, has_other_layout(value, strides)
         return tracer  # type: ignore[no-any-return]
 
     def _all_made(self, result: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,9 +188,8 @@ class BatchLevel(SampleAxis):
                     "a tensor without a sample axis, from one that has it",
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
-            if (
-                args[position].lies_otherwise and 0 in args[position].value.stride()
-            ):  # samples, or elements of one, share a place
+            # samples, or elements of one, share a place
+            if args[position].has_other_layout and 0 in args[position].value.stride():
                 args[position].lay_out()
         if reshapes_in_place(op):
             if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.capture_guard import NotCapturable, looks
+from psgrad.engine.transforms.capture_guard import NotCapturable, properties
 from psgrad.engine.transforms.private_torch import (
     autocast_is_on,
     dispatch_modes,
@@ -77,7 +77,7 @@ class Captured:
             raise TransformError(f"capture: compile={compile!r}", expected="'none' or 'inductor'")
         self.function, self.compile, self.say = function, compile, say
         self.programs: dict[Any, Program | None] = {}  # None: runs uncaptured
-        self.said = False
+        self.warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -140,7 +140,7 @@ class Captured:
                         " call under no_grad"
                     )
                     return None
-                parts.append((seen.setdefault(id(leaf), len(seen)), *looks(leaf)))
+                parts.append((seen.setdefault(id(leaf), len(seen)), *properties(leaf)))
             elif isinstance(leaf, float):
                 parts.append((float, repr(leaf)))  # different: 0.0 and -0.0; equal: NaN
             elif isinstance(leaf, PLAIN):
@@ -151,8 +151,8 @@ class Captured:
         return recording, torch.get_default_dtype(), autocast, spec, tuple(parts)
 
     def _say_once(self, why: str) -> None:
-        if not self.said:
-            self.said = True
+        if not self.warned:
+            self.warned = True
             self.say(why)
 
 

@@ -34,23 +34,23 @@ class NotCapturable(Exception):
     """
 
 
-class _Objector:
+class _Refuser:
     """Raises an error at anything that a program would not repeat, and remembers it, as the function may
     catch exceptions.
     """
 
-    objection: str | None = None
+    reason: str | None = None
 
-    def object(self, why: str) -> NoReturn:
-        self.objection = self.objection or why
-        raise NotCapturable(self.objection)
+    def refuse(self, why: str) -> NoReturn:
+        self.reason = self.reason or why
+        raise NotCapturable(self.reason)
 
     def insist(self) -> None:
-        if self.objection is not None:
-            self.object(self.objection)
+        if self.reason is not None:
+            self.refuse(self.reason)
 
 
-def looks(x: torch.Tensor) -> tuple[Any, ...]:
+def properties(x: torch.Tensor) -> tuple[Any, ...]:
     """What a program relies on in a tensor, beside its values."""
     return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg()
 
@@ -63,7 +63,7 @@ def draws(op: Any) -> bool:
     return isinstance(op, Op) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-class Watch(_Objector, DispatchMode):
+class Watch(_Refuser, DispatchMode):
     """Sees the kernels of a function that is captured, and raises an error at anything that a program would
     not repeat.
 
@@ -85,18 +85,17 @@ class Watch(_Objector, DispatchMode):
         if torch.Tag.data_dependent_output in op.tags or (
             torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args)
         ):
-            self.object(f"its course depends on data, by {op}{diagnostics.where()}")
+            self.refuse(f"its course depends on data, by {op}{diagnostics.where()}")
         if isinstance(kwargs.get("generator"), torch.Generator):
-            self.object(f"{op} draws from a generator of its own{diagnostics.where()}")
+            self.refuse(f"{op} draws from a generator of its own{diagnostics.where()}")
         if draws(op):
             self.random_states.drawn()
-        if (
-            op is not aten.lift_fresh.default
-        ):  # the result of torch.tensor(..) has a value, yet is not from outside
+        # the result of torch.tensor(..) has a value, yet is not from outside
+        if op is not aten.lift_fresh.default:
             args, kwargs = map_tracers(self.inside, args), map_tracers(self.inside, kwargs)
         result = op(*args, **kwargs)
         self.made += [weakref.ref(x) for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
-        self.course.append((op, repr(map_tracers(looks, (args, kwargs)))))
+        self.course.append((op, repr(map_tracers(properties, (args, kwargs)))))
         return result
 
     def inside(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,15 +104,15 @@ class Watch(_Objector, DispatchMode):
         self.outside.setdefault(id(x), x)
         return self._inside(x)
 
-    def expect_nothing_kept(self) -> None:
+    def require_nothing_kept(self) -> None:
         """An error if a tensor outlives the capture: it would be missing, or stale, at a replay."""
         if any(made() is not None for made in self.made):
             gc.collect()
         if any(made() is not None for made in self.made):
-            self.object("it keeps tensors from one call to the next")
+            self.refuse("it keeps tensors from one call to the next")
 
 
-class NoReads(_Objector, TorchFunctionMode):
+class NoReads(_Refuser, TorchFunctionMode):
     """Refuses methods that read a tensor's memory without an operator."""
 
     _READ = frozenset(
@@ -133,11 +132,11 @@ class NoReads(_Objector, TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in self._READ:
-            self.object(f"its course depends on data, by Tensor.{name}{diagnostics.where()}")
+            self.refuse(f"its course depends on data, by Tensor.{name}{diagnostics.where()}")
         return function(*args, **(kwargs or {}))
 
 
-class RandomStates(_Objector):
+class RandomStates(_Refuser):
     """Watches PyTorch's random states, which a program may set (a checkpoint sets them back), but a replay
     would not.
 
@@ -153,12 +152,12 @@ class RandomStates(_Objector):
         unchanged = self._unchanged()
         random_draws.restore(self.before)
         if kind is None and not unchanged:
-            self.object("it sets PyTorch's random state")
+            self.refuse("it sets PyTorch's random state")
 
     def drawn(self) -> None:
         with without_modes():
             if not self._unchanged():
-                self.object("it sets PyTorch's random state")
+                self.refuse("it sets PyTorch's random state")
             for generator in random_draws.generators():
                 if generator.device.type == "cuda":
                     generator.set_offset(generator.get_offset() + 4)

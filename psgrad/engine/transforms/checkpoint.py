@@ -16,16 +16,16 @@ from psgrad.engine.transforms.calls import (
     Flat,
     Mapped,
     Recorded,
-    back_in,
-    hand_down,
+    dispatch_call,
+    entered_again,
     lowered,
     own_values,
-    resting,
+    without_adoption,
 )
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.interpreter import map_tracers, resurrect
+from psgrad.engine.transforms.interpreter import map_tracers, on_living_level
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -61,7 +61,8 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return results
 
     return tree_unflatten(
-        hand_down(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat), out_spec
+        dispatch_call(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat),
+        out_spec,
     )
 
 
@@ -85,7 +86,7 @@ class Recomputed(Call):
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
         args = [level.content(x) for x in args]
         mapped = Mapped(level, [level.owns(x) for x in args])
-        outs = hand_down(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
+        outs = dispatch_call(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
         return mapped.up(outs, mapped.outs)
 
     def for_all_samples(self, mapped: Mapped) -> Recomputed:
@@ -98,7 +99,7 @@ class Recomputed(Call):
 
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
         def run(args: Flat) -> Flat:
-            with back_in(mapped.level):
+            with entered_again(mapped.level):
                 results = function(mapped.up(args, mapped.args))
             return mapped.down(results, self.name)
 
@@ -119,18 +120,23 @@ class Recomputed(Call):
         watch, circumstances = Watch(level, self.name), Circumstances()
         # the function must do the same each time, to fresh tensors too; another function for its value is
         # separate
-        below = resting(level) if self.value is not self.function else nullcontext()
+        below = without_adoption(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), circumstances.noted(), read_only(values), below:
-            outs = own_values(level, hand_down(self, values, below=level), self.name)
+            outs = own_values(level, dispatch_call(self, values, below=level), self.name)
         captured = watch.captured()
         shapes = [getattr(x, "shape", None) for x in outs]
 
         def pull(cotangents: Cotangents) -> Cotangents:
-            with back_in(level), torch.set_grad_enabled(True), circumstances.restored(), read_only(values):
+            with (
+                entered_again(level),
+                torch.set_grad_enabled(True),
+                circumstances.restored(),
+                read_only(values),
+            ):
                 with watch.over_second_run(captured) as nodes:
                     leaves = {i: level.leaf(values[i]) for i in needed}
                     again = map_tracers(
-                        resurrect, self.function([leaves.get(i, x) for i, x in enumerate(values)])
+                        on_living_level, self.function([leaves.get(i, x) for i, x in enumerate(values)])
                     )
                     if [getattr(x, "shape", None) for x in again] != shapes:
                         raise changed(self.name)
@@ -140,9 +146,9 @@ class Recomputed(Call):
                         if level.owns(x) and g is not None
                     ]
                 starts = [leaf.node for leaf in leaves.values()] + nodes
-            found = pull_back(ends, starts, keep=False, attached=level.attached)
-            of_args = dict(zip(needed, found, strict=False))
-            return [of_args.get(i) for i in range(len(values))] + found[len(needed) :]
+            cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
+            of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
+            return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
         return Recorded(outs, pull, captured)
 
@@ -264,7 +270,7 @@ class Circumstances:
             )
 
     def _note(self, generator: torch.Generator | None) -> None:
-        if generator is not None and all(known is not generator for known, _ in self.generators):
+        if generator is not None and all(noted is not generator for noted, _ in self.generators):
             self.generators.append((generator, generator.get_state()))
 
     @contextmanager

@@ -20,16 +20,15 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    Ruled,
-    hand_down,
+    dispatch_call,
     kind_of,
     lowered,
-    resting,
-    wrong_cotangent,
+    without_adoption,
 )
 from psgrad.engine.transforms.checkpoint import Recomputed
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.ruled_calls import Ruled, wrong_cotangent
 from psgrad.errors import TransformError
 
 
@@ -174,18 +173,18 @@ class custom_vjp(_Differentiated):
                 bwd(*apart, residuals, tree_unflatten(given, spec_of_results)), trees
             )
 
-        return tree_unflatten(hand_down(Ruled(self.title, function, prepare, backward), flat), out_spec)
+        return tree_unflatten(dispatch_call(Ruled(self.title, function, prepare, backward), flat), out_spec)
 
-    def _flat_cotangents(self, found: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
+    def _flat_cotangents(self, given: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
         """The rule's cotangents, one a leaf of the arguments."""
-        if not isinstance(found, (tuple, list)) or len(found) != len(trees):
-            what = f"{len(found)} cotangents" if isinstance(found, (tuple, list)) else f"a {kind_of(found)}"
+        if not isinstance(given, (tuple, list)) or len(given) != len(trees):
+            what = f"{len(given)} cotangents" if isinstance(given, (tuple, list)) else f"a {kind_of(given)}"
             raise TransformError(
                 f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
                 expected="a tuple with one cotangent an argument, None for zero",
             )
         cotangents: Cotangents = []
-        for position, (tree, (shapes, spec)) in enumerate(zip(found, trees, strict=True)):
+        for position, (tree, (shapes, spec)) in enumerate(zip(given, trees, strict=True)):
             if tree is None:
                 cotangents += [None] * len(shapes)
                 continue
@@ -263,7 +262,7 @@ class custom_jvp(_Differentiated):
                 )
             return results, pushed
 
-        return tree_unflatten(hand_down(Ruled(self.title, function, forward=forward), flat), out_spec)
+        return tree_unflatten(dispatch_call(Ruled(self.title, function, forward=forward), flat), out_spec)
 
 
 def _zeros(x: Any) -> Any:
@@ -304,7 +303,7 @@ class custom_vmap(_Custom):
             raise self.missing()
         flat, spec = tree_flatten(self.positional(args, kwargs))
         call = _MappedByRule(self, spec)
-        outs = hand_down(call, flat)
+        outs = dispatch_call(call, flat)
         return tree_unflatten(outs, call.out_spec)
 
 
@@ -328,14 +327,14 @@ class _MappedByRule(Recomputed):
         args = [level.content(x) for x in args]
         mapped = Mapped(level, [level.owns(x) for x in args])
         if not any(mapped.args):
-            return lowered(hand_down(self, args, below=level), level.index, self.name)
+            return lowered(dispatch_call(self, args, below=level), level.index, self.name)
 
         def by_rule(values: Flat) -> Flat:
-            with resting(level), read_only(values):
+            with without_adoption(level), read_only(values):
                 return self._by_rule(level.size, mapped.args, values)
 
         call = Recomputed(self.name, self._through(mapped, self._function), by_rule)
-        outs = hand_down(call, [level.batch.raw(x) for x in args], below=level)
+        outs = dispatch_call(call, [level.batch.raw(x) for x in args], below=level)
         return [level.lift(x) for x in lowered(outs, level.index, self.name)]
 
     def _by_rule(self, size: int, in_batched: list[bool], values: Flat) -> Flat:

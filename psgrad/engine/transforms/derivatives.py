@@ -160,9 +160,8 @@ class DerivativeLevel(AdoptingLevel):
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
             return self._in_place(op, args, kwargs)
-        if (
-            operator.taken_apart
-        ):  # its pieces are handled one by one: they show which are views, and which write in place
+        # its pieces are handled one by one: they show which are views, and which write in place
+        if operator.is_decomposed:
             return decompose(op, args, kwargs)
         inputs, values = self.opened(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
@@ -190,9 +189,8 @@ class DerivativeLevel(AdoptingLevel):
                 )
         below = op
         if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
-            below = (
-                aten.reshape.default
-            )  # a write has stored a value whose memory layout differs from the tracer's strides
+            # a write has stored a value whose memory layout differs from the tracer's strides
+            below = aten.reshape.default
         if not follows:
             result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = (
@@ -223,7 +221,7 @@ class DerivativeLevel(AdoptingLevel):
         """(the tracers of this level with a derivative, each with its position; the arguments with the values
         of such tracers)
         """
-        found: list[tuple[Position, Any]] = []
+        tracers: list[tuple[Position, Any]] = []
         values: list[Any] = []
         for position, argument in enumerate(args):
             kind = kinds[type(argument)]
@@ -232,17 +230,17 @@ class DerivativeLevel(AdoptingLevel):
                     if argument.view_of is not None:
                         self.refresh(argument)
                     if argument.varies:
-                        found.append((position, argument))
+                        tracers.append((position, argument))
                     argument = argument.value
             elif kind == SEVERAL and argument and type(argument[0]) is not int:  # most lists are sizes
                 for place, item in enumerate(argument):
                     if isinstance(item, DerivativeTracer) and item.level is self:
                         self.refresh(item)
                         if item.varies:
-                            found.append(((position, place), item))
+                            tracers.append(((position, place), item))
                 argument = self.unwrap(argument)
             values.append(argument)
-        return found, tuple(values)
+        return tracers, tuple(values)
 
     def unwrap(self, tree: Any) -> Any:
         """An operator's arguments with the values of this level's tracers in their place."""

@@ -1,4 +1,4 @@
-"""Where in the user's program an operator came from, for error messages."""
+"""The place in the user's program that an operator came from, for error messages."""
 
 from __future__ import annotations
 

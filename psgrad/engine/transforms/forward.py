@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
-from psgrad.engine.transforms.interpreter import meet, rewritten
+from psgrad.engine.transforms.interpreter import note_autograd, rewritten
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.reverse import GradLevel
@@ -60,7 +60,7 @@ class ForwardLevel(DerivativeLevel):
 
     def dual(self, value: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
         if tangent is not None:
-            meet(tangent)
+            note_autograd(tangent)
         return traced(value, self, tangent)
 
     def constant(self, value: torch.Tensor) -> ForwardTracer:
@@ -149,12 +149,12 @@ def transposed_vjp(
         arrived = leaves if several else leaves[0]
         if isinstance(rule.vjp, JointVJP):
             found = rule.vjp.make(out, *args, **kwargs)(arrived, list(tangents))
-            return [found.get(position) for position in tangents]
+            return [x() if callable(x) else x for x in map(found.get, tangents)]
         closures = [rule.closure(position, out, args, kwargs) for position in tangents]
         return [closure(arrived) if closure is not None else None for closure in closures]
 
-    found = transpose(backwards, list(out) if several else [out], list(tangents.values()))
-    return found if several else found[0]
+    pushed = transpose(backwards, list(out) if several else [out], list(tangents.values()))
+    return pushed if several else pushed[0]
 
 
 def transpose(

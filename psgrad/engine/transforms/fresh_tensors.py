@@ -31,7 +31,7 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, taken_apart
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, is_decomposed
 
 
 class FreshTracer(Tracer):
@@ -95,8 +95,8 @@ class FreshTracer(Tracer):
         return self.content()
 
     def rewritten(self, new: Any) -> Any:
-        found = rewritten(self.content(), content(new, self.level))
-        return found if self.level.owns(found) else FreshTracer(found, self.level)
+        value = rewritten(self.content(), content(new, self.level))
+        return value if self.level.owns(value) else FreshTracer(value, self.level)
 
 
 def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
@@ -163,7 +163,7 @@ def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict
             if batching_rule(op) is None
             else level.process(op, contents, keywords)
         )
-    if taken_apart(op):
+    if is_decomposed(op):
         return decompose(op, args, kwargs)
     result = map_tracers(lambda x: FreshTracer(x, level), interpret(op, contents, keywords, below=level))
     if operator.is_view and is_fresh(args[0], level):

@@ -188,7 +188,7 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
                     f"functional_call: the module has no part named {path!r} (for {name!r})"
                 ) from error
         stores = parameter_store(owner), buffer_store(owner)
-        store: dict[str, Any] | None = next((found for found in stores if key in found), None)
+        store: dict[str, Any] | None = next((candidate for candidate in stores if key in candidate), None)
         if store is None and isinstance(owner.__dict__.get(key), torch.Tensor):
             store = owner.__dict__  # one that was never registered
         if store is None:

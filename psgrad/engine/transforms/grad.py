@@ -159,13 +159,13 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
             if isinstance(outer, GradLevel) and outer.saved is not None:
                 outer.saved.depend_on(saved)
         with torch.set_grad_enabled(torch.is_grad_enabled() if create_graph is None else create_graph):
-            found = pull_back(
+            pulled = pull_back(
                 list(zip(ends, given, strict=True)),
                 [start.node for start in starts],
                 keep=True,
                 attached=level.attached,
             )
-        gradients = [_gradient(g, x) for g, x in zip(found, primals_flat, strict=True)]
+        gradients = [_gradient(g, x) for g, x in zip(pulled, primals_flat, strict=True)]
         return tuple(_unflatten(gradients, structures))
 
     value = tree_unflatten(values, out_spec)

@@ -57,7 +57,7 @@ class Tracer(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if state.marked:
-            heed_marks()
+            resolve_marks()
         return interpret(op, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -86,10 +86,7 @@ class Tracer(torch.Tensor):
     def data_ptr(self) -> int:
         raise TransformError(
             f"the address of a traced tensor{diagnostics.where()}",
-            cause=(
-                "a traced tensor has no memory; a kernel that is called with the address would read somebody"
-                " else's"
-            ),
+            cause=("a traced tensor has no memory; a kernel that gets the address would read other memory"),
             next_step=(
                 "make the kernel an operator (torch.library.custom_op), and give it a rule:"
                 " docs/guides/adding-an-operator.md"
@@ -101,8 +98,8 @@ class Tracer(torch.Tensor):
             raise TransformError(
                 f"requires_grad_(False) on a traced tensor{diagnostics.where()}",
                 cause=(
-                    "what a transform differentiates is said by its arguments; the gradient would go on as if"
-                    " nothing had been said"
+                    "a transform differentiates what its argnums name; the gradient would be computed"
+                    " nevertheless"
                 ),
                 next_step="call .detach(), or use torch.no_grad() where the gradient should end",
             )
@@ -189,7 +186,7 @@ def strides_of(value: torch.Tensor) -> tuple[int, ...]:
 _MARKS = (CONJUGATE, NEGATIVE)
 
 
-def heed_marks() -> None:
+def resolve_marks() -> None:
     """Let kernels see computed conjugates and negatives.
 
     PyTorch switches that off while it passes us an operator (and on again afterwards): a marked value would
@@ -199,7 +196,7 @@ def heed_marks() -> None:
         exclude_layer(mark, False)
 
 
-def meet(value: Any) -> None:
+def note_autograd(value: Any) -> None:
     """Note whether autograd follows a plain tensor; called for each that a tracer is made of or an operator
     receives.
     """
@@ -220,10 +217,10 @@ class Interpreter(DispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        heed_marks()
+        resolve_marks()
         kwargs = kwargs or {}
-        for told in state.watchers:
-            told(op, args, kwargs)
+        for watcher in state.watchers:
+            watcher(op, args, kwargs)
         if op in operators.WHOLE:
             args, kwargs = operators.cast(args, kwargs)
         top = top_level(args, kwargs)
@@ -235,9 +232,9 @@ class Interpreter(DispatchMode):
                 adopter = level
                 break
         if adopter is None or (top is not None and (top is _DEAD or top.index >= adopter.index)):
-            return handed_on(top, op, args, kwargs)
+            return dispatch(top, op, args, kwargs)
         if op in RANDOM_COMPOSITES:
-            return in_pieces(op.decompose, args, kwargs)
+            return run_definition(op.decompose, args, kwargs)
         if is_random(op, args, kwargs):
             drawn = interpret(op, args, kwargs)
             return drawn if facts(op).mutated else map_tracers(adopter.adopt_from_below, drawn)
@@ -320,7 +317,7 @@ def recorded_outside() -> Iterator[None]:
         yield
 
 
-def in_pieces(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_definition(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a composite operator by its definition, whose operators the interpreter handles."""
     with Interpreter():
         return definition(*args, **kwargs)
@@ -344,7 +341,7 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Acti
 
     `below`: only levels under this one; a level passes itself here to go one level below.
     """
-    return handed_on(top_level(args, kwargs), op, args, kwargs, below)
+    return dispatch(top_level(args, kwargs), op, args, kwargs, below)
 
 
 def run(op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -354,10 +351,10 @@ def run(op: Op, *args: Any, **kwargs: Any) -> Any:
     if dispatch_modes() or autocast_is_on():
         return op(*args, **kwargs)
     level = top_level(args, kwargs)
-    return op(*args, **kwargs) if level is None else handed_on(level, op, args, kwargs)
+    return op(*args, **kwargs) if level is None else dispatch(level, op, args, kwargs)
 
 
-def handed_on(
+def dispatch(
     level: ActiveLevel | None,
     op: Op,
     args: tuple[Any, ...],
@@ -369,14 +366,14 @@ def handed_on(
     # view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
         with nullcontext() if isinstance(current_mode(), Attached) else Attached():
-            return _handed_on_with_care(level, op, args, kwargs, below)
-    said = facts(op)
-    if level is _DEAD or state.saved or said.is_random or said.contiguous:
-        return _handed_on_with_care(level, op, args, kwargs, below)
+            return _dispatch_checked(level, op, args, kwargs, below)
+    operator = facts(op)
+    if level is _DEAD or state.saved or operator.is_random or operator.contiguous:
+        return _dispatch_checked(level, op, args, kwargs, below)
     return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
 
 
-def _handed_on_with_care(
+def _dispatch_checked(
     level: ActiveLevel | None,
     op: Op,
     args: tuple[Any, ...],
@@ -384,7 +381,7 @@ def _handed_on_with_care(
     below: ActiveLevel | None,
 ) -> Any:
     if level is _DEAD:
-        args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
+        args, kwargs = map_tracers(on_living_level, args), map_tracers(on_living_level, kwargs)
         return interpret(op, args, kwargs, below)
     for reference in list(state.saved):
         if (saved := reference()) is not None:
@@ -393,18 +390,18 @@ def _handed_on_with_care(
         args = contiguous(positions, args)
     if not is_random(op, args, kwargs):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
-    for told in state.draws:
-        told(kwargs.get("generator"))
-    before, state.heard = state.heard, state.heard if below is None else below.index
+    for watcher in state.draws:
+        watcher(kwargs.get("generator"))
+    before, state.random_below = state.random_below, state.random_below if below is None else below.index
     try:
         for candidate in reversed(state.stack):
             if level is not None and candidate.index <= level.index:
                 break
-            if candidate.index < state.heard and candidate.draws(op, args, kwargs):
+            if candidate.index < state.random_below and candidate.draws(op, args, kwargs):
                 return candidate.process(op, args, kwargs)
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     finally:
-        state.heard = before
+        state.random_below = before
 
 
 _DEAD: Any = object()  # in place of a level: of a tracer whose transform has ended
@@ -442,7 +439,7 @@ def top_level(args: Any, kwargs: dict[str, Any]) -> ActiveLevel | None:
             level = argument.level
         elif kind == TENSOR:
             if argument.requires_grad:
-                meet(argument)
+                note_autograd(argument)
             continue
         elif kind == SEVERAL:  # `cat`, `stack`, `index`; most lists are sizes
             if not argument or type(argument[0]) is int:
@@ -477,7 +474,7 @@ def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
     return tree
 
 
-def resurrect(tensor: torch.Tensor) -> torch.Tensor:
+def on_living_level(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a tracer on the remaining levels, if its transform has ended."""
     while isinstance(tensor, Tracer) and not tensor.level.alive:
         tensor = tensor.below()

@@ -23,7 +23,7 @@ def jacrev(
     chunk_size: int | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[..., Any]:
-    """The Jacobian of `func` by reverse mode: one pass back for all elements of the output at once.
+    """The Jacobian of `func` by reverse mode: one backward pass for all elements of the output at once.
 
     Args:
         func: returns a pytree of real tensors (with `has_aux`, a pair of it and anything).
@@ -72,7 +72,7 @@ def jacfwd(
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Callable[..., Any]:
-    """The Jacobian of `func` by forward mode: one pass forward for all elements of the arguments at once.
+    """The Jacobian of `func` by forward mode: one forward pass for all elements of the arguments at once.
 
     As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness`
     is vmap's; `chunk_size` limits how many elements of the arguments go at a time.

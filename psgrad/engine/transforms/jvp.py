@@ -16,8 +16,8 @@ from psgrad.errors import TransformArgumentError, TransformError
 def jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False
 ) -> Any:
-    """The value of `func(*primals)` and its derivative along `tangents`: Jacobian times vector, in one pass
-    forward.
+    """The value of `func(*primals)` and its derivative along `tangents`: Jacobian times vector, in one
+    forward pass.
 
     Args:
         func: a function of pytrees of floating-point tensors that returns a pytree of tensors (with

@@ -49,10 +49,10 @@ class Divergence(BaseException):
 
     def groups(self, device: torch.device) -> list[torch.Tensor]:
         """For each outcome the numbers of its samples, int64, in ascending order."""
-        found: dict[Any, list[int]] = {}
+        places: dict[Any, list[int]] = {}
         for sample, outcome in enumerate(self.outcomes):
-            found.setdefault(outcome, []).append(sample)
-        return [torch.tensor(samples, device=device) for samples in found.values()]
+            places.setdefault(outcome, []).append(sample)
+        return [torch.tensor(samples, device=device) for samples in places.values()]
 
 
 class WriteWatch:
@@ -316,8 +316,8 @@ def users_program() -> Iterator[None]:
             exits.enter_context(switched())
         if not isinstance(current_mode(), Interpreter):
             exits.enter_context(Interpreter())
-        going_back, state.going_back = state.going_back, False
+        in_backward_pass, state.in_backward_pass = state.in_backward_pass, False
         try:
             yield
         finally:
-            state.going_back = going_back
+            state.in_backward_pass = in_backward_pass

@@ -19,7 +19,15 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Recorded, hand_down, own_values, resting
+from psgrad.engine.transforms.calls import (
+    Call,
+    Cotangents,
+    Flat,
+    Recorded,
+    dispatch_call,
+    own_values,
+    without_adoption,
+)
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.private_torch import tree_map
@@ -59,7 +67,7 @@ def all_gather(x: Any, axis_name: str) -> Any:
 def axis_index(axis_name: str) -> torch.Tensor:
     """The number of the sample, int64."""
     level = axis_level(axis_name)
-    with resting(level):
+    with without_adoption(level):
         return level.lift(torch.arange(level.size))
 
 
@@ -98,7 +106,7 @@ def _collective(kind: Callable[[BatchLevel], _Collective], tree: Any, axis_name:
                 f"a collective over axis {axis_name!r} was given a {type(x).__name__}{diagnostics.where()}",
                 expected="tensors",
             )
-        return hand_down(kind(level), [x])[0]
+        return dispatch_call(kind(level), [x])[0]
 
     return tree_map(of_one, tree)
 
@@ -132,25 +140,26 @@ class _Collective(Call):
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
         (x,) = args
         if level is self.level:
-            with resting(level):
+            with without_adoption(level):
                 return [self.of_samples(level.batch.physical(level.content(x)))]
         x = level.content(x)
         if not level.owns(x):
-            return hand_down(self, [x], below=level)
+            return dispatch_call(self, [x], below=level)
         return [
-            level.lift(y) for y in hand_down(type(self)(self.level, self.axis + 1), [x.below()], below=level)
+            level.lift(y)
+            for y in dispatch_call(type(self)(self.level, self.axis + 1), [x.below()], below=level)
         ]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
         back = self.transposed()
 
         def pull(cotangents: Cotangents) -> Cotangents:
-            return hand_down(back, cotangents)
+            return dispatch_call(back, cotangents)
 
-        return Recorded(own_values(level, hand_down(self, values, below=level), self.name), pull)
+        return Recorded(own_values(level, dispatch_call(self, values, below=level), self.name), pull)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
-        return hand_down(self, values, below=level), hand_down(self, tangents, below=level)
+        return dispatch_call(self, values, below=level), dispatch_call(self, tangents, below=level)
 
 
 class _Sum(_Collective):

@@ -89,10 +89,10 @@ _facts: dict[int, OpFacts] = {}
 
 
 def facts(op: Op) -> OpFacts:
-    found = _facts.get(id(op))
-    if found is None:
-        found = _facts[id(op)] = _read(op)
-    return found
+    cached = _facts.get(id(op))
+    if cached is None:
+        cached = _facts[id(op)] = _read(op)
+    return cached
 
 
 def _read(op: Op) -> OpFacts:
@@ -288,13 +288,13 @@ WHOLE: frozenset[Op] = frozenset(
     if name != "out"
     for overload in (getattr(packet, name),)
 )
-"""What autocast would cast the products of, and we run in one piece."""
+"""Operators whose products autocast would cast, and which run in one piece here."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def cast(args: Any, kwargs: Any) -> Any:
-    """(args, kwargs) of such an operator under autocast: in the half-precision type of its arguments.
+    """(args, kwargs) of such an operator under autocast: float32 in the half-precision type of the others.
 
     If all are float32 it stays so, which is slower than autocast and more exact: PyTorch turns autocast off
     where operators are seen, so whether it is on for this call is unknown. Only whether it is used at all is

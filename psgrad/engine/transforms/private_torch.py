@@ -41,8 +41,8 @@ def _refusal(error: ImportError | AttributeError) -> TransformError:
         )
         name = f"{place}.{error.name}"
     else:
-        found = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
-        name = f"{found[2]}.{found[1]}" if found else str(error.name)
+        match = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+        name = f"{match[2]}.{match[1]}" if match else str(error.name)
     return TransformError(
         f"PyTorch {torch.__version__} has no {name}",
         expected=(f"PyTorch {LOWEST[0]}.{LOWEST[1]} to {NEWEST[0]}.{NEWEST[1]}, with which psgrad is tested"),

@@ -18,8 +18,8 @@ from psgrad.engine.transforms.capture_guard import (
     RandomStates,
     Watch,
     draws,
-    looks,
     modules_unchanged,
+    properties,
     python_random_states,
     writes,
 )
@@ -51,8 +51,10 @@ class Program:
     obstacle: str | None = None  # on a GPU: why it is no CUDA graph
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        found = iter(self.run(*tensors, *self.outside))
-        return tree_unflatten([next(found) if item is _TENSOR else item for item in self.results], self.spec)
+        results = iter(self.run(*tensors, *self.outside))
+        return tree_unflatten(
+            [next(results) if item is _TENSOR else item for item in self.results], self.spec
+        )
 
     @property
     def how(self) -> str:
@@ -72,7 +74,7 @@ _TENSOR = object()
 
 
 def _address_and_looks(x: torch.Tensor) -> Any:
-    return x.data_ptr(), x.requires_grad, looks(x)
+    return x.data_ptr(), x.requires_grad, properties(x)
 
 
 def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
@@ -101,7 +103,7 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
             call([without_values.from_tensor(x) for x in tensors], first)
         first.insist()
         reads.insist()
-        first.expect_nothing_kept()
+        first.require_nothing_kept()
         outside = list(first.outside.values())
         results: list[Any] = []
         spec_out: Any = None

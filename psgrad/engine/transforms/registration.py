@@ -45,8 +45,8 @@ def register_rule(
         constant: the result has zero derivative in all arguments.
         replace: whether rules that are there already give way.
 
-    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were
-    told for a `custom_op`.
+    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap`
+    registered for a `custom_op`.
     """
     overload = _overload(op)
     name = overload.name()
@@ -66,23 +66,23 @@ def register_rule(
             expected="a vjp, of which forward mode is the transpose; a jvp beside it is a shortcut",
         )
     if vjp is None and batch is None and not constant:
-        vjp, batch = _told_to_torch(op, overload)
+        vjp, batch = _rules_of_torch(op, overload)
     makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
     pushes = _by_position(overload, jvp or {}, complete=False)
     if (vjp is not None or constant) and (
         registry.derivative_rule(overload) is not None or registry.is_constant(overload)
     ):
-        _give_way(name, "a derivative", replace)
+        _remove_rules(name, "a derivative", replace)
         registry.forget_derivative(overload)
     if batch is not None and registry.batching_rule(overload) is not None:
-        _give_way(name, "a batching rule", replace)
+        _remove_rules(name, "a batching rule", replace)
         registry.forget_batching(overload)
     if constant:
         registry.constant(overload)
     registry.define(overload, vjp=makers, jvp=pushes, batch=batch)
 
 
-def _give_way(name: str, what: str, replace: bool) -> None:
+def _remove_rules(name: str, what: str, replace: bool) -> None:
     if not replace:
         raise TransformError(
             f"register_rule({name}): the operator has {what} already",
@@ -126,7 +126,7 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
     """
     arguments = schema_of(op).arguments
     positions = {argument.name: position for position, argument in enumerate(arguments)}
-    found: dict[int, Maker | None] = {}
+    rules: dict[int, Maker | None] = {}
     for key, maker in makers.items():
         position = positions.get(key, -1) if isinstance(key, str) else key
         if not 0 <= position < len(arguments) or "Tensor" not in str(arguments[position].type):
@@ -136,12 +136,12 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
                     f"tensor arguments among {[argument.name for argument in arguments]}, by name or position"
                 ),
             )
-        found[position] = maker
+        rules[position] = maker
     if complete:
         for position, argument in enumerate(arguments):
             if "Tensor" in str(argument.type):
-                found.setdefault(position, _refusal(op, argument.name))
-    return {position: maker for position, maker in found.items() if maker is not None}
+                rules.setdefault(position, _refusal(op, argument.name))
+    return {position: maker for position, maker in rules.items() if maker is not None}
 
 
 def _refusal(op: Op, argument: str) -> Maker:
@@ -159,7 +159,7 @@ def _refusal(op: Op, argument: str) -> Maker:
 # -- rules from torch.library ---------------------------------------------------------------------------
 
 
-def _told_to_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
+def _rules_of_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
     """The formulas that were registered for a custom_op, as rules."""
     backward, setup, vmap = (
         getattr(op, name, None) for name in ("_backward_fn", "_setup_context_fn", "_vmap_fn")
@@ -197,13 +197,13 @@ def _vjp_of(op: Op, backward: Callable[..., Any], setup: Callable[..., Any] | No
                 for g, x in zip(gs, outs, strict=True)
             ]
             with program_on(*tensors_in((*args, *outs, *given), kwargs)):
-                found = backward(context, *given)
-            found = found if isinstance(found, tuple) else (found,)
-            if len(found) != len(args):
+                results = backward(context, *given)
+            results = results if isinstance(results, tuple) else (results,)
+            if len(results) != len(args):
                 raise TransformError(
-                    f"the backward of {op.name()} returned {len(found)} gradients for {len(args)} arguments"
+                    f"the backward of {op.name()} returned {len(results)} gradients for {len(args)} arguments"
                 )
-            return {p: found[p] if isinstance(p, int) else found[p[0]][p[1]] for p in positions}
+            return {p: results[p] if isinstance(p, int) else results[p[0]][p[1]] for p in positions}
 
         return pull
 

@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
 from psgrad.engine.transforms.fresh_tensors import is_shared
-from psgrad.engine.transforms.interpreter import handed_on, rewritten, tensors_in, top_level
+from psgrad.engine.transforms.interpreter import dispatch, rewritten, tensors_in, top_level
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import set_grad_enabled
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
@@ -67,7 +67,7 @@ class GradLevel(DerivativeLevel):
 
     def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
         if self.callers_grad_mode or not torch.is_grad_enabled():
-            return handed_on(top_level(values, kwargs), op, values, kwargs, self)
+            return dispatch(top_level(values, kwargs), op, values, kwargs, self)
         with torch.set_grad_enabled(False):
             return super().lower(op, values, kwargs)
 

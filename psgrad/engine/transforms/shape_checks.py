@@ -19,8 +19,7 @@ from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
 aten = torch.ops.aten
 
-# Operators of which the meta device accepts what the kernel refuses: the kernel is asked, on zeros. It is
-# asked always of these,
+# Operators for which the meta device accepts shapes that the kernel refuses: the kernel always runs on zeros.
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
@@ -34,6 +33,8 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.bucketize.Tensor,
         aten.conv3d.default,
         aten.conv3d.padding,
+        aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input,
         aten.soft_margin_loss.default,
         aten.geqrf.default,
         aten.linalg_lstsq.default,
@@ -41,7 +42,7 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.histogram.bins_tensor,
     }
 )
-# and of these where an argument, by its position, has another rank.
+# For these it runs on zeros if the rank of an argument, by its position, is another one.
 _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.addmm.default: {0: (1, 2)},
     aten.addmv.default: {0: (0, 1)},
@@ -58,7 +59,7 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
 }
 
 # Operators whose kernels read and write beyond their arguments for some wrong shapes: `batch_norm`, which
-# checks, is asked instead.
+# checks, runs instead.
 _BATCH_NORM: dict[Op, Callable[..., tuple[Any, ...]]] = {
     aten.native_batch_norm.default: lambda *args: args,
     aten._native_batch_norm_legit.default: lambda *args: args,
@@ -90,11 +91,11 @@ _BATCH_NORM: dict[Op, Callable[..., tuple[Any, ...]]] = {
     ),
 }
 
-# Operators that take places, of which a mask takes as many as it has values that are true.
+# Operators that take places; a mask takes as many places as it has true values.
 _MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
-# Operators whose rules refuse by name what does not fit. A packed sequence's lengths are values, which zeros
-# do not stand for.
+# Operators whose rules refuse wrong shapes by name. A packed sequence's lengths are values, for which zeros
+# can't stand.
 _RECURRENT = (aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu)
 _REFUSED_BY_RULES: frozenset[Op] = frozenset(
     {
@@ -110,7 +111,7 @@ _never_asked: dict[int, Op] = {}  # by id, as hashing an operator takes long; th
 
 
 def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise the operator's own error where it does not take arguments of these shapes."""
+    """Raise the operator's own error if it does not take arguments of these shapes."""
     number = id(op)
     if number in _never_asked:
         return
@@ -148,8 +149,8 @@ def _shape(argument: Any) -> Any:
 
 
 def _is_asked(op: Op) -> bool:
-    """Whether the operator's shapes are looked at: PyTorch's own operators, but for draws, for what
-    broadcasts element by element, and for what the rules refuse themselves.
+    """Whether the operator's shapes are checked: PyTorch's own operators, without random draws, operators
+    that broadcast element by element, and operators whose rules check shapes.
     """
     if op.namespace != "aten" or torch.Tag.pointwise in op.tags or facts(op).is_random:
         return False
@@ -165,9 +166,7 @@ def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if op not in _LENIENT:
             return
     except Exception as error:
-        if (
-            "meta" in str(error) and op not in _LENIENT
-        ):  # it depends on values, which the meta device does not have
+        if "meta" in str(error) and op not in _LENIENT:  # it depends on values, which the meta device lacks
             return
     else:
         if op not in _LENIENT and _is_usual(op, args):
@@ -181,10 +180,9 @@ def _is_mask(index: torch.Tensor | None) -> bool:
 
 
 def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> None:
-    """Ask whether masks fit `x`, and then whether there is a number of places that the masks may take for
-    which the rest fits.
+    """Check that masks fit `x`, and that for some number of true places the other arguments fit.
 
-    The numbers to try are those that the values of a write have along an axis, beside 0 and 1, as values are
+    The numbers to try are the lengths of a write's values along an axis, beside 0 and 1, because values are
     broadcast.
     """
     masks = [
@@ -195,7 +193,7 @@ def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *re
     if any(mask is not None for mask in of_axes):
         aten.index.Tensor(_with(x, None), of_axes)
     if len(of_axes) < len(masks):
-        return  # True or False for all of x, which takes no place of an axis
+        return  # True or False for all of x, which takes no axis
     refusals: list[Exception] = []
     for count in sorted({0, 1, *(rest[0].shape if rest else ())}, reverse=True):
         try:
@@ -224,9 +222,7 @@ def _is_usual(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def _with(tree: Any, device: str | None) -> Any:
-    """The arguments with new tensors in the place of tensors, of the same shapes and dtypes, on another
-    device or on their own.
-    """
+    """The arguments with new tensors of the same shapes and dtypes, on another device or on their own."""
     return tree_map(
         lambda x: (
             torch.zeros(x.shape, dtype=x.dtype, device=device or x.device)

@@ -53,12 +53,12 @@ class _State(threading.local):
         self.interpreting = False  # whether an Interpreter is among the modes
         self.switched = False  # whether the process-wide switches are set for this thread (levels.py)
         # While a random operator runs: only levels under this index handle the operators that it is made of.
-        self.heard = math.inf
+        self.random_below = math.inf
         # Whether the cotangent that is being computed belongs to a value without a sample axis: only there
         # may a contraction over the sample axis be deferred (see Deferral in batching.py).
         self.cotangent_is_shared = False
-        # Whether the backward pass runs, in which the user's function sees nothing.
-        self.going_back = False
+        # Whether the backward pass runs, in which the user's function sees no operators.
+        self.in_backward_pass = False
         # The include and exclude sets of PyTorch's dispatcher outside of the outermost transform, where
         # autograd was recording; and whether a tensor that requires a gradient has been met since.
         self.outside: tuple[Any, Any] | None = None
@@ -69,7 +69,7 @@ class _State(threading.local):
         self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
         # Called with each generator that draws (checkpoint.py).
         self.draws: tuple[Callable[[Any], None], ...] = ()
-        # The values that tapes need later; each is told of operators that write.
+        # The values that tapes need later; each is called with the operators that write.
         self.saved: set[weakref.ref[OperatorWatch]] = set()
 
     # How many forwards of autograd.Functions run, or may run unseen (see autograd_function.py).

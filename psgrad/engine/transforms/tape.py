@@ -51,9 +51,8 @@ class Node:
         self.sequence = next(_sequence)
         self.outputs = outputs  # how many results; None for one that does not come in a tuple
         self.edges: list[Edge] = []
-        self.joint: Callable[..., Any] | None = (
-            None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
-        )
+        # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
+        self.joint: Callable[..., Any] | None = None
 
 
 class Edge:
@@ -81,11 +80,12 @@ def pull_back(
 ) -> list[torch.Tensor | None]:
     """Cotangents of `leaves`, given those of some results. None stands for zero.
 
-    seeds: places in the record (anything with `node` and `output`), each with its cotangent. keep: whether
-    the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
-    attached: whether PyTorch's autograd is to record the pass, where it records at all. consume: told the
-    number and the cotangent of each leaf as soon as nothing more will be added to it, in place of returning
-        them all at the end: then at no time do all of them exist.
+    seeds: places on the tape (anything with `node` and `output`), each with its cotangent.
+    keep: whether the tape is needed again; otherwise its closures are dropped during the pass, and their
+        memory with them.
+    attached: whether PyTorch's autograd records the pass, if it records at all.
+    consume: called with the number and the cotangent of each leaf as soon as it is complete, instead of
+        returning them all at the end: then they never all exist at once.
     """
     pending: dict[Node, list[torch.Tensor | None]] = {}
     heap: list[tuple[int, Node]] = []  # the latest first
@@ -97,8 +97,8 @@ def pull_back(
         if slots is None:
             slots = pending[node] = [None] * (node.outputs or 1)
             heapq.heappush(heap, (-node.sequence, node))
-        known = slots[output]
-        slots[output] = cotangent if known is None else run(aten.add.Tensor, known, cotangent)
+        before = slots[output]
+        slots[output] = cotangent if before is None else run(aten.add.Tensor, before, cotangent)
 
     def settle(node: Node) -> None:
         if node in uses:
@@ -119,7 +119,7 @@ def pull_back(
             else below_autograd()
         ),
         rules_only(),
-        _going_back(),
+        _in_backward_pass(),
     ):
         for place, cotangent in seeds:
             if place.node is not None:
@@ -138,14 +138,19 @@ def pull_back(
                 state.cotangent_is_shared = False
                 results = node.joint(arrived, [edge.position for edge in node.edges])
                 for edge in node.edges:
-                    add(edge.source, edge.output, results.get(edge.position))
+                    found = results.get(edge.position)
+                    if callable(found):
+                        state.cotangent_is_shared = edge.shared
+                        found = found()
+                    add(edge.source, edge.output, found)
                     settle(edge.source)
-                del results
+                del results, found
             else:
                 for edge in node.edges:
                     state.cotangent_is_shared = edge.shared
                     assert edge.closure is not None
-                    # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
+                    # the contribution of an edge to a shared value's cotangent is a sum of un-run
+                    # contractions, too
                     add(edge.source, edge.output, edge.closure(arrived))
                     settle(edge.source)
             if not keep:
@@ -159,7 +164,7 @@ def pull_back(
 
 
 def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:
-    """For each wanted leaf, how many recorded operators that the ends depend on have it as an input."""
+    """For each leaf, the number of recorded operators with it as an input on which the ends depend."""
     uses: dict[Node, int] = {}
     seen: set[Node] = set()
     waiting = [end for end in ends if end is not None]
@@ -177,27 +182,27 @@ def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, in
 
 
 @contextmanager
-def _going_back() -> Any:
-    """While the pass back runs, which says at each step whether the cotangent is that of a value that all
+def _in_backward_pass() -> Any:
+    """While the backward pass runs; it sets at each step whether the cotangent is that of a value that all
     samples share.
     """
-    before = state.cotangent_is_shared, state.going_back
-    state.going_back = True
+    before = state.cotangent_is_shared, state.in_backward_pass
+    state.in_backward_pass = True
     try:
         yield
     finally:
-        state.cotangent_is_shared, state.going_back = before
+        state.cotangent_is_shared, state.in_backward_pass = before
 
 
 class SavedValues:
-    """The values that one record needs."""
+    """The values that one tape needs."""
 
     def __init__(self) -> None:
         self._needed: dict[int, list[weakref.ref[Any]]] = {}  # by place
         self._seen: list[
             tuple[weakref.ref[torch.Tensor], int]
-        ] = []  # plain tensors, and how often they had been written to
-        self._others: set[SavedValues] = set()  # records that this one has gone back over
+        ] = []  # plain tensors, and their counts of writes so far
+        self._others: set[SavedValues] = set()  # tapes whose backward pass this one has recorded
         self._changed: list[weakref.ref[Any]] = []
         state.saved.add(weakref.ref(self, state.saved.discard))
 
@@ -210,9 +215,7 @@ class SavedValues:
         self.see(values)
 
     def see(self, values: Iterable[Any]) -> None:
-        """Tensors through which something needed may be written to: what a view is taken of, what is
-        returned.
-        """
+        """Tensors through which a needed value may be written to: the base of a view, a returned value."""
         for tensor in map(innermost, values):
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 self._seen.append((weakref.ref(tensor), write_count(tensor)))
@@ -221,17 +224,15 @@ class SavedValues:
         self._others.add(other)
 
     def watch(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        """Told of each operator while transforms run."""
-        if (
-            op is not aten.detach_.default
-        ):  # which torch.tensor(..) ends with, and which leaves the values alone
+        """Called with each operator while transforms run."""
+        if op is not aten.detach_.default:  # torch.tensor(..) ends with it, and it doesn't change the values
             for target in written_by(op, args, kwargs):
                 self.written(target)
 
     def written(self, value: Any) -> None:
-        """Told of each tensor that an operator writes to while transforms run."""
+        """Called with each tensor that an operator writes to while transforms run."""
         for place in _places(value, written=True):
-            # a place may be another's by now: what stood there then is gone
+            # a place may belong to another value by now: the former one is gone
             self._changed += [
                 reference for reference in self._needed.get(place, ()) if reference() is not None
             ]
@@ -254,10 +255,10 @@ class SavedValues:
 
 
 def _places(value: Any, *, written: bool = False) -> Iterator[int]:
-    """Where a value stands: at each level the tracer that it is a view of, and below all of them the memory.
+    """The places of a value: at each level the tracer that it is a view of, and below all of them the memory.
 
-    written: only as far down as a write to it goes; derivatives' tracers are given another value, and the old
-    one stays as it is.
+    written: only as far down as a write to it goes; tracers of derivatives get another value, and the old
+        one stays as it is.
     """
     while isinstance(value, Tracer):
         while (view_of := getattr(value, "view_of", None)) is not None:

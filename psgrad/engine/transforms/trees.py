@@ -31,42 +31,41 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     if isinstance(tree, torch.Tensor):
         return [tree], LEAF
     leaves: list[Any] = []
-    return leaves, _taken_apart(tree, leaves)
+    return leaves, _flattened(tree, leaves)
 
 
-def _taken_apart(tree: Any, leaves: list[Any]) -> Structure:
+def _flattened(tree: Any, leaves: list[Any]) -> Structure:
     kind = type(tree)
     if kind in _PLAIN or isinstance(tree, torch.Tensor):
         leaves.append(tree)
         return LEAF
     before = len(leaves)
     if kind is dict:
-        parts = tuple([_taken_apart(item, leaves) for item in tree.values()])
+        parts = tuple([_flattened(item, leaves) for item in tree.values()])
         return Structure(dict, tuple(tree), parts, len(leaves) - before)
     if kind is tuple or kind is list:
-        parts = tuple([_taken_apart(item, leaves) for item in tree])
+        parts = tuple([_flattened(item, leaves) for item in tree])
         return Structure(kind, (), parts, len(leaves) - before)
-    found, spec = tree_flatten(tree)
-    leaves += found
-    return Structure(spec, (), (), len(found))
+    items, spec = tree_flatten(tree)
+    leaves += items
+    return Structure(spec, (), (), len(items))
 
 
 def unflatten(leaves: list[Any], structure: Structure) -> Any:
     """The tree of that structure with these leaves."""
-    return leaves[0] if structure is LEAF else _put_together(iter(leaves), structure)
+    return leaves[0] if structure is LEAF else _unflattened(iter(leaves), structure)
 
 
-def _put_together(leaves: Iterator[Any], structure: Structure) -> Any:
+def _unflattened(leaves: Iterator[Any], structure: Structure) -> Any:
     kind = structure.kind
     if kind is None:
         return next(leaves)
     if kind is dict:
         return {
-            key: _put_together(leaves, part)
-            for key, part in zip(structure.keys, structure.parts, strict=True)
+            key: _unflattened(leaves, part) for key, part in zip(structure.keys, structure.parts, strict=True)
         }
     if kind is tuple or kind is list:
-        items = [_put_together(leaves, part) for part in structure.parts]
+        items = [_unflattened(leaves, part) for part in structure.parts]
         return items if kind is list else tuple(items)
     return tree_unflatten([next(leaves) for _ in range(structure.leaves)], kind)
 

@@ -91,7 +91,7 @@ class _Job:
     axis_name: str | None = None
 
     def need_no_axis(self, how: str) -> None:
-        """Refuse to run on some of the samples what may look at all of them."""
+        """Refuse to run a function that reads the whole named axis on some of the samples."""
         if self.axis_name is not None:
             raise TransformError(
                 f"vmap({self.name}, axis_name={self.axis_name!r}) has to run {how}, where a sample can't see"
@@ -118,7 +118,7 @@ class _Job:
                 flat_out, structure = flatten(out)
                 flat_out = [
                     level.content(x) for x in flat_out
-                ]  # a view of what was written to is taken again while the level is there
+                ]  # a view of a written value is taken again while the level exists
         except Divergence as divergence:
             if divergence.level is not level:
                 raise
@@ -202,8 +202,8 @@ class _Job:
 
 
 def _known_below(x: Any) -> Any:
-    """An argument of a vmap inside derivatives, as their tracer: what the function computes from it, and then
-    writes to, they may need as it was.
+    """An argument of a vmap inside derivatives, as their tracer: derivatives may need the values that the
+    function computes from it before it writes to them.
     """
     for level in state.stack:
         if isinstance(level, DerivativeLevel):
@@ -291,9 +291,7 @@ def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
 
 
 def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
-    """The leaves of `prefix`, repeated for the leaves of `tree` that each stands over; None where the two do
-    not fit.
-    """
+    """The leaves of `prefix`, each repeated for the leaves of `tree` below it; None if the two do not fit."""
     if prefix is None or isinstance(prefix, int):
         return [prefix] * (1 if isinstance(tree, torch.Tensor) else len(flatten(tree)[0]))
     if isinstance(prefix, (tuple, list)):
@@ -310,10 +308,10 @@ def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
         return broadcast_to_and_flatten(prefix, tree_flatten(tree)[1])  # a structure that its user registered
     leaves: list[Any] = []
     for part, sub in pairs:
-        found = _prefix_leaves(part, sub)
-        if found is None:
+        inner = _prefix_leaves(part, sub)
+        if inner is None:
             return None
-        leaves += found
+        leaves += inner
     return leaves
 
 

@@ -17,7 +17,9 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.sources.files import require_file
 
 INDEX_SUFFIX = ".safetensors.index.json"
-TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
+FOLDERS = ("config.json", "adapter_config.json", ".metadata")
+"""The files by one of which a folder is known as a checkpoint."""
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".pth.tar")
 SAVE_SAFELY = (
     "where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)"
 )
@@ -32,13 +34,15 @@ class TensorHeader(NamedTuple):
 
 def checkpoint_header(path: Path, key: str | None = None) -> dict[str, TensorHeader] | None:
     """name -> type and shape, of a safetensors file or of all shards of an index; None for a .pt, .pth or
-    .ckpt file, of which only the outside is looked at: what is in it, torch alone can tell.
+    .ckpt file, of which only the outside is looked at: what is in it, torch alone can tell. None, too, for a
+    folder of torch.distributed.checkpoint.
 
     Raises as `read_state_dict` in checkpoints.py does.
     """
     kind = checkpoint_kind(path, key)
     if kind == "torch":
         require_plain_archive(path)
+    if kind in ("torch", "distributed"):
         return None
     if kind == "safetensors":
         return _tensors_in(path)
@@ -57,10 +61,12 @@ def checkpoint_header(path: Path, key: str | None = None) -> dict[str, TensorHea
 
 
 def checkpoint_kind(path: Path, key: str | None = None) -> str:
-    """'torch', 'safetensors' or 'index', once it is known that there is a file, and that `key` goes with it.
-    Raises ConfigError, and CheckpointError for an empty file.
+    """'torch', 'safetensors', 'index' or 'distributed' (a folder), once it is known that there is a file, and
+    that `key` goes with it. Raises ConfigError, and CheckpointError for an empty file.
     """
     name = path.name.lower()
+    if path.is_dir() and (path / ".metadata").is_file():
+        return "distributed"
     if name.endswith(TORCH_SUFFIXES):
         require_file(path, "checkpoint", CheckpointError)
         return "torch"
@@ -85,6 +91,28 @@ def checkpoint_kind(path: Path, key: str | None = None) -> str:
     return kind
 
 
+def require_checkpoint(path: Path) -> Path:
+    """`path`, once it is known to be a file, or a folder that a trainer or Hugging Face wrote. Raises
+    ConfigError and CheckpointError.
+    """
+    if not path.is_dir():
+        return require_file(path, "checkpoint", CheckpointError)
+    if any((path / name).is_file() for name in FOLDERS):
+        return path
+    if any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
+        raise ConfigError(
+            f"the checkpoint {path} is one of DeepSpeed ZeRO, whose shards are pickles",
+            next_step="run the zero_to_fp32.py in it, and name the folder that it writes",
+        )
+    raise ConfigError(
+        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}",
+        expected=(
+            "a file, or a folder of save_pretrained, of a peft adapter, or of torch.distributed.checkpoint"
+        ),
+        next_step="name the file inside it",
+    )
+
+
 def _tensors_in(path: Path) -> dict[str, TensorHeader]:
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -98,6 +126,8 @@ def _tensors_in(path: Path) -> dict[str, TensorHeader]:
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The files that a checkpoint consists of: itself, and the shards that it names."""
+    if path.is_dir():
+        return [path / ".metadata", *sorted(path.glob("*.distcp"))]
     if not path.name.lower().endswith(INDEX_SUFFIX):
         return [path]
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path).values())))]
@@ -185,5 +215,5 @@ def require_plain_archive(path: Path) -> None:
         )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)

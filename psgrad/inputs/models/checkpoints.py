@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import re
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,36 +14,53 @@ from torch import Tensor, nn
 from psgrad.config import nearest
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import (
-    SAVE_SAFELY,
     checkpoint_kind,
-    damaged,
     damaged_safetensors,
-    first_line,
-    require_plain_archive,
     weight_map,
 )
+from psgrad.inputs.models.distributed_checkpoints import read_distributed
+from psgrad.inputs.models.torch_files import Inert, TorchFile, holds_code, read_torch, refers_to
 from psgrad.inputs.sources.files import require_file
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
 _SHOWN = 10
-# CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of
-# weights_only.
-_SAFE_TORCH = (2, 10)
+_DEEPEST = 4  # wrappers around one another
 
 # -- Reading -------------------------------------------------------------------------------------------------
 
 
-def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, on the CPU; nothing in the file is ever executed.
+@dataclass(frozen=True)
+class StateDict:
+    """The tensors of a checkpoint by name, on the CPU. notes: what of it was chosen or left out."""
 
-    `.safetensors`, `.safetensors.index.json` (sharded), and `.pt`, `.pth`, `.ckpt` as torch.save writes them,
-    where `key` names the state dict inside a larger object. Raises ConfigError for a path that is no
-    checkpoint, CheckpointError for a file that can't be read, or only by running it.
+    tensors: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name; see `read_checkpoint`."""
+    return read_checkpoint(path, key).tensors
+
+
+def read_checkpoint(path: Path, key: str | None = None) -> StateDict:
+    """What a checkpoint holds; nothing in the file is ever executed.
+
+    `.safetensors`, `.safetensors.index.json` (sharded), folders of torch.distributed.checkpoint, and `.pt`,
+    `.pth`, `.ckpt` as torch.save writes them. `key` names the state dict inside a larger object, dotted where
+    it lies deeper. Raises ConfigError for a path that is no checkpoint, CheckpointError for a file that can't
+    be read, or only by running it.
     """
     kind = checkpoint_kind(path, key)
-    if kind == "torch":
-        return state_dict_in(read_torch(path), key, path)
-    return _read_sharded(path) if kind == "index" else _read_safetensors(path)
+    if kind == "distributed":
+        return StateDict(read_distributed(path, key))
+    if kind != "torch":
+        return StateDict(_read_sharded(path) if kind == "index" else _read_safetensors(path))
+    file = read_torch(path)
+    chosen = _only_candidate(file.content) if key is None else None
+    notes = [f"took the weights {chosen!r} of {path.name}"] if chosen is not None else []
+    if file.left_out:
+        notes.append(f"left out objects of {path.name} that are code: {', '.join(file.left_out[:_SHOWN])}")
+    return StateDict(state_dict_in(file, key if chosen is None else chosen, path), tuple(notes))
 
 
 def _read_safetensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -68,56 +82,41 @@ def _read_sharded(index: Path) -> dict[str, Tensor]:
     return state_dict
 
 
-def read_torch(path: Path, device: str = "cpu") -> object:
-    """What torch.save wrote, if it is tensors and plain values only; on "meta" without memory."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
-        raise CheckpointError(
-            f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
-            expected="torch 2.10 or newer, or a .safetensors file",
-        )
-    require_plain_archive(path)
-    try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # about pickle protocols, which the error below tells better
-            return torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"the checkpoint {path} holds more than tensors and plain values; nothing in it was executed",
-            expected="a state dict, or a dict that contains one",
-            cause=_refused_object(error),
-            next_step=SAVE_SAFELY,
-        ) from error
-    except Exception as error:  # a damaged archive fails in as many ways as it has readers
-        raise damaged(path, "torch.save archive", first_line(error)) from error
+_CANDIDATES = ("state_dict", "model_state_dict")
 
 
-def _refused_object(error: Exception) -> str:
-    # torch's message is a page of advice on how to switch the safety off; the one fact in it is the object's
-    # name.
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return (
-        f"it refers to {found[1]}, which is code"
-        if found
-        else "a damaged file, or one saved with objects of the training program inside"
-    )
+def _only_candidate(loaded: object) -> str | None:
+    """The one of the usual keys below which there is a state dict; None where there is none, or a doubt."""
+    if _is_state_dict(loaded) or not isinstance(loaded, dict):
+        return None
+    found = [key for key in _CANDIDATES if _is_state_dict(loaded.get(key))]
+    return found[0] if len(found) == 1 else None
 
 
-def state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tensor]:
+def state_dict_in(file: TorchFile, key: str | None, path: Path) -> dict[str, Tensor]:
     """The state dict in what was read of `path`, at `key` if that is given. Raises ConfigError and
     CheckpointError.
     """
-    found = loaded
-    if key is not None:
-        if not isinstance(loaded, dict) or key not in loaded:
-            raise ConfigError(f"the checkpoint {path} has no {key!r}", next_step=_keys_to_name(loaded))
-        found = loaded[key]
+    loaded = file.content
+    found = loaded if key is None else _at(loaded, key)
     if _is_state_dict(found):
         return dict(found)  # type: ignore[call-overload, no-any-return]
+    if isinstance(found, Inert) or (file.left_out and not _keys_of_state_dicts(loaded)):
+        raise holds_code(path, refers_to(file.left_out))
+    if key is not None and found is None:
+        raise ConfigError(f"the checkpoint {path} has no {key!r}", next_step=_keys_to_name(loaded))
     what = f"{key!r} in the checkpoint {path}" if key is not None else f"the checkpoint {path}"
     raise CheckpointError(
         f"{what} is no state dict", expected="tensors by name", next_step=_keys_to_name(loaded)
     )
+
+
+def _at(loaded: object, key: str) -> object:
+    """What lies at a key, or at a dotted path of keys; None where there is nothing."""
+    if not isinstance(loaded, dict) or key in loaded:
+        return loaded[key] if isinstance(loaded, dict) else None
+    first, dot, rest = key.partition(".")
+    return _at(loaded.get(first), rest) if dot else None
 
 
 def _is_state_dict(value: object) -> bool:
@@ -128,9 +127,14 @@ def _is_state_dict(value: object) -> bool:
     )
 
 
+def _keys_of_state_dicts(loaded: object) -> list[str]:
+    if not isinstance(loaded, dict):
+        return []
+    return [str(key) for key, value in loaded.items() if _is_state_dict(value)]
+
+
 def _keys_to_name(loaded: object) -> str:
-    keys = list(loaded) if isinstance(loaded, dict) else []
-    usable = [str(key) for key in keys if _is_state_dict(loaded[key])]  # type: ignore[index]
+    keys, usable = list(loaded) if isinstance(loaded, dict) else [], _keys_of_state_dicts(loaded)
     if usable:
         return f"set model.state_dict_key to the state dict that you mean: {', '.join(usable[:_SHOWN])}"
     return (
@@ -143,24 +147,96 @@ def _keys_to_name(loaded: object) -> str:
 # -- Loading -------------------------------------------------------------------------------------------------
 
 
-def load_into(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> str | None:
+def load_into(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    source: str,
+    *,
+    prefix: str | None = None,
+    strict: bool = True,
+) -> str | None:
     """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages.
 
-    The match must be exact, but for two things: of the names of a tied tensor one is enough, and a prefix
-    that all names share is stripped where that, and only that, makes the match exact; the returned note says
-    so. Raises CheckpointError otherwise.
+    With a `prefix` only names that begin with it are taken, without it. Else the match must be exact, but for
+    two things: of the names of a tied tensor one is enough, and a wrapper's prefix is stripped where that,
+    and only that, makes the match exact for the names that have it. Without `strict` what fits is copied, and
+    what does not is listed. The returned note says what was stripped or left out. Raises CheckpointError.
     """
-    fit = _fit(model, state_dict)
-    prefix = ""
-    if not fit.exact:
-        prefix, stripped = _strip_prefixes(model, state_dict)
-        if not prefix:
+    chosen = _chosen(model, state_dict, source, prefix)
+    fit = _fit(model, chosen.tensors)
+    if not fit.exact and (strict or not fit.matched - len(fit.mismatched)):
+        raise CheckpointError(
+            f"the checkpoint {source} does not fit the model: {fit.describe()}",
+            cause=fit.likely_cause(),
+            next_step=_ways_out(fit) if strict else None,
+        )
+    odd = {line.partition(": ")[0] for line in fit.mismatched}
+    kept = {name: tensor for name, tensor in chosen.tensors.items() if name not in odd}
+    _copy(model, kept, source)
+    notes = chosen.notes(source) if fit.exact else [*chosen.notes(source), fit.loose(source)]
+    return "; ".join(notes) or None
+
+
+def _ways_out(fit: _Fit) -> str | None:
+    if fit.missing or fit.mismatched or not fit.matched:
+        return None
+    return "set model.strict: false, or model.state_dict_prefix, to leave out the unexpected ones"
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Tensors of a checkpoint, without the prefix that they had. rest: the names of the others."""
+
+    tensors: Mapping[str, Tensor]
+    prefix: str = ""
+    rest: tuple[str, ...] = ()
+
+    def notes(self, source: str) -> list[str]:
+        if not self.prefix:
+            return []
+        found = [f"stripped the prefix {self.prefix!r} from the {len(self.tensors)} names of {source}"]
+        if self.rest:
+            found.append(f"left out {len(self.rest)} others: {_shortened(self.rest)}")
+        return found
+
+
+def _below(state_dict: Mapping[str, Tensor], prefix: str) -> _Chosen:
+    chosen = {name.removeprefix(prefix): each for name, each in state_dict.items() if name.startswith(prefix)}
+    return _Chosen(chosen, prefix, tuple(name for name in state_dict if not name.startswith(prefix)))
+
+
+def _chosen(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, prefix: str | None) -> _Chosen:
+    """The part of a state dict that is the model's: that below `prefix`, or below the wrappers' prefix
+    without which the match is exact, or all of it.
+    """
+    if prefix is not None:
+        found = _below(state_dict, prefix)
+        if not found.tensors:
             raise CheckpointError(
-                f"the checkpoint {source} does not fit the model: {fit.describe()}", cause=fit.likely_cause()
+                f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix)",
+                expected=f"names such as {_shortened(list(state_dict))}",
             )
-        state_dict = stripped
-    _copy(model, state_dict, source)
-    return f"stripped the prefix {prefix!r} from the {len(state_dict)} names of {source}" if prefix else None
+        return found
+    if _fit(model, state_dict).exact:
+        return _Chosen(state_dict)
+    for each in _wrappings(state_dict):
+        if _fit(model, (found := _below(state_dict, each)).tensors).exact:
+            return found
+    return _Chosen(state_dict)
+
+
+def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:
+    """The prefixes that wrappers may have put before names, the shorter ones first."""
+    found = [outer + each for each in _PREFIXES if any(name.startswith(outer + each) for name in state_dict)]
+    for prefix in list(found):
+        if prefix.count(".") < _DEEPEST:
+            found += _wrappings(state_dict, prefix)
+    return sorted(found, key=len)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 @dataclass(frozen=True)
@@ -185,6 +261,16 @@ class _Fit:
         counts = ", ".join(f"{len(lines)} {name}" for name, lines in groups if lines)
         details = [line for name, lines in groups if lines for line in _group(name, lines)]
         return "\n".join([counts, *details])
+
+    def loose(self, source: str) -> str:
+        """What `strict: false` left out, and what it left as it was."""
+        groups = (
+            ("have no place in the model", self.unexpected),
+            ("have another shape or type", self.mismatched),
+            ("are not in it, and the model keeps what it was built with", self.missing),
+        )
+        said = [f"{len(names)} {words}: {_shortened(names)}" for words, names in groups if names]
+        return f"strict is false: of {source} " + "; ".join(said)
 
     def likely_cause(self) -> str:
         if self.matched == 0:
@@ -246,21 +332,6 @@ def _with_nearest(names: list[str], others: list[str]) -> list[str]:
     ] + names[_SHOWN:]
 
 
-def _strip_prefixes(model: nn.Module, state_dict: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
-    """The shared prefix without which the match is exact, and the state dict without it; an empty prefix
-    where there is none.
-    """
-    stripped = ""
-    while prefix := next(
-        (p for p in _PREFIXES if state_dict and all(name.startswith(p) for name in state_dict)), None
-    ):
-        stripped += prefix
-        state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
-        if _fit(model, state_dict).exact:
-            return stripped, state_dict
-    return "", state_dict
-
-
 def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> None:
     sources: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in _persistent(model).items():
@@ -273,5 +344,6 @@ def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> No
                 " tensors for them",
                 cause="the checkpoint belongs to a model in which they are not tied",
             )
-    whole = {name: sources[id(tensor)][1] for name, tensor in _persistent(model).items()}
-    model.load_state_dict(whole)
+    wanted = _persistent(model)
+    whole = {name: sources[id(each)][1] for name, each in wanted.items() if id(each) in sources}
+    model.load_state_dict(whole, strict=False)

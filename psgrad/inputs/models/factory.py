@@ -23,12 +23,14 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, nearest
 from psgrad.errors import ConfigError, ModelError
+from psgrad.inputs.models.adapter_folders import adapter_weights
 from psgrad.inputs.models.adapters import Adapted, with_adapters
-from psgrad.inputs.models.checkpoint_headers import checkpoint_files
-from psgrad.inputs.models.checkpoints import load_into, read_state_dict
+from psgrad.inputs.models.checkpoint_headers import checkpoint_files, require_checkpoint
+from psgrad.inputs.models.checkpoints import load_into, read_checkpoint
 from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.models.pretrained import load_pretrained, pick_for
-from psgrad.inputs.models.weight_files import weight_files
+from psgrad.inputs.models.timm_models import load_timm
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.user_code import call_factory, describe_failure, module_of, resolve
 
@@ -104,24 +106,67 @@ def load_model(
     is the config's name for them; None leaves the parameters as they were made. The model stays on the CPU,
     in the dtype that it was made in. Raises ConfigError, ModelError or CheckpointError.
     """
+    config = at_checkpoint(config, base)
     if config.pretrained is not None:
         made = _from_pretrained(config, base, narrow=trainable is None, allow_download=allow_download)
+    elif config.timm is not None:
+        made = load_timm(config)
     else:
         assert config.factory is not None
         model = _built(config.factory, config, base)
         made = LoadedModel(model, [], [module_of(config.factory)], None)
     if config.checkpoint is not None:
-        path = base / config.checkpoint
-        note = load_into(made.model, read_state_dict(path, config.state_dict_key), str(config.checkpoint))
-        made = replace(made, notes=[*made.notes, *([note] if note else [])], sha256=checkpoint_hash(path))
-    elif config.factory is not None:
+        made = _filled(made, config, base / config.checkpoint)
+    elif config.pretrained is None:
         made.notes.append("no checkpoint: the weights are those that the factory gave")
     if trainable is not None:
         choose_trainable(made.model, trainable, trainable_key)
-    _require_usable_parameters(made.model, config.factory or config.pretrained or "")
+    _require_usable_parameters(made.model, config.factory or config.pretrained or str(config.timm))
     made.model.train(config.mode == "train")
     _require_independent_samples(made.model)
     return made
+
+
+def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
+    """The config with a checkpoint that is a folder of save_pretrained in the model's place, and one that is
+    an adapter's folder in the adapter's. Raises ConfigError for such folders of a model that is no pretrained
+    one.
+    """
+    if config.checkpoint is None:
+        return config
+    folder = require_checkpoint(base / config.checkpoint)
+    key = next((key for name, key in _FOLDERS.items() if (folder / name).is_file()), None)
+    if key is None:
+        return config
+    if config.pretrained is None:
+        raise ConfigError(
+            f"the checkpoint {folder} is a folder of Hugging Face, and there is no model.pretrained",
+            next_step=f"set model.{key}: {config.checkpoint}, and model.task, in place of {_origin(config)}",
+        )
+    name = str(config.checkpoint)
+    there = {"adapter": [name]} if key == "adapter" else {"pretrained": name, "revision": None}
+    return config.model_copy(update={"checkpoint": None, **there})
+
+
+_FOLDERS = {"adapter_config.json": "adapter", "config.json": "pretrained"}
+
+
+def _origin(config: ModelConfig) -> str:
+    return "model.timm" if config.factory is None else "model.factory"
+
+
+def _filled(made: LoadedModel, config: ModelConfig, path: Path) -> LoadedModel:
+    """The model with the weights of a checkpoint."""
+    found = read_checkpoint(path, config.state_dict_key)
+    note = load_into(
+        made.model,
+        found.tensors,
+        str(config.checkpoint),
+        prefix=config.state_dict_prefix,
+        strict=config.strict,
+    )
+    notes = [*made.notes, *found.notes, *([note] if note else [])]
+    return replace(made, notes=notes, sha256=checkpoint_hash(path))
 
 
 def _from_pretrained(config: ModelConfig, base: Path, *, narrow: bool, allow_download: bool) -> LoadedModel:
@@ -171,6 +216,10 @@ def _built(factory: str, config: ModelConfig, base: Path) -> nn.Module:
 
 def checkpoint_hash(path: Path) -> str:
     """The SHA-256 of a checkpoint: of its file, or of its files' hashes."""
+    if (path / "adapter_config.json").is_file():
+        return sha256_of(adapter_weights(path))
+    if (path / "config.json").is_file():
+        return hash_of_files(weight_files(weights_file(path)))
     return hash_of_files(checkpoint_files(path))
 
 
@@ -193,10 +242,11 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
                 f"the parameter {name} is on the meta device: it has a shape but no values",
                 next_step="build the model on the CPU in the factory",
             )
-        if not parameter.is_floating_point():
+        wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+        if parameter.requires_grad and not wide:
             raise ModelError(
                 f"the parameter {name} is of type {parameter.dtype}",
-                expected="real floating-point parameters",
+                expected="real floating-point parameters of 16 bits or more; others with requires_grad=False",
             )
 
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from psgrad.errors import ConfigError, ModelError
+from psgrad.inputs.models.checkpoint_headers import first_line
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is downloaded of a hub repository: no pickles, and no code."""
@@ -36,10 +37,15 @@ def library(name: str, extra: str = "hugging-face") -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ModelError(
-            f"{error.name or name} is not installed, and this config needs it",
-            next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
-        ) from error
+        raise not_installed(error.name or name, extra) from error
+
+
+def not_installed(name: str, extra: str) -> ModelError:
+    """What is said of a library that is missing."""
+    return ModelError(
+        f"{name} is not installed, and this config needs it",
+        next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
+    )
 
 
 def is_hub_id(name: str) -> bool:
@@ -100,21 +106,35 @@ def located(
 
 
 def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> Location:
+    fetched = what_is_fetched(name, revision, key)
+    try:
+        found = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:
+        raise _not_fetched(name, key, error) from error
+    return Location(found, found.name, f"downloaded {fetched}")
+
+
+def what_is_fetched(name: str, revision: str | None, key: str) -> str:
+    """The files of a hub id that are not in the local cache, with their sizes, in words; it asks the hub, and
+    downloads nothing. Raises ConfigError.
+    """
+    hub = library("huggingface_hub")
     try:
         planned = hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES), dry_run=True)
-        found = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # of the network, the hub and its permissions there are two dozen
-        raise ConfigError(
-            f"{key}: the hub id {name!r} can't be downloaded: {_first_line(error)}",
-            cause="no network, a private or gated repository, or a misspelt id",
-            next_step=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
-        ) from error
+        raise _not_fetched(name, key, error) from error
     fetched = [file for file in planned if file.will_download]
     size = sum(file.file_size for file in fetched)
     listed = ", ".join(f"{file.filename} ({file.file_size:,} bytes)" for file in fetched[:10])
     more = f" and {len(fetched) - 10} more" if len(fetched) > 10 else ""
-    return Location(
-        found, found.name, f"downloaded {len(fetched)} files of {name}, {size:,} bytes: {listed}{more}"
+    return f"{len(fetched)} files of {name}, {size:,} bytes: {listed}{more}"
+
+
+def _not_fetched(name: str, key: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{key}: the hub id {name!r} can't be downloaded: {first_line(error)}",
+        cause="no network, a private or gated repository, or a misspelt id",
+        next_step=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
     )
 
 
@@ -149,7 +169,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

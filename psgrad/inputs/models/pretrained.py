@@ -19,7 +19,7 @@ from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.inputs.models.checkpoint_headers import first_line
 from psgrad.inputs.models.hub import Location, library, located, quiet
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.models.weight_files import dtype_of_weights, weights_file
+from psgrad.inputs.models.model_folders import dtype_of_weights, require_model_folder, saved_as, weights_file
 
 AUTO_CLASSES: Mapping[Task, str] = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -110,34 +110,6 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
             )
         setattr(settings, name, copy.deepcopy(value))
     return settings
-
-
-def require_model_folder(folder: Path) -> None:
-    """Raises ConfigError for a folder without config.json, with what it holds instead, and for an adapter's
-    folder.
-    """
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            cause = "this is the folder of an adapter, which lies on top of another model"
-            step = "name the base model in model.pretrained, and this folder in model.adapter"
-        elif inner := [each.parent.name for each in sorted(folder.glob("*/config.json"))]:
-            cause = f"it holds folders of models: {', '.join(inner[:_SHOWN])}"
-            step = "name one of them"
-        else:
-            cause = "another folder, or a model that was not saved by save_pretrained"
-            step = "save it with model.save_pretrained(folder); for other weights, use model.factory"
-        raise ConfigError(
-            f"model.pretrained: the folder {folder} has no config.json",
-            expected="a folder as save_pretrained writes it",
-            cause=cause,
-            next_step=step,
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"model.pretrained: the folder {folder} holds a model and an adapter (adapter_config.json)",
-            cause="transformers would put the adapter in without a word",
-            next_step="move the adapter to a folder of its own, and name it in model.adapter",
-        )
 
 
 def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
@@ -244,7 +216,7 @@ def _checked(report: Mapping[str, Any], config: ModelConfig, folder: Path) -> li
     """
     missing = sorted(report["missing_keys"]) + [str(each[0]) for each in report["mismatched_keys"]]
     if missing:
-        saved = _saved_as(folder)
+        saved = saved_as(folder)
         raise CheckpointError(
             f"the folder {folder} has no weights for {_listed(missing)}: the model of task {config.task}"
             " would start with random numbers there",
@@ -256,13 +228,6 @@ def _checked(report: Mapping[str, Any], config: ModelConfig, folder: Path) -> li
     if not extra:
         return []
     return [f"left out {len(extra)} tensors of {folder} for which there is no place: {_listed(extra)}"]
-
-
-def _saved_as(folder: Path) -> str | None:
-    import json
-
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
 
 
 def _listed(names: list[str]) -> str:

@@ -20,11 +20,11 @@ from psgrad.errors import DataError, PsgradError
 from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
 from psgrad.inputs.sources.files import input_names, require_rows
-from psgrad.inputs.sources.items import Item, Items
+from psgrad.inputs.sources.items import Item, Items, KeptItems
 from psgrad.ragged import RaggedAxes
 from psgrad.user_code import call_factory, describe_failure
 
-_KEPT_BYTES = 1 << 29  # of items that were read and are going to be read again
+_KEPT_BYTES = 1 << 30  # on the disk, of items that were read and are going to be read again
 _LOOKED_AT = 32  # items, by which a dataset is known to have rows of unequal length
 
 
@@ -58,13 +58,12 @@ class DatasetSamples(Samples):
         listed = None if unit is None else getattr(dataset, unit, None)
         self._items = Items(dataset, config, unit if listed is None else None, labels or Labels())
         self._source = self._items.source
-        self._kept: dict[int, Item] = {}
-        self._room = _KEPT_BYTES
+        self._kept = KeptItems(_KEPT_BYTES)
         self._contents: dict[int, str] = {}
         self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
         count = len(self._items)
         require_rows(count, self._source)
-        self._first = self._keep(0, self._items(0))
+        self._first = self._kept.put(0, self._items(0))
         ids, units = self._identified(count, unit, listed)
         self.ragged = self._ragged(count)
         super().__init__(ids, None, self._digest(count, units), units)
@@ -98,7 +97,7 @@ class DatasetSamples(Samples):
                 for row, found in enumerate(self._read_ahead(0, until)):
                     _add(digest, row, found)
                     if isinstance(found, Item):
-                        self._keep(row, found)
+                        self._kept.put(row, found)
             self._contents[until] = digest.hexdigest()
         return self._contents[until]
 
@@ -135,21 +134,8 @@ class DatasetSamples(Samples):
             how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
 
-    def _keep(self, row: int, item: Item) -> Item:
-        """The item, kept until it is read again where there is room."""
-        if row not in self._kept and item.size <= self._room:
-            self._kept[row] = item
-            self._room -= item.size
-        return item
-
-    def _taken(self, row: int) -> Item | None:
-        """The item that was kept, which is not kept any longer."""
-        item = self._kept.pop(row, None)
-        self._room += 0 if item is None else item.size
-        return item
-
     def _item(self, row: int) -> Item:
-        return self._taken(row) or self._items(row)
+        return self._kept.pop(row) or self._items(row)
 
     def _in_order(self, start: int, stop: int) -> list[Item]:
         """The items of these rows: kept ones, those of workers that read ahead, or made now."""
@@ -179,7 +165,7 @@ class DatasetSamples(Samples):
             )
         )
         for row, known in enumerate(kept, start):
-            yield (self._taken(row) or _made(self._items, row)) if known else next(made)
+            yield (self._kept.pop(row) or _made(self._items, row)) if known else next(made)
 
     def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
         for row, item in zip(rows, items, strict=True):
@@ -218,7 +204,7 @@ class DatasetSamples(Samples):
         differing: set[tuple[int, int]] = set()
         for row in sorted({*np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()}):
             try:
-                item = self._kept.get(row) or self._keep(row, self._items(row))
+                item = self._kept.get(row) or self._kept.put(row, self._items(row))
             except PsgradError:
                 continue  # whoever comes to that row says so
             for place, (mine, first) in enumerate(zip(item.shapes, self._first.shapes, strict=False)):
@@ -238,7 +224,7 @@ class DatasetSamples(Samples):
         """(the ids, whom each row belongs to): numbers and the dataset's own list, or what its items hold."""
         in_items = self._config.id is not None or (unit is not None and listed is None)
         found = [
-            self._keep(row, self._kept.get(row) or self._items(row))
+            self._kept.put(row, self._kept.get(row) or self._items(row))
             for row in range(count if in_items else 0)
         ]
         ids, units = row_numbers(count), None
@@ -270,7 +256,7 @@ class DatasetSamples(Samples):
                 found = self._kept.get(row) or _made(self._items, row)
                 _add(digest, row, found)
                 if isinstance(found, Item):
-                    self._keep(row, found)
+                    self._kept.put(row, found)
         if units is not None:
             digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()

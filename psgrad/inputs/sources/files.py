@@ -100,6 +100,8 @@ def input_names(config: DataConfig) -> list[str]:
     """The columns that a file's config names as inputs."""
     if isinstance(config.inputs, dict):
         return [each if isinstance(each, str) else each.length_of for each in config.inputs.values()]
+    if config.inputs is None and config.image is not None:
+        return [config.image]
     return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
 
 

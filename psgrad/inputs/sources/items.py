@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
@@ -37,10 +40,53 @@ class Item:
         """Of each tensor."""
         return [list(x.shape) for x in self.tensors]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(x.numel() * x.element_size() for x in self.tensors)
+
+class KeptItems:
+    """Items in a temporary file, each until it is asked for.
+
+    Args:
+        room: the largest size of the file, in bytes; items for which there is no room are not kept.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._file: IO[bytes] | None = None
+        self._places: dict[int, tuple[int, Item]] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._places
+
+    def put(self, row: int, item: Item) -> Item:
+        """The item, which is kept."""
+        content = b"".join(x.contiguous().numpy().tobytes() for x in item.tensors)
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with this object
+        end = self._file.seek(0, os.SEEK_END)
+        if row not in self._places and end + len(content) <= self._room:
+            self._file.write(content)
+            self._places[row] = end, replace(item, tensors=tuple(x.to("meta") for x in item.tensors))
+        return item
+
+    def get(self, row: int) -> Item | None:
+        """The item of this row, which stays; None where it is not kept."""
+        if row not in self._places or self._file is None:
+            return None
+        place, item = self._places[row]
+        self._file.seek(place)
+        tensors = []
+        for x in item.tensors:
+            whole = torch.empty(x.shape, dtype=x.dtype)
+            self._file.readinto(whole.numpy().reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+            tensors.append(whole)
+        return replace(item, tensors=tuple(tensors))
+
+    def pop(self, row: int) -> Item | None:
+        """The item of this row, which is not kept any longer; None where it was not."""
+        item = self.get(row)
+        self._places.pop(row, None)
+        if self._file is not None and not self._places:
+            self._file.truncate(0)
+        return item
 
 
 class Items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from psgrad.config import DataConfig
@@ -17,6 +18,7 @@ from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_datas
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
+from psgrad.inputs.tasks.labels import Labels as HeadLabels
 
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
 
@@ -29,7 +31,11 @@ def open_rows(
     Raises ConfigError where a file or column is not there, DataError where the data can't be used.
     """
     wanted = Wanted.of(config, unit)
-    if config.dataset is not None or config.factory is not None:
+    if config.images is not None:
+        from psgrad.inputs.images.folder import folder_rows
+
+        rows = folder_rows(config, base, unit)
+    elif config.dataset is not None or config.factory is not None:
         rows = _library_rows(config, base, wanted, allow_download)
     else:
         source, paths = source_of(config, base)
@@ -81,6 +87,8 @@ def load_data(
     if config.text is not None or config.prompt is not None or config.messages is not None:
         return _load_texts(config, base, unit, pretrained, kept)
     labels = labels_for(config, criterion)
+    if config.images is not None or config.image is not None:
+        return _load_images(config, base, unit, pretrained, labels)
     if config.factory is not None:
         dataset = made_by_factory(config, base)
         if not is_library_dataset(dataset):
@@ -105,6 +113,26 @@ def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:
     """How the targets of a config become what its loss compares with."""
     names = None if config.class_names is None else tuple(config.class_names)
     return Labels(names=names) if criterion is None else Labels(criterion.kind, criterion.ignore_index, names)
+
+
+def _load_images(
+    config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None, labels: Labels
+) -> Samples:
+    from psgrad.inputs.images.folder import with_names
+    from psgrad.inputs.images.preparation import preparation
+    from psgrad.inputs.images.samples import ImageSamples
+
+    rows = open_rows(config, base, unit)
+    folder = (
+        base / config.images if config.images is not None else rows.files[0].parent if rows.files else base
+    )
+    config = config if config.images is None else with_names(config, base)
+    if pretrained is not None:
+        names = HeadLabels.of(pretrained.config, config).given
+        labels = replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
+        if not isinstance(config.inputs, dict):
+            config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
+    return ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, pretrained))
 
 
 def _load_texts(

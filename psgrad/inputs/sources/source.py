@@ -180,7 +180,7 @@ def header_problems(
         if name in header.unusable:
             yield header.unusable[name]
             return
-    for name in [*roles.numbers, *(() if labels else roles.labels)]:
+    for name in [*roles.numbers, *(() if labels else roles.labels)]:  # images are among the texts
         column = header.columns.get(name)
         if column is not None and name in header.texts:
             row, cell = header.texts[name]

@@ -55,7 +55,7 @@ class TableSamples(Samples):
         require_rows(rows.count, rows.source)
         self._rows, self._labels = rows, Labels() if labels is None else labels
         self._names = input_names(config)
-        self._layout = _layout(config, rows.schema)
+        self._layout = self._laid_out(config)
         self._weight = config.weight
         self._lengths = axis_lengths(rows, [name for name in self._columns() if self._is_list(name)])
         ids = (
@@ -79,6 +79,41 @@ class TableSamples(Samples):
 
     def input_names(self) -> list[str]:
         return list(self._names)
+
+    def _is_number(self, name: str) -> bool:
+        """Whether an input is a column of numbers, or of lists of them."""
+        return True
+
+    def _input(self, table: pa.Table, name: str, told: Told) -> Tensor:
+        """[n, ...]: a column of inputs."""
+        return _tensors(table, [name], told)[0]
+
+    def _laid_out(self, config: DataConfig) -> _Layout:
+        """The layout of a config. Raises DataError where columns can't be numbers, or can't be stacked."""
+        schema, names, targets = self._rows.schema, self._names, target_names(config)
+        lengths = length_inputs(config)
+        for place, name in enumerate(names):
+            kind = schema.field(name).type
+            if self._is_number(name):
+                require_numbers(name, kind)
+            if place in lengths and not is_list(kind):
+                raise DataError(f"length_of: {name!r} is of type {kind}", expected="a column of lists")
+        for name in targets:
+            kind = schema.field(name).type
+            if len(targets) > 1 or not is_text(_value_type(kind)):
+                require_numbers(name, kind)
+            if len(targets) > 1 and is_list(kind):
+                raise DataError(f"data.target: {name!r} holds lists", expected="one number a row in each")
+        lists = [name for name in names if is_list(schema.field(name).type) or not self._is_number(name)]
+        stack = not lists if config.stack is None else config.stack
+        if not isinstance(config.inputs, list) or not stack:
+            return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
+        if lists and len(lists) < len(names):
+            raise ConfigError(
+                f"data.stack: {lists[0]!r} holds lists, and another column one number a row",
+                expected="columns of one shape, or stack: false for a tensor of each",
+            )
+        return _Layout((tuple(names),), True, lengths, tuple(targets))
 
     def _columns(self) -> list[str]:
         names = [name for each in self._layout.inputs for name in each]
@@ -140,7 +175,7 @@ class TableSamples(Samples):
             if place in self._layout.lengths:
                 inputs.append(torch.from_numpy(self._lengths[names[0]][rows, 0]))
                 continue
-            found = _tensors(table, names, told)
+            found = [self._input(table, name, told) for name in names]
             inputs.append(stacked(found, names, "data.stack") if self._layout.stacked else found[0])
         if self._weight is not None:
             weights = _tensors(table, [self._weight], told)[0]
@@ -153,34 +188,6 @@ class TableSamples(Samples):
             target = stacked(found, self._layout.target, "data.target") if len(found) > 1 else found[0]
         lengths = None if self._row_lengths is None else self._row_lengths[torch.from_numpy(rows)]
         return Block(tuple(inputs), target, lengths, self.ragged)
-
-
-def _layout(config: DataConfig, schema: pa.Schema) -> _Layout:
-    """The layout of a config. Raises DataError where columns can't be numbers, or can't be stacked."""
-    names, targets = input_names(config), target_names(config)
-    lengths = length_inputs(config)
-    for place, name in enumerate(names):
-        kind = schema.field(name).type
-        require_numbers(name, kind)
-        if place in lengths and not is_list(kind):
-            raise DataError(f"length_of: {name!r} is of type {kind}", expected="a column of lists")
-    lists = [name for name in names if is_list(schema.field(name).type)]
-    stack = not lists if config.stack is None else config.stack
-    if len(targets) > 1:
-        for name in targets:
-            require_numbers(name, schema.field(name).type)
-            if is_list(schema.field(name).type):
-                raise DataError(f"data.target: {name!r} holds lists", expected="one number a row in each")
-    elif targets and not is_text(plain_type := _value_type(schema.field(targets[0]).type)):
-        require_numbers(targets[0], plain_type)
-    if not isinstance(config.inputs, list) or not stack:
-        return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
-    if lists and len(lists) < len(names):
-        raise ConfigError(
-            f"data.stack: {lists[0]!r} holds lists, and another column one number a row",
-            expected="columns of one shape, or stack: false for a tensor of each",
-        )
-    return _Layout((tuple(names),), True, lengths, tuple(targets))
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:

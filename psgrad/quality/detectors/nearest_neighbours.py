@@ -17,12 +17,13 @@ LARGEST_REFERENCE = 5_000
 class NearestNeighbours(Detector):
     """The mean distance to the nearest rows.
 
-    Of more than 5,000 rows to be held against, a random 5,000 are: distances then grow for all rows alike.
+    With more than 5,000 rows to compare with, a random 5,000 are used: distances then grow for all rows
+    alike.
 
     Options:
-        neighbours: how many; as many as there are, where there are fewer.
-        metric: 'euclidean', or 'cosine', 1 less the cosine of the angle, in which the length of a row does
-            not count. A row of zeros has no angle, and gets NaN.
+        neighbours: how many; as many as there are, if there are fewer.
+        metric: 'euclidean', or 'cosine', 1 less the cosine of the angle, for which the length of a row does
+            not matter. A row of zeros has no angle, and gets NaN.
     """
 
     neighbours: int = 10

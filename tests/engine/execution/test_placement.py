@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from psgrad.engine.execution import placement
 from psgrad.engine.execution.placement import Widened, place, stored_in
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import functional_call
@@ -49,6 +51,28 @@ def test_the_numbers_are_those_of_the_widened_model(
 
     found, expected = gradients(model, ids), gradients(whole, ids)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_one_weight_at_a_time_is_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("causal-lm", tmp_path).to(torch.bfloat16)
+    place(frozen_but(model, "0.self_attn.q_proj"), CPU, torch.float32, "as-saved")
+    alive: set[int] = set()
+    most = 0
+    widened = placement._widened
+
+    def counted(value: object) -> object:
+        nonlocal most
+        found = widened(value)
+        if isinstance(value, Widened):
+            alive.add(number := id(found))
+            weakref.finalize(found, alive.discard, number)
+            most = max(most, len(alive))
+        return found
+
+    monkeypatch.setattr(placement, "_widened", counted)
+    gradients(model, torch.randint(7, 300, (3, 9)))
+    assert most == 1
+    assert not alive
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,19 @@ def test_a_row_on_which_the_model_raises_is_named() -> None:
         setup.check()
 
 
+class PackedInt8(nn.Linear):
+    """A weight of whole numbers, in a kernel of which PyTorch has no derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = torch.ones(self.out_features, self.in_features, dtype=torch.int8)
+        return torch._weight_int8pack_mm(super().forward(x), codes, torch.ones(self.out_features))
+
+
+def test_a_model_that_autograd_can_not_differentiate_is_named() -> None:
+    with pytest.raises(SelfCheckError, match="the self-check can't run, as PyTorch's autograd fails: deriv"):
+        Setup(model=nn.Sequential(PackedInt8(4, 4), nn.Linear(4, 3))).check()
+
+
 def test_the_model_keeps_no_gradient() -> None:
     setup = Setup()
     setup.check()

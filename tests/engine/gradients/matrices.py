@@ -1,5 +1,5 @@
-"""The matrices of random projections, written out entry by entry from their definition, in Python's own whole
-numbers.
+"""The matrices of random projections, materialised entry by entry from their definition, in Python's own
+whole numbers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def matrix(projection: Projection, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def projected(projection: Projection, gradients: dict[str, Tensor]) -> Tensor:
-    """What gradients name -> [n, *shape], written out, are projected to."""
+    """What gradients name -> [n, *shape], materialised, are projected to."""
     parts = [
         (
             gradient.double().cpu().flatten(1) @ matrix(projection, name, tuple(gradient.shape[1:])).t()

@@ -76,8 +76,8 @@ def test_queries_in_blocks_of_samples(
 def test_per_sample_square_norms_equal_those_of_gradients(
     architecture: Architecture, device: torch.device
 ) -> None:
-    """per_sample_square_norms contracts each gradient on the way back: each must be complete by then, shared
-    weights too.
+    """per_sample_square_norms contracts each gradient in the backward pass: each must be complete by then,
+    shared weights too.
     """
     model = architecture.build(dtype=torch.float64).to(device)
     inputs, target = architecture.batch(5, dtype=torch.float64)

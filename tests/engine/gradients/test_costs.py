@@ -20,7 +20,7 @@ from psgrad.engine.execution.calibration import measure
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Cost, Machine, cheapest, machine_of, norm_order_costs
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -553,7 +553,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> PerSampleGradients:
-    """The gradients as the pass back leaves them, before small ones are written out."""
+    """The gradients after the backward pass, before small ones are materialised."""
     found: dict[str, DeferredGradient] = {}
     losses, _ = Pass(program.loss, params, batch, 0, False, "error").run(found.__setitem__)
     return PerSampleGradients({name: found[name] for name in params}, losses)

@@ -1,4 +1,4 @@
-"""Inner products between samples: each way of computing them, at the limits of floating point, in bounded
+"""Inner products between samples: each order of computing them, at the limits of floating point, in bounded
 memory, and what it saves.
 """
 
@@ -29,7 +29,7 @@ from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import built_in
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of
 
 few = st.integers(1, 4)
@@ -79,7 +79,7 @@ def error(found: Tensor, one: Gradient, other: Gradient) -> float:
 
 @contextmanager
 def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> Iterator[None]:
-    """Whatever a way costs, it is taken; and blocks may be small."""
+    """This order is used, whatever it costs; and blocks may be small."""
     with (
         mock.patch.object(products, "cheapest_order", return_value=way),
         mock.patch.dict(term_kinds.BLOCK_BYTES, {"cpu": block_bytes, "cuda": block_bytes}),
@@ -88,7 +88,7 @@ def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> 
         yield
 
 
-# -- Every way gives the same numbers ------------------------------------------------------------------------
+# -- Every order gives the same numbers ----------------------------------------------------------------------
 
 
 def randn(*shape: int) -> Tensor:
@@ -297,7 +297,7 @@ def test_inner_products_positions_of_unlike_magnitude(way: str, size: float) -> 
 @pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
 @pytest.mark.parametrize("positions", [2, 40])
 def test_inner_products_cancelling_positions(way: str, rest: float, most: float, positions: int) -> None:
-    """On one side, on the other and on both; the rounding of what is written out shows as it does in norms
+    """On one side, on the other and on both; the rounding of what is materialised shows as it does in norms
     (test_terms.py).
     """
     one = (Product(*cancelling(positions, rest)),)
@@ -410,7 +410,7 @@ def test_inner_products_gram_matrix_is_half_the_work(positions: int) -> None:
     )
     for way in (GRAM, VALUES):
         with in_way(way):
-            # written out: both sides' gradients once, too, against one side's
+            # materialised: both sides' gradients once, too, against one side's
             assert operations(grads.gram) <= 0.6 * operations(lambda: grads.inner(grads))
 
 

@@ -1,4 +1,4 @@
-"""Random projections beside their matrices, written out; what they estimate, what they don't depend on, and
+"""Random projections beside their matrices, materialised; what they estimate, what they don't depend on, and
 how little they hold.
 """
 
@@ -41,7 +41,7 @@ from psgrad.engine.gradients.terms import (
     Rows,
     Term,
 )
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients
 from tests.engine.gradients.matrices import matrix, projected
@@ -93,7 +93,7 @@ def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Everything(nn.Module):
-    """Each way a weight may be used: tied, looked up, in groups, transposed, in slices, behind a mask, as a
+    """Each use of a weight: tied, looked up, in groups, transposed, in slices, behind a mask, as a
     batch of matrices, and not at all. With so few positions that factors are smaller than weights.
     """
 

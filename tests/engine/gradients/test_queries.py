@@ -63,7 +63,7 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-# -- Programs: for each kind of term, and for each way in which terms meet -----------------------------------
+# -- Programs: for each kind of term, and for each overlap of terms -----------------------------------
 
 
 @st.composite

@@ -32,7 +32,7 @@ from psgrad.engine.gradients.terms import (
     blocks,
     sum_of_products,
 )
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor, check_layer
 
 samples = st.integers(0, 4)
@@ -203,7 +203,7 @@ def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampl
 
 
 def exact_norms(*terms: Term, shape: tuple[int, ...] | None = None) -> Tensor:
-    """In float64, from values that are written out."""
+    """In float64, from values that are materialised."""
     wanted = shape or terms[0].shape
     total = sum(
         term.at(slice(None), torch.float64).materialise().reshape(term.samples, *wanted) for term in terms

@@ -227,7 +227,7 @@ def test_weighted_sum_weights_of_unknown_parameters_refused() -> None:
 
 def test_weighted_sum_materialises_gradients_smaller_than_factors() -> None:
     """A convolution on large images, a layer over many positions; not a wide layer, nor a masked weight,
-    whose mask is nobody's own.
+    whose mask all samples share.
     """
     torch.manual_seed(0)
     mask = (torch.rand(40, 30, dtype=torch.float64) > 0.5).double()

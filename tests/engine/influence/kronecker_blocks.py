@@ -1,4 +1,4 @@
-"""EK-FAC written out: hooks of torch.autograd on the layers, one sample at a time, Kronecker products as
+"""EK-FAC materialised: hooks of torch.autograd on the layers, one sample at a time, Kronecker products as
 matrices, in numpy, float64.
 """
 

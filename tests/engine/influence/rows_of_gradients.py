@@ -1,4 +1,4 @@
-"""TRAK and its relatives written out: gradients by a loop of torch.autograd, projections as matrices, the
+"""TRAK and its relatives materialised: gradients by a loop of torch.autograd, projections as matrices, the
 algebra in numpy, in float64.
 """
 

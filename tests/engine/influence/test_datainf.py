@@ -1,4 +1,4 @@
-"""DataInf against its definition: a mean of inverses, each written out, in numpy and float64."""
+"""DataInf against its definition: a mean of inverses, each materialised, in numpy and float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, t
 
 
 def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.ndarray]:
-    """name -> [N, M]: with each of the n inverses written out."""
+    """name -> [N, M]: with each of the n inverses materialised."""
     x, y = classified(N + M, (1, 6, 6))
     rows, columns = gradient_rows(convolution(), cross_entropy, x, y), problem()[0].flat.columns
     found = {}

@@ -1,4 +1,4 @@
-"""Curvature written out is what one-sample loops and torch.func say it is."""
+"""Curvature materialised is what one-sample loops and torch.func say it is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_curvature_matrix_rows_with_shared_factor(
     inputs, labels = classified(70)
     training = examples(model, cross_entropy, inputs, labels, chunk_size=2000)
     want = gauss_newton(model, cross_entropy, inputs, labels)
-    for numbers in (1 << 25, 32 * 90, 1):  # all samples at once, some at a time, rows written out
+    for numbers in (1 << 25, 32 * 90, 1):  # all samples at once, some at a time, rows materialised
         monkeypatch.setattr("psgrad.engine.influence.curvature.matrices._NUMBERS", numbers)
         np.testing.assert_allclose(
             sum_of_outer_products(gauss_newton_rows(training)).numpy(), want, rtol=0, atol=1e-11

@@ -1,4 +1,4 @@
-"""EK-FAC scores against Kronecker products written out, from hooks on layers (kronecker_blocks.py), in
+"""EK-FAC scores against Kronecker products materialised, from hooks on layers (kronecker_blocks.py), in
 float64.
 """
 

@@ -1,4 +1,4 @@
-"""Influence by the curvature written out: held against dense algebra in numpy, and loud where there is no
+"""Influence by the curvature materialised: held against dense algebra in numpy, and loud where there is no
 inverse.
 """
 

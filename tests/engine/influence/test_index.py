@@ -295,7 +295,7 @@ def test_index_method_with_curvature_refused(tmp_path: Path) -> None:
 
 def test_index_unknown_checkpoint_refused(tmp_path: Path) -> None:
     training, _ = both(network())
-    with pytest.raises(InfluenceError, match=r"checkpoint 1 \(from 0\) was asked of an index of 1"):
+    with pytest.raises(InfluenceError, match=r"checkpoint 1 \(from 0\) is not in the index, which has 1"):
         from_index(GradientDot(), built(tmp_path, EXACT, training)).fit(training, Checkpoint(1))
 
 

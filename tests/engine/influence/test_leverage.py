@@ -128,7 +128,7 @@ def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> N
 def test_leverage_of_one_refused(solver: Any) -> None:
     inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     inputs[:, 2] = 0.0
-    inputs[5, 2] = 1.0  # nobody else has anything to say on the third weight
+    inputs[5, 2] = 1.0  # no other row determines the third weight
     targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
     model = linear(ridge(inputs, targets, 1e-12))
     said: list[str] = []
@@ -152,7 +152,7 @@ def test_leverage_of_one_refused(solver: Any) -> None:
 def test_leverage_of_one_without_damping_refused() -> None:
     inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     inputs[:, 2] = 0.0
-    inputs[5, 2] = 1.0  # nobody else has anything to say on the third weight
+    inputs[5, 2] = 1.0  # no other row determines the third weight
     targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
     training = examples(linear(ridge(inputs, targets, 0.0)), squared_error, inputs, targets)
     said: list[str] = []

@@ -212,7 +212,7 @@ def test_curvature_products_by_passes(
     assert isinstance(curvature_products(training, "hessian"), PassProducts)
     monkeypatch.setattr(
         products, "free_memory", lambda device: 3 * CLASSES * training.flat.size * 8
-    )  # of one sample, written out
+    )  # of one sample, materialised
     found = curvature_products(problem("images")[1], weight_decay=DECAY)
     assert isinstance(found, PassProducts)
     block = torch.randn(2, training.flat.size, dtype=torch.float64)

@@ -176,3 +176,29 @@ def test_output_rows_large_or_several_outputs_refused() -> None:
 
     with pytest.raises(InfluenceError, match="the model's output is a tuple"):
         gauss_newton_rows(examples(Pair(6, 3).double(), cross_entropy, inputs, labels))
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_hessian_root_is_stable_against_rounding_of_outputs(classes: int, spread: float) -> None:
+    """Where all classes are as likely, eigenvalues are equal, and eigenvectors are anything."""
+    generator = torch.Generator().manual_seed(classes)
+    outputs = spread * torch.randn(50, classes, generator=generator, dtype=torch.float64)
+    noise = 1e-7 * torch.randn(50, classes, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, classes, (50,), generator=generator)
+    first, second = (OutputDerivatives.of(cross_entropy, each, target) for each in (outputs, outputs + noise))
+    (root, along), (other, _) = first.root(torch.arange(50)), second.root(torch.arange(50))
+    torch.testing.assert_close(root @ root.transpose(1, 2), first.hessian, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(other, root, rtol=0, atol=2e-6)
+    likely = outputs.softmax(1).amin(1) > 1e-6  # else a direction of the gradient is cut off as rounding
+    reached = (root @ along.unsqueeze(2)).squeeze(2)[likely]
+    torch.testing.assert_close(reached, first.gradient[likely], rtol=1e-6, atol=1e-8)
+    assert (root[:, :, -1].abs() < 1e-7).all()  # no output is changed by equal logits
+
+
+def test_hessian_root_of_a_matrix_of_rank_one() -> None:
+    direction = torch.tensor([1e-9, 1.0, -2.0], dtype=torch.float64)
+    found = OutputDerivatives(3 * direction[None], torch.outer(direction, direction)[None])
+    root, along = found.root(torch.arange(1))
+    torch.testing.assert_close(root[0] @ root[0].t(), found.hessian[0])
+    torch.testing.assert_close(root[0] @ along[0], found.gradient[0], rtol=1e-6, atol=1e-12)

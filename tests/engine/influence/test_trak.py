@@ -1,4 +1,4 @@
-"""TRAK beside its formula written out, beside ridge regression, which it is exactly, and where it must
+"""TRAK beside its formula materialised, beside ridge regression, which it is exactly, and where it must
 refuse.
 """
 

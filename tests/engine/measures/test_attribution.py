@@ -266,7 +266,7 @@ def loss_parts(
     model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, row: int
 ) -> tuple[list[Tensor], Callable[..., Tensor]]:
     """Of one row what the model takes in (kind, token, other, floats), and the loss as a function of them,
-    written out by hand.
+    computed by hand.
     """
     kind, tokens, floats, mask = (x[row] for x in inputs)
     values = [model.kind(kind), model.token(tokens), model.other(tokens), floats]

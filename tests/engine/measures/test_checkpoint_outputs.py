@@ -93,7 +93,7 @@ def test_checkpoints_grouped_equals_single_float32(monkeypatch: pytest.MonkeyPat
                 rows_of(of_checkpoints(models, F.cross_entropy, (x.float(),), y, kind="class", classes=3)),
             )
         )
-    for name in found[0].said:
+    for name in found[0].values:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-5, atol=1e-6)
 
 

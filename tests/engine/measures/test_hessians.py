@@ -206,7 +206,7 @@ def test_hessian_float32() -> None:
 
 def test_hessian_without_second_derivative_refused() -> None:
     class Once(torch.autograd.Function):
-        """It leaves PyTorch on the way back."""
+        """It leaves PyTorch in the backward pass."""
 
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Recurrent(Around):
 
 
 class NoisyGradient(torch.autograd.Function):
-    """Draws on the way back: the gradient of each position is kept or not."""
+    """Draws in the backward pass: the gradient of each position is kept or not."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ def test_clipped_sum_second_pass_half_precision(
     architecture: Architecture,
 ) -> None:
     """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every
-    operator on the way back.
+    operator of the backward pass.
     """
     model, (inputs, target) = architecture.build(), architecture.batch(1)
     clipping = Clipping.flat([name for name, _ in model.named_parameters()], 1e-3)

@@ -172,8 +172,8 @@ def test_discrete_rounding_bound_met_exactly() -> None:
 
 @pytest.mark.parametrize("scale", [1, 50, 2**31, 2**44])
 def test_discrete_gaussian_planted_prefixes_near_edges(scale: int) -> None:
-    """The vectorised way on prefixes around the jumps of floor(t E), where floating point errs: all sizes are
-    the exact ones.
+    """The vectorised computation on prefixes around the jumps of floor(t E), where floating point errs: all
+    sizes are the exact ones.
     """
     sigma = scale - 0.5
     sizes = []

@@ -426,7 +426,7 @@ def test_generator_torch_seed() -> None:
     assert not torch.equal(one.normal((50,)), one.normal((50,)))
     before = torch.get_rng_state()
     one.normal((50,))
-    assert torch.equal(before, torch.get_rng_state())  # torch's own generator is somebody else's
+    assert torch.equal(before, torch.get_rng_state())  # torch's own generator is not used
 
 
 def test_generator_needs_integers_and_normals() -> None:

@@ -214,7 +214,7 @@ def test_model_state_restores_every_kind_of_write(write: Callable[[Any], Any]) -
         assert state.changes()
     assert told(model) == before
     assert state.changes() == []
-    write(model)  # between two runs, as in the pass back
+    write(model)  # between two runs, as in the backward pass
     with state.held():
         assert told(model) == before
 

@@ -429,7 +429,7 @@ def test_record_draws_required_for_random_reading() -> None:
 
 @torch.library.custom_op("psgrad_tests::shaken", mutates_args=())
 def shaken(x: Tensor) -> Tensor:
-    """Draws, and nobody is told."""
+    """Draws from a generator that psgrad does not watch."""
     return x + torch.rand_like(x)
 
 

@@ -19,12 +19,8 @@ from torch.nn.utils import parametrizations
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.generators import SecureGenerator, TorchGenerator
-from psgrad.engine.privacy.refusals import (
-    require_expected_batch_size,
-    require_separate_records,
-    require_small_delta,
-    require_tail,
-)
+from psgrad.engine.privacy.record_separation import require_separate_records
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta, require_tail
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, ModelError
 from tests.models import ARCHITECTURES, Architecture

@@ -78,6 +78,6 @@ def test_schedule_step_beyond_list_refused() -> None:
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
 def test_schedule_multiplier_positive(factor: float) -> None:
-    # Noise that fades to nothing would be a step without noise that nobody asked for.
+    # Noise that fades to nothing would be a step without noise, against the config.
     with pytest.raises(ConfigError, match="makes the noise multiplier of step number 401"):
         Schedule("exponential", factor=factor).multiplier(1.0, 400)

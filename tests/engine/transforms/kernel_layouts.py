@@ -109,12 +109,12 @@ def _differs(call: Call, position: int, odd: Tensor) -> bool:
         wanted = run(odd.contiguous())
         litter = [
             torch.full((size,), 7.25) for size in (1, 16, 256, 4096)
-        ]  # what memory that nobody writes to may hold next time
+        ]  # uninitialised memory may hold other values next time
         del litter
         repeated = run(odd.contiguous())
     except Exception:  # values out of the operator's domain
         return False
-    if not same(wanted, repeated):  # a result with memory that nobody wrote to
+    if not same(wanted, repeated):  # a result with uninitialised memory
         return False
     try:
         return not same(run(odd), wanted)

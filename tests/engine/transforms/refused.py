@@ -38,7 +38,7 @@ AGREEING = (
     "nonzero argwhere nn.functional.gaussian_nll_loss repeat_interleave "
 )
 
-# Of these, the ones that look at data in a way that can't be asked whether samples agree.
+# Of these, the ones that read data where psgrad can't check whether samples agree.
 DEPENDS_ON_DATA = "unique unique_consecutive "
 
 MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", "vjp of vmap"})

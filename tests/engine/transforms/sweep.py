@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     derivative: Derivative
     mapped: bool
-    bar: int | None  # percent of the entries that must be right; None where nobody set one
+    bar: int | None  # percent of the entries that must be right; None where none is set
 
 
 ROWS = {
@@ -57,7 +57,7 @@ ROWS = {
 # The rows of second derivatives.
 TWICE = frozenset(row for row, (derivative, _, _) in ROWS.items() if derivative in (PULL_TWICE, PUSH_PULLED))
 
-# Their results are memory that nobody wrote to: only shape and dtype can be compared.
+# Their results are uninitialised memory: only shape and dtype can be compared.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 

@@ -509,7 +509,7 @@ def test_capture_exception_of_the_function():
     same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
 
 
-# -- other ways to run a record ------------------------------------------------------------------------------
+# -- other backends of a program -----------------------------------------------------------------------------
 
 
 def graph_of(function, *devices):

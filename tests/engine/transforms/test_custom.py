@@ -178,7 +178,7 @@ def test_custom_vjp_nested_and_method() -> None:
 
     Layer.clipped.nondiff_argnums = (0,)
     Layer.clipped.defvjp(
-        lambda self, x, y: vjp(inner, x, y),  # the result, and the way back as residuals
+        lambda self, x, y: vjp(inner, x, y),  # the result, and the backward function as residuals
         lambda self, way_back, g: way_back(g),
     )
     layer = Layer()

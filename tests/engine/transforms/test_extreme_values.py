@@ -329,7 +329,7 @@ def test_logcumsumexp_gradient_with_nan_cotangent() -> None:
 
 @pytest.mark.parametrize("name", ["prod", "cumprod", "norm 3", "std", "renorm 2"])
 def test_second_derivative_beside_zero_is_finite(name: str) -> None:
-    """The way that is not taken must not bring NaN into it."""
+    """The branch that is not taken must not bring NaN into it."""
     x = torch.tensor(
         [[[0.0, 2.0, -1.0, 0.5], [1.0, 0.0, 3.0, 1.0], [0.2, 1.0, 1.0, 2.0]]], dtype=torch.float64
     )

@@ -1,4 +1,4 @@
-"""Random operators where samples draw by labels: each has a way to draw so, or is refused by name; and what
+"""Random operators where samples draw by labels: each has a rule, or is refused by name; and what
 is drawn is distributed as PyTorch's own operator draws it.
 """
 
@@ -139,7 +139,7 @@ def test_labelled_draws_every_random_operator_has_a_rule_or_is_refused() -> None
         if op in programs:
             assert name in called, f"{name} draws by label, and no call of it is tested"
         elif registry.batching_rule(op) is not None and facts(op).draws_position is None:
-            assert name in REFUSED, f"{name} draws under vmap and has no way to draw by label"
+            assert name in REFUSED, f"{name} draws under vmap and has no rule for draws by label"
     assert {name for op, name in seeded if op in RANDOM_COMPOSITES and not name.endswith("_")} - {
         "dropout"
     } <= called
@@ -219,7 +219,7 @@ def test_labelled_draws_nested_vmap_and_backward_pass() -> None:
 
 @pytest.mark.parametrize("rows", [False, True])
 def test_labelled_draws_checkpoint(rows: bool) -> None:
-    """A function that runs again on the way back keeps its masks, and those who draw after it theirs."""
+    """A function that runs again in the backward pass has the same masks, and so do later draws."""
     x, labels = torch.rand(3, 5, 8), torch.arange(15).view(3, 5)
 
     def gradients(around: Callable[..., Tensor]) -> Tensor:

@@ -18,38 +18,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vmap
+from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vjp, vmap
 from psgrad.engine.transforms.rules import registry
 from psgrad.errors import TransformError
 from tests.random_programs.checking import Outcome, check
+from tests.random_programs.noticed import NOTICED
+from tests.random_programs.planting import exactly, operator, planted
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
-PROGRAMS, BLOCKS = 200, 8
+BLOCKS = 8
+SEEDS = sorted({*range(100), *NOTICED.values()})
 SECONDS = 60
-# How many of a run's programs may fail, as long as not all that were found are mended: so many, or this share
-# of them.
-FEW, SHARE = 1, 0.0001
+# How many of a run's programs may fail: so many, or this share of them.
+FEW, SHARE = 1, 0.00005
 
 
-def failure(seed: int) -> str:
+def failure(seed: int, program: Program | None = None) -> str:
     """What is wrong with the program of a seed, and the program, made small; empty where nothing is."""
-    program = write(seed)
+    program = write(seed) if program is None else program
     outcome = check(program)
     return f"seed {seed}: {outcome.kind}: {outcome.words}\n{shrunk(program)}" if outcome.failed else ""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_random_operator_programs_fixed_seeds(block: int) -> None:
-    found = [words for seed in range(block, PROGRAMS, BLOCKS) if (words := failure(seed))]
-    assert not found, "\n\n".join(found)
+    found = [failure(seed) or failure(seed, exactly(seed)) for seed in SEEDS[block::BLOCKS]]
+    assert not any(found), "\n\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("op", NOTICED)
+def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> None:
+    """Derivatives off by 0.1 %. Where this fails after a change of the catalogue, other programs have the
+    seeds: noticed.py says how it is made.
+    """
+    with planted(operator(op)):
+        assert check(exactly(NOTICED[op])).failed
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
-    """One minute of programs that nobody has seen; PSGRAD_PROGRAMS_SEED repeats those of another day.
+    """One minute of new programs; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
     The aim is that none fails. About one of twenty thousand still does, most of them with infinities, NaN or
     numbers of 1e30; each is printed. What turns this test red is more than that: a fault that is new.
@@ -126,7 +137,7 @@ def test_vmap_outer_autograd_write_of_number_through_empty_view() -> None:
 
 @pytest.mark.parametrize("name", ["unsqueeze", "unsqueeze_", "two views"])
 def test_vmap_outer_autograd_write_into_whole_view_after_write_through_another(name: str) -> None:
-    """PyTorch takes a view for a leaf as long as nobody asks for its history, though its base was
+    """PyTorch takes a view for a leaf until its history is read, though its base was
     written to.
     """
     p, v = P.clone().requires_grad_(), V[:, 0]
@@ -343,7 +354,7 @@ OVERWRITES = {
 
 @pytest.mark.parametrize("name", OVERWRITES)
 def test_overwritten_value_without_finite_derivative(name: str) -> None:
-    """Autograd's gradient there is zero times infinity; the sample's is no number, and nobody else's."""
+    """Autograd's gradient there is zero times infinity; the sample's is NaN, and no other sample's."""
 
     def f(x: Tensor) -> Tensor:
         t = torch.fmax(x, x.flip(0)).log()
@@ -557,10 +568,57 @@ def test_vmap_returns_view_of_fresh_tensor_written_to_since() -> None:
     torch.testing.assert_close(tangents[0], vmap(f)(x))
 
 
+@pytest.mark.parametrize("initial", [None, -1.0, 2.0, 3.0, INF, NAN])
+@pytest.mark.parametrize("kind", ["max", "min", "mean", "sum", "prod"])
+def test_segment_reduce_ties_with_initial_value_and_values_not_finite(
+    kind: str, initial: float | None
+) -> None:
+    rows = [[1, 2, 2, -1], [1, NAN, 2, 0.5], [0, 3, 0, 2], [INF, INF, 2, -INF], [NAN, NAN, NAN, 0]]
+    cotangents = [[1, 1, 1], [INF, INF, INF], [NAN, NAN, 1], [-INF, 0, NAN]]
+    x = torch.tensor(rows, dtype=torch.float64).repeat_interleave(len(cotangents), 0)
+    g = torch.tensor(cotangents, dtype=torch.float64).repeat(len(rows), 1)
+    f = lambda x: torch.segment_reduce(x, kind, lengths=torch.tensor([2, 0, 2]), initial=initial, unsafe=True)
+    torch.testing.assert_close(vmap(f)(x), torch.stack([f(one) for one in x]), equal_nan=True)
+    leaf = x.clone().requires_grad_()
+    (loop,) = torch.autograd.grad([f(one) for one in leaf], leaf, list(g))
+    torch.testing.assert_close(
+        vmap(lambda x, g: vjp(f, x)[1](g)[0])(x, g), loop, equal_nan=True, rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "prod"])
+@pytest.mark.parametrize("offsets", [[0], [0, 2], [0, 1, 3]])
+def test_segment_reduce_elements_behind_last_segment(kind: str, offsets: list[int]) -> None:
+    f = lambda x: torch.segment_reduce(x, kind, offsets=torch.tensor(offsets), unsafe=True)
+    loss = lambda x: (f(x) * torch.tensor([0.5, 2.0])[: f(x).numel()]).sum()
+    x = torch.tensor([[1.0, 3.0, 3.0, NAN], [2.0, 2.0, 5.0, 7.0]], dtype=torch.float64)
+    torch.testing.assert_close(vmap(grad(loss))(x), by_loop(loss, x)[0])
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="not in older PyTorch")
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_linear_cross_entropy_in_chunks_infinite_cotangent_as_without_chunks(reduction: str) -> None:
+    """PyTorch's kernel in chunks multiplies its finished gradients with the cotangent of a mean or a sum; its
+    own definition, which is also ours, has NaN where infinities of both signs meet.
+    """
+    torch.manual_seed(0)
+    samples = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5)
+    target, options = torch.tensor([0, 3, 1]), torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+
+    def loss(x: Tensor, layer: Tensor, bias: Tensor, chunks: Any = options) -> Tensor:
+        return INF * F.linear_cross_entropy(
+            x, layer, target, linear_bias=bias, reduction=reduction, options=chunks
+        )
+
+    found = vmap(grad(lambda *xs: loss(*xs).sum(), (0, 1, 2)))(*samples)
+    loop = by_loop(lambda *xs: loss(*xs, chunks=None).sum(), *samples)
+    torch.testing.assert_close(found, loop, equal_nan=True)
+
+
 # -- the checker itself --------------------------------------------------------------------------------------
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name == "tanh off by 0.1 %":
         rule = registry.DerivativeRule({0: lambda out, x: lambda g: g * (1 - out * out) * 1.001})
         monkeypatch.setitem(registry._derivatives, torch.ops.aten.tanh.default, rule)
@@ -601,7 +659,7 @@ def test_random_programs_checker_notices_planted_error(
     )
     program = Program(arguments, lines, ("t1",), 3, torch.float32, mode)
     assert check(program) == Outcome("equal")
-    planted(monkeypatch, name)
+    plant(monkeypatch, name)
     assert check(program).failed
 
 
@@ -617,7 +675,7 @@ def test_random_programs_checker_notices_planted_error_beside_large_number(
     lines = (Statement("t0 = (a0 * a1).tanh().cumprod(0)", "t0"), Statement("t1 = a0 * a2", "t1"))
     program = Program(arguments, lines, ("t0",), 3, torch.float64, mode, extreme=True)
     assert check(program) == Outcome("equal")
-    planted(monkeypatch, "tanh off by 0.1 %")
+    plant(monkeypatch, "tanh off by 0.1 %")
     assert check(program).failed
 
 
@@ -644,8 +702,27 @@ def test_random_programs_checker_notices_sign_where_uses_cancel(
         program = Program(arguments, lines, ("t1",), 3, torch.float64, mode, extreme=True)
         assert check(program) == Outcome("equal")
         with monkeypatch.context() as patch:
-            planted(patch, "atan2 with a sign")
+            plant(patch, "atan2 with a sign")
             assert check(program).failed
+
+
+@pytest.mark.parametrize("mode", ["vmap", "vmap(jacfwd)"])
+def test_random_programs_checker_convolution_of_infinite_weight_many_samples(mode: str) -> None:
+    """PyTorch's kernels for 16 images and more, which mix the numbers of a tile, are not what is compared."""
+    arguments = (
+        Argument("a0", (1, 2, 4), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
+        Argument(
+            "a1",
+            (1, 2, 3),
+            "torch.randn({shape}, dtype=torch.float64)",
+            ("{name}[0, 0, 1] = float('inf')",),
+            differentiated=True,
+            seed=2,
+        ),
+    )
+    lines = (Statement("t0 = F.conv1d(a0, a1, padding=1)", "t0"),)
+    program = Program(arguments, lines, ("t0",), 20, torch.float32, mode, extreme=True)
+    assert check(program) == Outcome("equal")
 
 
 def test_random_programs_checker_names_first_use_and_others() -> None:

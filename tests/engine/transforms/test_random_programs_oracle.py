@@ -4,13 +4,16 @@ what it notices beside that.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 from psgrad.engine.transforms.rules import registry
-from tests.random_programs.checking import BOTH_RAISED, NOT_NOTICED, Outcome, check
+from tests.random_programs import __main__ as running
+from tests.random_programs import checking
+from tests.random_programs.checking import BOTH_RAISED, BY_PLACE, EQUAL, NOT_NOTICED, Outcome, check
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.writer import Writer
 
@@ -55,6 +58,11 @@ NOT_WRONG = {
         "vmap(jacfwd)",
         extreme=True,
     ),
+    "the Jacobian of a slope of NaN, beside a loss without forward mode": program(
+        ("a0.rsqrt()", "torch.cat([t0.flatten(), F.multi_margin_loss(a0 * a1, torch.tensor([0, 2]))[None]])"),
+        "vmap(jacfwd)",
+        extreme=True,
+    ),
     "the Jacobian of a padding row": program(
         ("a0.index_reduce(0, torch.tensor([0, 1]), a0, 'prod')", PADDED), "vmap(jacfwd)"
     ),
@@ -88,6 +96,12 @@ NOT_WRONG = {
         ),
         "autograd of vmap(grad)",
     ),
+    "the Jacobian of nothing": program(("a0[2:] * a1",), "jacrev(vmap)"),
+    "a third derivative of conv3d in halves": program(
+        ("a0.repeat(1, 1, 1, 2, 1)", "F.conv3d(t0, a1.repeat(3, 1, 1, 2, 1), None, stride=2, padding=1)"),
+        "vmap(grad(jvp))",
+        dtype=torch.bfloat16,
+    ),
     "the sign of NaN": program(
         ("F.cross_entropy(a0, torch.tensor([0, 1]), a1.abs(), reduction='sum')", "a0.sin().copysign(t0)"),
         "vmap",
@@ -102,17 +116,60 @@ def test_oracle_knows_rounding_and_conventions(name: str) -> None:
     assert check(NOT_WRONG[name]) == Outcome("equal")
 
 
+BETWEEN = {
+    "a NaN by whose place a kernel returns this or that": (
+        program(
+            ("F.hardtanh(a0 + a1).sin()",), "vmap(grad)", extreme=True, edit="{name}[0, 1, 2] = float('nan')"
+        ),
+        BY_PLACE,
+    ),
+    "infinite weights beside padding": (
+        program(
+            (
+                "(a0[0, :2] * a1[:2]).repeat(1, 3, 2, 2, 1)",
+                "torch.full((1, 3, 2, 2, 2), 1e-9).index_fill(-1, torch.tensor([0]), torch.inf)",
+                "F.conv3d(t0, t1, padding=1, dilation=2)",
+            ),
+            "vmap",
+            extreme=True,
+            dtype=torch.float32,
+        ),
+        EQUAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_oracle_says_what_a_difference_is(name: str) -> None:
+    one, kind = BETWEEN[name]
+    assert check(one).kind == kind
+
+
+@pytest.mark.parametrize(("off_by", "rounding"), [(1e-11, True), (1e-6, False)])
+def test_oracle_takes_for_rounding_what_shrinks_with_the_unit(
+    monkeypatch: pytest.MonkeyPatch, off_by: float, rounding: bool
+) -> None:
+    """One number may be off by what moved values lead to, another by units of the largest number."""
+    plain, measured = [torch.tensor([4.0, 0.0])], [torch.tensor([1e-2, 0.0], dtype=torch.float64)]
+    monkeypatch.setattr(checking, "run_loop", lambda *_: [plain[0].double()])
+    monkeypatch.setattr(checking, "run_ours", lambda *_: [plain[0].double() + torch.tensor([off_by, 1e-14])])
+    ours = [plain[0] + torch.tensor([2e-3, 5e-7])]
+    one = program(("a0",), "vmap", dtype=torch.float32)
+    assert checking._shrinks_with_the_unit(one, ours, plain, measured) == rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("line", ["torch.sinc(t0)", "torch.kron(t0, a0)"])
-def test_oracle_write_that_autograd_notices_in_one_of_two_ways(line: str) -> None:
+def test_oracle_write_that_autograd_notices_in_one_of_two_ways(line: str, dtype: torch.dtype) -> None:
     """Autograd refuses a write into what the operator keeps, in the loop too, or does not notice it there.
     What the oracle runs in the operator's place keeps other values.
     """
     lines = (
         Statement("t0 = a0.clone()", "t0"),
         Statement(f"t1 = {line}", "t1"),
-        Statement("t0.sub_(a1)", "t0", writes=True),
+        Statement("t0.sub_(a1 * 0.1)", "t0", writes=True),
     )
-    one = replace(program(("a0",), "autograd of vmap"), statements=lines, outputs=("t1",))
+    one = replace(program(("a0",), "autograd of vmap", dtype=dtype), statements=lines, outputs=("t1",))
     assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
 
 
@@ -132,6 +189,19 @@ def test_writer_clones_source_that_shares_memory() -> None:
     writer.tensors = {"t0": x, "t1": x[:3], "t2": torch.zeros(3)}
     assert writer.apart("t1", "t0") == "t1.clone()"
     assert writer.apart("t2", "t0") == "t2"
+
+
+def test_run_counts_program_that_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(seed: int) -> Outcome:
+        if seed in (3, 8, 9):
+            os._exit(1)
+        return Outcome("equal")
+
+    monkeypatch.setattr(running, "write", lambda seed: seed)
+    monkeypatch.setattr(running, "check", checked)
+    counts, failures = running.run(0, 10, 2)
+    assert counts == {"equal": 7, "CRASH": 3}
+    assert sorted(seed for seed, outcome in failures if outcome.failed) == [3, 8, 9]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, op: object, factor: float) -> None:

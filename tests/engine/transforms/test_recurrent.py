@@ -20,6 +20,7 @@ from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.terms import Product
 from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vmap
 from psgrad.errors import TransformError
+from tests.engine.transforms.test_architectures import KernelCalls
 
 LAYERS: dict[str, Any] = {
     "lstm": nn.LSTM,
@@ -154,7 +155,7 @@ def test_recurrent_weight_is_one_term(name: str) -> None:
     model = Last(LAYERS[name](INPUTS, HIDDEN, batch_first=True))
     x = torch.randn(4, TIMES, INPUTS)
     objective = Objective(model, lambda output, target: output.square().sum())
-    gradients: dict[str, DeferredGradient] = {}  # as the pass leaves them, before small ones are written out
+    gradients: dict[str, DeferredGradient] = {}  # as the pass leaves them, before small ones are materialised
     Pass(objective.loss, objective.params, ((x,), torch.zeros(4)), 0, True, "error").run(
         gradients.__setitem__
     )
@@ -164,30 +165,184 @@ def test_recurrent_weight_is_one_term(name: str) -> None:
         assert placed.term.left.shape[:3] == (4, 1, TIMES)
 
 
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_recurrent_lengths_differ_between_samples(both_ways: bool) -> None:
-    """They decide how many operators run: the samples of each length are run together."""
-    layer = nn.GRU(INPUTS, HIDDEN, batch_first=True, bidirectional=both_ways)
-    params = {name: value.detach() for name, value in layer.named_parameters()}
-    x, lengths = torch.randn(6, TIMES, INPUTS), torch.tensor([5, 2, 4, 2, 5, 2])
+# -- packed sequences whose lengths differ between samples ---------------------------------------------------
+
+LENGTHS = torch.tensor([5, 2, 4, 2, 5, 1])
+
+
+class PackedUse(nn.Module):
+    """A recurrent layer on one packed sequence of a sample, and what is made of it."""
+
+    def __init__(self, layer: nn.Module, use: Any, batch_first: bool = True) -> None:
+        super().__init__()
+        self.layer, self.use, self.batch_first = layer, use, batch_first
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        x = x if self.batch_first else x.transpose(0, 1)
+        packed = pack_padded_sequence(
+            x, lengths.cpu(), batch_first=self.batch_first, enforce_sorted=self.batch_first
+        )
+        return self.use(self.layer, packed)
+
+
+def agrees_for_each_sample(model: PackedUse, **options: Any) -> None:
+    """The gradients in the weights and in a factor of the input, beside autograd on one sample at a time."""
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    params["factor"] = torch.linspace(0.5, 1.5, INPUTS)
+    x = torch.randn(len(LENGTHS), TIMES, INPUTS)
 
     def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
-        return total(
-            functional_call(layer, params, (pack_padded_sequence(x[None], length[None], batch_first=True),))[
-                1
-            ]
+        weights = {name: value for name, value in params.items() if name != "factor"}
+        return total(functional_call(model, weights, ((x * params["factor"])[None], length[None])))
+
+    found = [
+        vmap(grad(loss), in_dims=(None, 0, 0), **options)(params, x, LENGTHS),
+        per_sample_gradients(loss, params, x, LENGTHS, **options).materialise(),
+    ]
+    leaves = [*model.parameters(), params["factor"].clone().requires_grad_()]
+    for sample, length in enumerate(LENGTHS):
+        expected = torch.autograd.grad(
+            total(model(x[sample, None] * leaves[-1], length[None])), leaves, materialize_grads=True
+        )
+        for gradients in found:
+            torch.testing.assert_close(
+                [value[sample] for value in gradients.values()], list(expected), rtol=1e-10, atol=1e-12
+            )
+
+
+def ends(layer: nn.Module, packed: Any) -> Any:
+    return layer(packed)[1]
+
+
+def padded_outputs(layer: nn.Module, packed: Any) -> Any:
+    return pad_packed_sequence(layer(packed)[0], batch_first=True)[0].mean(1)
+
+
+def outputs_of_one_length(layer: nn.Module, packed: Any) -> Any:
+    return pad_packed_sequence(layer(packed)[0], total_length=TIMES + 1, padding_value=0.5)
+
+
+def mean_of_data(layer: nn.Module, packed: Any) -> Any:
+    return layer(packed)[0].data.mean(0)
+
+
+def sum_over_count(layer: nn.Module, packed: Any) -> Any:
+    """Nothing but the shape says how many times there are."""
+    return layer(packed)[1][-1] / packed.data.shape[0]
+
+
+def ends_over_times(layer: nn.Module, packed: Any) -> Any:
+    return layer(packed)[1][-1] / len(packed.batch_sizes)
+
+
+def data_changed_before(layer: nn.Module, packed: Any) -> Any:
+    return layer(packed._replace(data=packed.data.sin()))[1]
+
+
+@each_layer
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_packed_lengths_differ_ends(name: str, both_ways: bool) -> None:
+    layer = LAYERS[name](INPUTS, HIDDEN, num_layers=2, bidirectional=both_ways, batch_first=True)
+    agrees_for_each_sample(PackedUse(layer, ends))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        padded_outputs,
+        outputs_of_one_length,
+        mean_of_data,
+        sum_over_count,
+        ends_over_times,
+        data_changed_before,
+    ],
+)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_packed_lengths_differ_uses(use: Any, batch_first: bool) -> None:
+    layer = nn.GRU(INPUTS, HIDDEN, bidirectional=True)
+    agrees_for_each_sample(PackedUse(layer, use, batch_first))
+
+
+def test_packed_lengths_differ_given_start() -> None:
+    layer = nn.LSTM(INPUTS, HIDDEN)
+    start = torch.randn(2, 1, 1, HIDDEN)
+    agrees_for_each_sample(PackedUse(layer, lambda layer, packed: layer(packed, tuple(start))[1]))
+
+
+def test_packed_lengths_differ_two_layers_in_a_row() -> None:
+    layer = nn.ModuleList([nn.GRU(INPUTS, HIDDEN), nn.LSTM(HIDDEN, HIDDEN)])
+    agrees_for_each_sample(PackedUse(layer, lambda layer, packed: layer[1](layer[0](packed)[0])[1]))
+
+
+def test_packed_lengths_differ_dropout_between_layers_runs_by_length() -> None:
+    """A mask for as many rows as the longest sample has would depend on the others in the batch."""
+    layer = nn.GRU(INPUTS, HIDDEN, num_layers=2, dropout=0.999999)
+    agrees_for_each_sample(PackedUse(layer, ends), randomness="different")
+
+
+def test_packed_lengths_differ_second_derivatives() -> None:
+    layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True)
+    model = PackedUse(layer, ends)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    x = torch.randn(len(LENGTHS), TIMES, INPUTS)
+
+    def loss(x: Tensor, length: Tensor) -> Tensor:
+        return total(functional_call(model, params, (x[None], length[None])))
+
+    found = vmap(grad(lambda x, length: grad(loss)(x, length).square().sum()))(x, LENGTHS)
+    for sample, length in enumerate(LENGTHS):
+        leaf = x[sample].clone().requires_grad_()
+        value = total(model(leaf[None], length[None]))
+        (first,) = torch.autograd.grad(value, leaf, create_graph=True)
+        (expected,) = torch.autograd.grad(first.square().sum(), leaf)
+        torch.testing.assert_close(found[sample], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_packed_lengths_differ_weights_of_each_sample() -> None:
+    layer = nn.GRU(INPUTS, HIDDEN, batch_first=True)
+    model = PackedUse(layer, ends)
+    weights = {
+        name: value.detach() * torch.linspace(0.5, 1.5, len(LENGTHS)).view(-1, *(1,) * value.dim())
+        for name, value in model.named_parameters()
+    }
+    x = torch.randn(len(LENGTHS), TIMES, INPUTS)
+
+    def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
+        return total(functional_call(model, params, (x[None], length[None])))
+
+    found = vmap(grad(loss))(weights, x, LENGTHS)
+    for sample, length in enumerate(LENGTHS):
+        own = {name: value[sample].clone().requires_grad_() for name, value in weights.items()}
+        value = total(torch.func.functional_call(model, own, (x[sample, None], length[None])))
+        expected = torch.autograd.grad(value, list(own.values()))
+        torch.testing.assert_close(
+            [value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12
         )
 
-    ways = [
-        vmap(grad(loss), in_dims=(None, 0, 0))(params, x, lengths),
-        per_sample_gradients(loss, params, x, lengths).materialise(),
-    ]
-    for sample, length in enumerate(lengths.tolist()):
-        expected = torch.autograd.grad(total(layer(x[sample, None, :length])[1]), list(layer.parameters()))
-        for found in ways:
-            torch.testing.assert_close(
-                [value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12
-            )
+
+def test_packed_lengths_differ_ends_take_one_program() -> None:
+    """As many operators run for six lengths as for one."""
+    model = PackedUse(nn.LSTM(INPUTS, HIDDEN, batch_first=True), ends)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    x = torch.randn(4, TIMES, INPUTS)
+
+    def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
+        return total(functional_call(model, params, (x[None], length[None])))
+
+    calls = []
+    for lengths in (torch.tensor([2, 3, 1, 5]), torch.tensor([2, 3, 2, 5])):
+        with KernelCalls() as kernels:
+            per_sample_gradients(loss, params, x, lengths)
+        calls.append(kernels.calls["psgrad::recurrence"])
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", [0, TIMES + 1])
+def test_packed_lengths_differ_wrong_length(wrong: int) -> None:
+    model = PackedUse(nn.GRU(INPUTS, HIDDEN, batch_first=True), ends)
+    x, lengths = torch.randn(3, TIMES, INPUTS), torch.tensor([2, wrong, 3])
+    with pytest.raises(TransformError, match=f"with a length of {wrong} for {TIMES} times"):
+        vmap(lambda x, length: total(model(x[None], length[None])))(x, lengths)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

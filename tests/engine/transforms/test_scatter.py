@@ -30,7 +30,7 @@ def assert_like_the_loop(
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("zeros", [0, 1, 2, 3])
 def test_scatter_product_with_zeros(zeros: int, include_self: bool) -> None:
-    """Against the product written out; PyTorch has no second derivative where two factors are zero."""
+    """Against the product of all factors; PyTorch has no second derivative where two factors are zero."""
     torch.manual_seed(zeros)
     factors = torch.randn(4, 5, dtype=torch.float64)
     factors[:, :zeros] = 0

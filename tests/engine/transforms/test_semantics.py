@@ -858,7 +858,7 @@ DTYPES = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64)
 )
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
 def test_vmap_type_promotion(operator: Any, in_dims: tuple[int | None, int | None]) -> None:
-    """A scalar gives way to a tensor with axes, though under vmap it has an axis in truth."""
+    """A scalar promotes less than a tensor with axes, though under vmap it has an axis."""
     for first, second in itertools.product(DTYPES, DTYPES):
         for shapes in itertools.product([(), (3,)], repeat=2):
             a, b = (

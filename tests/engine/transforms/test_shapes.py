@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from psgrad.engine.transforms import interpreter, shape_checks, vjp, vmap
 from psgrad.errors import PsgradError
@@ -289,3 +290,13 @@ def test_decomposed_operator_refuses_untraced_tensors() -> None:
             vmap(lambda x, f=f: x + f(shared, 0.4, 0))(torch.ones(4, 3))
         with pytest.raises(RuntimeError, match="must be either float or double dtype"):
             vmap(lambda x, f=f: f(x, 0.4, 0))(torch.ones(4, 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_vmap_conv_transpose_result_without_places_refused(axes: int) -> None:
+    """The kernel for several samples would return nothing."""
+    f = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[axes - 1]
+    x, w = torch.randn(1, 1, *[3] * (axes - 1), 2), torch.randn(2, 1, 1, *[3] * (axes - 1), 1)
+    for run in (lambda: f(x, w[0], padding=1), lambda: vmap(lambda w: f(x, w, padding=1))(w)):
+        with pytest.raises(RuntimeError, match="too small"):
+            run()

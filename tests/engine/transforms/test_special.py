@@ -1,5 +1,5 @@
-"""Special functions that PyTorch takes for constants, against finite differences; and derivatives that nobody
-knows, refused.
+"""Special functions that PyTorch takes for constants, against finite differences; and derivatives that are
+unknown, refused.
 """
 
 from __future__ import annotations

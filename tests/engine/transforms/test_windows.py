@@ -1,5 +1,5 @@
-"""A convolution's per-sample weight gradients: every way to them beside the kernel's own gradient of one
-sample at a time.
+"""A convolution's per-sample weight gradients: every order of computing them beside the kernel's own gradient
+of one sample at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from psgrad.engine.gradients.terms import Convolution
-from psgrad.engine.transforms.rules import convolution
-from psgrad.engine.transforms.rules.convolution import Geometry, grams, shifted, weight_gradients
+from psgrad.engine.transforms.rules import convolution, convolution_weights
+from psgrad.engine.transforms.rules.convolution_weights import Geometry, grams, shifted, weight_gradients
 
 aten = torch.ops.aten
 few = st.integers(1, 3)
@@ -69,12 +69,12 @@ def test_convolution_weight_gradients_every_order(
     expected = one_by_one(*case)
     close = {"rtol": 1e-10, "atol": 1e-10}
     torch.testing.assert_close(weight_gradients(*case), expected, **close)
-    torch.testing.assert_close(convolution.as_groups(*case), expected, **close)
+    torch.testing.assert_close(convolution_weights.as_groups(*case), expected, **close)
     moved = torch.zeros_like(expected)
     for place, part in shifted(*case):
         moved[(..., *place)] = part
     torch.testing.assert_close(moved, expected, **close)
-    patches, rows = convolution.as_matrices(*case)
+    patches, rows = convolution_weights.as_matrices(*case)
     torch.testing.assert_close((rows.transpose(-2, -1) @ patches).reshape(expected.shape), expected, **close)
 
 
@@ -106,7 +106,7 @@ def test_convolution_norms_memory_below_gradient(channels: int, monkeypatch: pyt
     expected = one_by_one(g.double(), x.double(), shape, geometry).flatten(1).square().sum(1)
 
     def never(*args: object) -> None:
-        raise AssertionError("a weight gradient was written out")
+        raise AssertionError("a weight gradient was materialised")
 
     monkeypatch.setattr(convolution, "weight_gradients", never)
     torch.testing.assert_close(term.square_norms().double(), expected, rtol=1e-5, atol=0)

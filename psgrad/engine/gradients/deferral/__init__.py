@@ -24,9 +24,9 @@ from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.registry import batching_rule
 
-# Each is given the level's Batch, the operator, for each argument its deferred value or None, the arguments,
-# and those by name. It returns a DeferredGradient, or NotImplemented where the values have to be materialised
-# first.
+# Each gets the level's Batch, the operator, for each argument its deferred value or None, the positional and
+# the keyword arguments. It returns a DeferredGradient, or NotImplemented if the values have to be
+# materialised first.
 PROPAGATION_RULES: dict[Op, Any] = {**SHAPES, **PARTS, **SUMS, **PRODUCTS}
 
 
@@ -47,8 +47,8 @@ class WeightDeferral:
 
 
 def _materialised(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator on the values, materialised. What it returns remembers that its factors were lost here."""
-    if batching_rule(op) is None:  # it is written with other operators, which may do with factors
+    """The operator on the materialised values. The result remembers that its factors were lost here."""
+    if batching_rule(op) is None:  # its decomposition into other operators may keep the factors
         return NotImplemented
     tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]
     lost = next(

@@ -15,7 +15,7 @@ from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Multiples, Product, Rows, narrow
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.engine.transforms.rules.families import wrap_dim
 from psgrad.engine.transforms.rules.grouped import group_of_rows, grouped_outer
 
@@ -78,7 +78,7 @@ def _embedding_backward(
 
 
 def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, step: int, size: int) -> Any:
-    """A stored value, in a window; for a vector it is not worth a term of its own."""
+    """A stored value in a window, unless it is a vector."""
     shape = list(g.shape)
     if not batch.is_mapped(g) or len(shape) < 2 or shape[dim] == size or not g.numel() or g.dtype.is_complex:
         return NotImplemented

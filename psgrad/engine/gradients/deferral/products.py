@@ -126,7 +126,7 @@ def _log_softmax(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> 
     return aten.sub.Tensor(g, aten.mul.Tensor(aten.sum.dim_IntList(g, [dim], True), aten.exp.default(out)))
 
 
-# -- contractions with what all samples share ----------------------------------------------------------------
+# -- contractions with shared tensors ------------------------------------------------------------------------
 
 
 def _matmul(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
@@ -242,11 +242,11 @@ def _pad(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     for axis in range(len(pad) // 2):
         dim, (before, behind) = len(value.shape) - 1 - axis, pad[2 * axis : 2 * axis + 2]
-        kept = value.shape[dim] + min(before, 0) + min(behind, 0)
-        value = narrowed(batch, value, dim, max(-before, 0), 1, kept)
+        length = value.shape[dim] + min(before, 0) + min(behind, 0)
+        value = narrowed(batch, value, dim, max(-before, 0), 1, length)
         if value is NotImplemented:
             return value
-        value = embedded(value, dim, max(before, 0), 1, kept + max(before, 0) + max(behind, 0))
+        value = embedded(value, dim, max(before, 0), 1, length + max(before, 0) + max(behind, 0))
         if value is NotImplemented:
             return value
     return value
@@ -265,8 +265,8 @@ def _cat(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
                 Placed(p.term, p.layout.embed(dim, start, 1, size)) for p in terms_of(batch, tensor, value)
             ]
         start += tensor.shape[dim]
-    known = next(w for w in waiting if w is not None)
-    return known.with_terms(terms, torch.Size([size if d == dim else s for d, s in enumerate(known.shape)]))
+    first = next(w for w in waiting if w is not None)
+    return first.with_terms(terms, torch.Size([size if d == dim else s for d, s in enumerate(first.shape)]))
 
 
 def _stack(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:

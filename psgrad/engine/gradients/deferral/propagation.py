@@ -28,7 +28,7 @@ def of_each(
     shape: Sequence[int],
     change: Callable[[Placed], list[Placed] | None],
 ) -> Any:
-    """The terms changed one by one, NotImplemented where one can't be."""
+    """The terms changed one by one, NotImplemented if one can't be."""
     terms: list[Placed] = []
     for placed in value.terms:
         changed = change(placed)
@@ -54,11 +54,11 @@ def relabelled(value: DeferredGradient, layouts: list[Layout | None]) -> Any:
 
 def reshaped(value: DeferredGradient, shape: Sequence[int]) -> Any:
     if -1 in shape:
-        known = -1
+        given = -1
         for size in shape:
-            known *= size
-        shape = [value.shape.numel() // known if size == -1 and known else size for size in shape]
-    terms = [found for placed in value.terms if (found := placed_maps.reshaped(placed, shape)) is not None]
+            given *= size
+        shape = [value.shape.numel() // given if size == -1 and given else size for size in shape]
+    terms = [term for placed in value.terms if (term := placed_maps.reshaped(placed, shape)) is not None]
     return value.with_terms(terms, torch.Size(shape)) if len(terms) == len(value.terms) else NotImplemented
 
 
@@ -132,9 +132,9 @@ def _add(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if op is aten.sub.Tensor:
         alpha = -alpha
-    known = next(w for w in waiting if w is not None)
+    one = next(w for w in waiting if w is not None)
     first, second = (terms_of(batch, argument, value) for argument, value in zip(args, waiting, strict=True))
-    return known.with_terms(
+    return one.with_terms(
         [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
     )
 
@@ -179,11 +179,10 @@ def _same(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any
 
 
 def _cast(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
-    """A weight that is cast to another precision on its way into a product (autocast): the factors stay in
-    theirs.
+    """A cast of a weight to another precision (autocast): the factors keep theirs.
 
-    So what is asked of the gradient sums products of halves in float32, and nothing is rounded to halves in
-    between.
+    So queries sum products of half-precision factors in float32, and no intermediate is rounded to half
+    precision.
     """
     value, dtype = waiting[0], kwargs.get("dtype")
     if value is None or kwargs.get("device") not in (None, value.device):

@@ -31,7 +31,7 @@ _COMFORTABLE = 40
 
 @dataclass(frozen=True)
 class Balanced:
-    """Terms in the precision asked for, times 2^-exponents.
+    """Terms in the requested precision, times 2^-exponents.
 
     Attributes:
         terms: products and rows.
@@ -44,19 +44,24 @@ class Balanced:
     finite: torch.Tensor
 
     def scale(self) -> torch.Tensor | None:
-        """[n] float64: what a sample's terms are to be multiplied by to be what they were."""
+        """[n] float64: the factors by which a sample's balanced terms are multiplied to restore their
+        size.
+        """
         return None if self.exponents is None else torch.exp2(self.exponents.double())
 
 
 def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
     """Products and rows of the same samples, balanced where `dtype` is float32; float64 has range enough."""
-    found = [term.exponents() for term in terms]
-    finite = torch.stack([finite for *_, finite in found]).all(0)
+    exponents_and_finite = [term.exponents() for term in terms]
+    finite = torch.stack([finite for *_, finite in exponents_and_finite]).all(0)
     wide = [term.at(slice(None), dtype) for term in terms]
     if dtype == torch.float64:
         return Balanced(wide, None, finite)
     bounds = torch.stack(
-        [_bound(term, first, second) for term, (first, second, _) in zip(terms, found, strict=True)]
+        [
+            _bound(term, first, second)
+            for term, (first, second, _) in zip(terms, exponents_and_finite, strict=True)
+        ]
     ).amax(0)
     bounds = bounds.where(bounds > OF_ZERO // 2, 0)
     if not bounds.numel() or int(bounds.abs().max()) <= _COMFORTABLE:
@@ -64,7 +69,8 @@ def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
     else:
         taken = target = bounds
     spread = [
-        term.spread(first, second, target) for term, (first, second, _) in zip(wide, found, strict=True)
+        term.spread(first, second, target)
+        for term, (first, second, _) in zip(wide, exponents_and_finite, strict=True)
     ]
     return Balanced(spread, taken, finite)
 
@@ -77,14 +83,14 @@ def _bound(term: Term, first: torch.Tensor, second: torch.Tensor) -> torch.Tenso
     return positions.amax(1)
 
 
-# A tile is as wide as may be, but not less high than this: measured, matrix products like it better than
+# A tile is as wide as possible, but at least this high: measured, matrix products are faster so than as
 # squares.
 _TALL = 256
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The terms of two sets of samples that have factors to meet, and by which of the ways two tables do."""
+    """The terms of two sets of samples with factors, and the order of contraction for two tables."""
 
     left: Sequence[Term]
     right: Sequence[Term]
@@ -97,8 +103,7 @@ def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
 
 
 def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetric: bool) -> None:
-    """Add the inner products of `sides` to out [n, m] float64, of which the lower half is left alone where it
-    is symmetric.
+    """Add the inner products of `sides` to out [n, m] float64; if it is symmetric, not to its lower half.
 
     Factors are multiplied in `dtype`. A sample with a factor that is not finite has NaN in its row or column.
     """
@@ -116,7 +121,7 @@ def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetr
 
 
 def _bytes(terms: Sequence[Term], dtype: torch.dtype) -> int:
-    """Of one sample's factors in another precision."""
+    """The bytes of one sample's factors in another precision."""
     return sum(
         math.prod(f.shape[1:]) * dtype.itemsize
         for term in terms
@@ -176,9 +181,9 @@ def _pieces(term: Term, positions: int) -> Iterator[Term]:
 
 def _tile_products(x: Term, y: Term) -> torch.Tensor:
     """[n, m]: the inner products of n samples of one term and m of another."""
-    found = x.tile_products(y)
-    if found is not None:
-        return found
-    found = y.tile_products(x)
-    assert found is not None, "have_factors"
-    return found.t()
+    tile = x.tile_products(y)
+    if tile is not None:
+        return tile
+    tile = y.tile_products(x)
+    assert tile is not None, "have_factors"
+    return tile.t()

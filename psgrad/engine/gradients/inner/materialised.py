@@ -21,19 +21,19 @@ from psgrad.engine.gradients.inner.regions import (
 )
 from psgrad.engine.gradients.terms import BLOCK_BYTES, CANCELLATION
 
-# Elements that one product may add up: measured, float32's error stays under 1e-6 of the gradients' lengths
-# (of 1e6: 1e-5).
+# The most elements that one product adds up: measured, float32's error stays under 1e-6 of the gradients'
+# lengths (for 1e6: 1e-5).
 LONGEST_SUM = 8192
 # Samples of the left side that are multiplied with those of the right at once: products of matrices reach
 # their full rate.
 _LEFT_ROWS = 512
-# Lengths of gradients of which products of numbers are far from float32's limits.
+# Lengths of gradients whose products are far from float32's limits.
 _SMALLEST, _LARGEST = 1e-13, 1e13
 
 
 @dataclass
 class Lengths:
-    """What is seen of one side's gradients when they are materialised.
+    """Norms of one side's gradients, which are noted when they are materialised.
 
     Attributes:
         squares: [n] float64, the squared norms of the sums of terms.
@@ -48,7 +48,7 @@ class Lengths:
         return cls(*torch.zeros(2, n, dtype=torch.float64, device=device))
 
     def see(self, samples: slice, squares: torch.Tensor, more: torch.Tensor | float) -> None:
-        """Squared norms of a piece, and by how much those of its terms are more together."""
+        """Add the squared norms of a piece, and by how much those of its terms are larger together."""
         self.squares[samples] += squares
         self.alone[samples] += squares + more
 
@@ -59,8 +59,8 @@ class Lengths:
 
 
 def bundled(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """The regions in groups whose elements together are no more than one product may add up; a larger one is
-    a group by itself.
+    """The regions in groups whose elements together are at most as many as one product adds up; a larger one
+    is a group by itself.
     """
     waiting: list[Region] = []
     for region in sorted(regions, key=lambda region: region.elements):
@@ -75,36 +75,35 @@ def bundled(regions: Sequence[Region]) -> Iterator[list[Region]]:
 def add_by_values(
     out: torch.Tensor, bundle: Sequence[Region], dtype: torch.dtype, *, symmetric: bool
 ) -> tuple[Lengths, Lengths]:
-    """Add the inner products over the regions to out [n, m] float64; where it is symmetric its lower half is
-    left alone.
+    """Add the inner products over the regions to out [n, m] float64; if it is symmetric, not to its lower
+    half.
 
-    Each piece of a gradient is materialised in `dtype`: of the right side for as many samples as may be kept,
-    of the left for some after the others. Returns what was seen of the gradients of both sides; in the
-    symmetric case of the right side alone.
+    Each piece of a gradient is materialised in `dtype`: of the right side for as many samples as memory
+    holds, of the left side block by block. Returns the `Lengths` of both sides; in the symmetric case of the
+    right side only.
     """
     n, m = out.shape
     seen = Lengths.zeros(n, out.device), Lengths.zeros(m, out.device)
     pieces = _pieces(bundle)
     bytes_per_row = dtype.itemsize * max(sum(width for *_, width in piece) for piece in pieces)
-    kept = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
-    for columns in steps(m, kept):
+    room = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
+    for columns in steps(m, room):
         for piece in pieces:
             right = _matrix(bundle, piece, 1, columns, dtype, seen[1])
             if symmetric:
                 _add_half(out[columns, columns], right)
-            for rows in steps(columns.start if symmetric else n, min(kept, _LEFT_ROWS)):
+            for rows in steps(columns.start if symmetric else n, min(room, _LEFT_ROWS)):
                 unseen = seen[0] if columns.start == 0 and not symmetric else None
                 _add_product(out[rows, columns], _matrix(bundle, piece, 0, rows, dtype, unseen), right)
     return (seen[1], seen[1]) if symmetric else seen
 
 
-# A region by its place in the bundle, the rows of it that are taken and how many it has; the width of what
-# they make.
+# A region by its place in the bundle, its rows and their number; the width of their values.
 Piece = list[tuple[int, slice | None, int, int]]
 
 
 def _pieces(bundle: Sequence[Region]) -> list[Piece]:
-    """What is materialised at once: whole regions, or some rows of the only one."""
+    """The pieces that are materialised at once: whole regions, or some rows of the only one."""
     region = bundle[0]
     rows = rows_of(region.terms) if region.is_aligned else 1
     if len(bundle) > 1 or rows == 1 or region.elements <= LONGEST_SUM:
@@ -152,7 +151,7 @@ def _part(
     seen: Lengths | None,
     into: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `_matrix`, in `into`, which is needed where there is more than one term."""
+    """As `_matrix`, in `into`, which is needed for more than one term."""
     alone: torch.Tensor | float = 0.0
     start = 0
     for place, rows, cut, width in piece:
@@ -168,7 +167,7 @@ def _part(
             column = into[:, start : start + width].copy_(parts[0])
             for part in parts[1:]:
                 column += part
-            if len(parts) > 1 and seen is not None:  # what the terms are beyond what their sum is
+            if len(parts) > 1 and seen is not None:  # the terms' squared norms minus that of their sum
                 squares = [
                     torch.linalg.vector_norm(value, dim=1).double().square_() for value in (column, *parts)
                 ]

@@ -19,12 +19,12 @@ from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 
-# Ways of a region.
+# Orders of contraction of a region.
 VALUES, GRAM, MATCHES = "values", "gram", "matches"
 
 
 def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
-    """The cheapest of the ways that a region's terms allow."""
+    """The cheapest of the orders of contraction that a region's terms allow."""
     left, right = [p.term for p in region.left], [p.term for p in region.right]
     if not region.is_aligned or not have_factors(left, right):
         return VALUES
@@ -37,7 +37,7 @@ def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
         prices[MATCHES] = lambda: sum(
             (matches_seconds if x.matches_with(y) else gram_seconds)(x, y, dtype, machine) for x, y in pairs
         )
-    return min(prices, key=lambda way: prices[way]())
+    return min(prices, key=lambda order: prices[order]())
 
 
 def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
@@ -47,7 +47,7 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
     (groups, t, a, b), (_, s, other, _) = x.sizes, y.sizes
     rows, columns = x.samples * t, y.samples * s
     left = machine.matmul_seconds(groups, rows, columns, a, dtype) if a and other else 0.0
-    # tiles are small enough for a cache: what is moved in them counts at the rate of small results
+    # tiles are small enough for a cache: their traffic has the rate of small results
     rate = machine.bandwidth(1 << 20)
     passes = 2 if t == s == groups == 1 else 4
     return (
@@ -58,8 +58,8 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
 
 
 def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
-    """Both rows of each match are gathered, multiplied and added up. It takes a look at the indices to know
-    how many there are.
+    """Both rows of each match are gathered, multiplied and added up. The indices are read to count the
+    matches.
     """
     width = x.sizes[3] * dtype.itemsize
     moved = x.count_matches(y) * (4 * width + 32)
@@ -96,11 +96,11 @@ def inner_products(
         samples: n and m.
         symmetric: both sets are one: half is computed.
 
-    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece,
-    whichever is priced less. Numbers are multiplied in at least float32 and added up over pieces and
-    parameters in float64. Samples whose positions or terms nearly cancel, or whose numbers are near the
-    limits of float32, are taken again in float64. A sample whose gradient is not finite has numbers that are
-    not finite in its row or column, and leaves those of others alone.
+    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece, by
+    price. Numbers are multiplied in at least float32 and added up over pieces and parameters in float64.
+    Samples whose positions or terms nearly cancel, or whose numbers are near the limits of float32, are
+    computed again in float64. A sample whose gradient is not finite has numbers that are not finite in its
+    row or column, and does not change those of others.
     """
     total = torch.zeros(samples, dtype=torch.float64, device=device)
     if not total.numel():
@@ -109,47 +109,45 @@ def inner_products(
     by_factors: list[tuple[Region, str, torch.dtype]] = []
     for region in (region for x, y in pairs for region in regions(x, y)):
         dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
-        way = cheapest_order(region, dtype, machine(device))
-        if way == VALUES:
+        order = cheapest_order(region, dtype, machine(device))
+        if order == VALUES:
             by_values.setdefault(dtype, []).append(region)
         else:
-            by_factors.append((region, way, dtype))
+            by_factors.append((region, order, dtype))
     is_zero = True
     for dtype, waiting in by_values.items():
         for bundle in bundled(waiting):
             part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
-    for region, way, dtype in by_factors:
-        _add_by_factors(total, region, way, dtype, symmetric)
+    for region, order, dtype in by_factors:
+        _add_by_factors(total, region, order, dtype, symmetric)
     return _mirrored(total) if symmetric else total
 
 
 def _add_by_factors(
-    total: torch.Tensor, region: Region, way: str, dtype: torch.dtype, symmetric: bool
+    total: torch.Tensor, region: Region, order: str, dtype: torch.dtype, symmetric: bool
 ) -> None:
-    """Add a region's inner products by factors; the lower half of a symmetric result is left alone,
-    or not.
-    """
+    """Add a region's inner products by factors. The lower half of a symmetric result is undefined."""
     sides = region.left, region.right
     again = [
         _cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)
     ]
     if all(places is None or not len(places) for places in again):
-        add_factored(total, _factors(region, way), dtype, symmetric=symmetric)
+        add_factored(total, _factors(region, order), dtype, symmetric=symmetric)
         return
     part = torch.zeros_like(total)
-    add_factored(part, _factors(region, way), dtype, symmetric=symmetric)
+    add_factored(part, _factors(region, order), dtype, symmetric=symmetric)
     for side, places in enumerate(again):
         if places is not None and len(places):
             exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
-            add_factored(exact, _factors(_of(region, side, places), way), torch.float64, symmetric=False)
+            add_factored(exact, _factors(_of(region, side, places), order), torch.float64, symmetric=False)
             _replace(part, side, places, exact, symmetric)
     total += part
 
 
-def _factors(region: Region, way: str) -> Sides:
+def _factors(region: Region, order: str) -> Sides:
     return Sides(
-        [placed.term for placed in region.left], [placed.term for placed in region.right], way == MATCHES
+        [placed.term for placed in region.left], [placed.term for placed in region.right], order == MATCHES
     )
 
 
@@ -192,8 +190,8 @@ def _replace(
 
 
 def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
-    """The samples [k] in which positions or terms nearly cancel: rounding of what meets between them would
-    show.
+    """The samples [k] in which positions or terms nearly cancel, so that rounding of their products
+    matters.
     """
     terms = [placed.term for placed in side]
     if len(terms) == 1 and terms[0].sizes[0] * terms[0].sizes[1] <= 1:
@@ -211,8 +209,8 @@ def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> 
     Where none has, a gradient of zero is a true zero, and one that is not finite would not be so in float64
     either.
     """
-    found = torch.zeros(len(places), dtype=torch.bool, device=places.device)
-    broken = torch.zeros_like(found)
+    are_products = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+    broken = torch.zeros_like(are_products)
     for region in bundle if len(places) else ():
         for placed in (region.left, region.right)[side]:
             factors = [
@@ -222,6 +220,6 @@ def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> 
             ]
             largest = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
             if largest:
-                found |= torch.stack([size > 0 for size in largest]).all(0)
+                are_products |= torch.stack([size > 0 for size in largest]).all(0)
                 broken |= ~torch.stack([torch.isfinite(size) for size in largest]).all(0)
-    return found & ~broken
+    return are_products & ~broken

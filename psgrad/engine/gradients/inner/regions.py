@@ -15,18 +15,18 @@ from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Term
 
-# For each axis of a parameter the places that a term reaches: first, one past the last, step.
+# For each axis of a parameter the places of a term: first, one past the last, step.
 Window = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A set of elements of one parameter, and the terms that two gradients have there.
+    """A set of elements of one parameter, and the terms of two gradients there.
 
     Attributes:
         left, right: the terms of the one and of the other gradient, of n and of m samples; neither is empty.
-        elements: how many there are.
-        is_aligned: whether all terms have their elements in one order, so that layouts need not be asked.
+        elements: their number.
+        is_aligned: whether all terms have their elements in one order, so that layouts are not needed.
     """
 
     left: tuple[Placed, ...]
@@ -53,19 +53,17 @@ def regions(x: DeferredGradient, y: DeferredGradient) -> list[Region]:
     """
     if not math.prod(x.shape):
         return []
-    found = []
+    result = []
     every, first = (*x.terms, *y.terms), len(x.terms)
     for places in apart(every):
         left, right = [every[i] for i in places if i < first], [every[i] for i in places if i >= first]
         if left and right:
-            found.append(_region(left, right))
-    return found
+            result.append(_region(left, right))
+    return result
 
 
 def apart(terms: Sequence[Placed]) -> list[list[int]]:
-    """The places of one parameter's terms by the window that they lie in; all together where two windows have
-    an element in common.
-    """
+    """The terms of one parameter by their window; all together if two windows have an element in common."""
     windows: dict[Window, list[int]] = {}
     for place, placed in enumerate(terms):
         windows.setdefault(_window(placed.layout), []).append(place)
@@ -84,14 +82,16 @@ def _overlap(one: Window, other: Window) -> bool:
 
 
 def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    """Whether two runs of places may have one in common."""
+    """Whether two runs of places may overlap."""
     if a[1] <= b[0] or b[1] <= a[0]:
         return False
     return (a[0] - b[0]) % math.gcd(a[2], b[2]) == 0
 
 
 def _region(left: Sequence[Placed], right: Sequence[Placed]) -> Region:
-    """The window of these terms, if it is the same for all, taken off; else the whole parameter."""
+    """The window of these terms without the rest of the parameter, if it is the same for all; else the whole
+    parameter.
+    """
     every = [*left, *right]
     if len({_window(placed.layout) for placed in every}) > 1:
         return Region(tuple(left), tuple(right), math.prod(every[0].layout.shape), is_aligned=False)
@@ -111,8 +111,8 @@ def _region(left: Sequence[Placed], right: Sequence[Placed]) -> Region:
 
 
 def rows_of(terms: Sequence[Term]) -> int:
-    """Into how many rows the value of aligned terms can be cut, the same for all of them; 1 where it can't
-    be.
+    """The number of rows into which the value of aligned terms can be cut, the same for all of them; 1 if it
+    can't.
     """
     sizes = {count for term in terms if (count := term.row_count) is not None}
     if not sizes:
@@ -138,8 +138,8 @@ def value_parts(
     return [placed.term.some_rows(rows, count).reshape(placed.term.samples, width) for placed in side]
 
 
-# Bytes of what is kept of one side's samples while they meet the other's: factors in another precision,
-# gradients that are materialised.
+# Bytes that are kept of one side's samples while they are multiplied with the other's: factors in another
+# precision, materialised gradients.
 SIDE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 # A symmetric result is cut into so many rows of tiles: of each the part right of the diagonal is computed, 56
@@ -148,7 +148,7 @@ _ROWS_OF_TILES = 8
 
 
 def budget(bytes_by_device: Mapping[str, int], device: torch.device) -> int:
-    """Bytes that the device may spend, by its kind."""
+    """The bytes of intermediates on the device, by its kind."""
     return bytes_by_device.get(device.type, bytes_by_device["cuda"])
 
 
@@ -161,5 +161,5 @@ def steps(n: int, step: int, within: slice | None = None) -> Iterator[slice]:
 
 
 def halves(n: int, symmetric: bool, step: int) -> int:
-    """A step small enough for a symmetric result of n rows to be half computed."""
+    """A step small enough that only half of a symmetric result of n rows is computed."""
     return max(1, min(step, -(-n // _ROWS_OF_TILES))) if symmetric else step

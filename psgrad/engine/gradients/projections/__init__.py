@@ -19,11 +19,11 @@ _KINDS: dict[str, type[Projection]] = {kind.kind: kind for kind in (Rademacher, 
 
 
 def projection_from(description: Mapping[str, Any]) -> Projection:
-    """The projection that `Projection.describe` described.
+    """The projection of a description by `Projection.describe`.
 
     Raises:
-        TransformArgumentError: a kind that is not known, sizes it does not take, or numbers that this version
-        would not give again.
+        TransformArgumentError: an unknown kind, wrong sizes, or numbers that this version would not
+            reproduce.
     """
     values = dict(description)
     kind, version = values.pop("kind", None), values.pop("version", None)

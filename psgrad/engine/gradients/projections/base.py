@@ -27,7 +27,7 @@ from psgrad.errors import TransformArgumentError
 Kind = Literal["rademacher", "gaussian"]
 # Entries that one 64-bit word holds: a bit each, or 16 bits each.
 PER_WORD: dict[str, int] = {"rademacher": 64, "gaussian": 4}
-# Counts up whenever the same description would mean other numbers.
+# Increased whenever the same description would give other numbers.
 VERSION = 1
 
 
@@ -62,7 +62,7 @@ def mixed(words: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tenso
 
 
 def streams(key: int, places: torch.Tensor) -> torch.Tensor:
-    """int64 of the shape of `places`: where each place's own sequence of words begins."""
+    """int64 of the shape of `places`: the start of each place's own sequence of words."""
     return mixed(places * _GAMMA + key)
 
 
@@ -74,8 +74,8 @@ def words_at(stream: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 def signs(some: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """int64 words [m, w] to float32 [m, 64 * w] of -1 and 1, a bit each.
 
-    A bit is moved to where a float keeps its sign: three passes over 32-bit words, which no table of signs
-    and no generator of PyTorch comes near. out: memory for them, int32 [m, 2 * w, 32].
+    A bit is moved to the sign bit of a float: three passes over 32-bit words, much faster than a table of
+    signs or a generator of PyTorch. out: memory for them, int32 [m, 2 * w, 32].
 
     Sign number j of a word is its bit 31 - j for j < 32, its bit 95 - j for the others.
     """
@@ -123,8 +123,8 @@ def below(some: torch.Tensor, bound: int) -> torch.Tensor:
 class Entries:
     """The entries of one parameter's matrix: float32, of mean zero and variance one.
 
-    Large blocks are made in memory that is kept, as fresh memory costs more than the numbers: what a call
-    returns holds until the next.
+    Large blocks are made in memory that is reused, as new memory costs more than the numbers: a returned
+    tensor is valid until the next call.
 
     Args:
         count: rows of the matrix. The first rows don't depend on it.
@@ -162,14 +162,15 @@ class Projection(ABC):
     """A random linear map P of gradients to few numbers, with E[<Px, Py>] = <x, y> over the seeds. Its kinds
     are frozen dataclasses.
 
-    The map is a function of its description and of the parameters' names and shapes alone: the same for every
+    The map is a function of its description and of the parameters' names and shapes only: the same for every
     sample, chunk, device and machine, so that gradients projected in different runs may be compared.
 
     With per='total' all parameters are projected into the same k columns, each by a map of its own, and the
     results are summed: [n, k], of which inner products estimate those of whole gradients. With
     per='parameter' each parameter has k columns of its own, side by side in the order of the names
     (`columns`): inner products within a block estimate the parameter's own, and over the whole row their sum,
-    with less noise than 'total' has in as many columns a parameter, as nothing of different parameters meets.
+    with less noise than 'total' with as many columns a parameter, because entries of different parameters are
+    never added.
     """
 
     kind: ClassVar[str]
@@ -184,18 +185,18 @@ class Projection(ABC):
 
     @abstractmethod
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
-        """Add a parameter's projected gradients, but for `scale`, to sums of `width` columns."""
+        """Add a parameter's projected gradients, without `scale`, to sums of `width` columns."""
 
     @property
     @abstractmethod
     def scale(self) -> float:
-        """What the sums are multiplied by in the end."""
+        """The factor of the sums at the end."""
 
     @torch.no_grad()
     def apply(
         self, gradients: Mapping[str, DeferredGradient], samples: int, device: torch.device
     ) -> torch.Tensor:
-        """[n, width], or [n, parameters * width]: what `PerSampleGradients.project` gives."""
+        """[n, width], or [n, parameters * width]: the result of `PerSampleGradients.project`."""
         types = [accumulating_dtype(gradient.dtype) for gradient in gradients.values()]
         dtype = torch.float64 if torch.float64 in types else torch.float32
         sums = [
@@ -205,8 +206,8 @@ class Projection(ABC):
         for place, (name, gradient) in enumerate(gradients.items()):
             if gradient.shape.numel():
                 self.add(sums[place if len(sums) > 1 else 0], name, gradient)
-        found = [(each.total() * self.scale).to(dtype) for each in sums]
-        return torch.cat(found, 1) if found else torch.zeros(samples, 0, dtype=dtype, device=device)
+        rows = [(each.total() * self.scale).to(dtype) for each in sums]
+        return torch.cat(rows, 1) if rows else torch.zeros(samples, 0, dtype=dtype, device=device)
 
     def columns(self, names: Iterable[str]) -> dict[str, slice]:
         """name -> its columns in the projection of gradients of these parameters; with per='total' all of
@@ -225,7 +226,7 @@ class Projection(ABC):
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
     def _check(self, **sizes: int) -> None:
-        """Refuse sizes that are no positive whole numbers, an unknown `per`, a seed that is no whole
+        """Refuse sizes that are not positive whole numbers, an unknown `per`, a seed that is not a whole
         number.
         """
         title = type(self).__name__

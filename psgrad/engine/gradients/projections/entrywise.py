@@ -31,20 +31,19 @@ from psgrad.engine.gradients.projections.slices import Slice, slices
 from psgrad.engine.gradients.terms import Workspace
 from psgrad.errors import TransformArgumentError
 
-# Places a product is taken over at once, at most: longer float32 sums would lose digits.
+# The most places of one product: longer float32 sums would lose digits.
 WIDEST = 16384
 
 
 @dataclass(frozen=True)
 class Dense(Projection):
-    """k x parameters independent entries, divided by sqrt(k); what `Rademacher` and `Gaussian` have in
-    common.
+    """k x parameters independent entries, divided by sqrt(k): the common part of `Rademacher` and `Gaussian`.
 
     A slice of the samples' gradients is materialised for a block of places, the matrix' columns of these
-    places are made from their counters (`entries`), and the two are multiplied: a call makes parameters * k
-    entries, whatever the number of samples, and takes samples * parameters * k products. The first is shared
-    by the samples of a call, so chunks should be large. Rows of a table that no sample looked up are never
-    made.
+    places are computed from their counters (`entries`), and the two are multiplied: a call computes
+    parameters * k entries, for any number of samples, and takes samples * parameters * k products. The
+    samples of a call share the entries, so chunks should be large. Entries for rows of a table that no sample
+    looked up are not computed.
     """
 
     k: int
@@ -85,7 +84,7 @@ class Gaussian(Dense):
 
     Var <Px, Py> = (|x|^2 |y|^2 + <x, y>^2) / k. The entries are the normal distribution's quantiles at 2^16
     equally likely places, scaled to a variance of exactly one: the same bits on every device, and none beyond
-    4.4. To make them takes several times as long as to make signs, whose estimates vary no more than theirs.
+    4.4. They cost several times as much as signs, whose estimates vary no more.
     """
 
     kind: ClassVar[str] = "gaussian"
@@ -103,13 +102,13 @@ def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: i
                 sums.add_product(cut.samples, cut.values, matrix.at(cut.place_tensor()).to(sums.dtype))
 
 
-# Samples that are added up together: enough that the making of the matrix is shared, on a CPU few enough that
+# Samples that are added up together: enough that they share the cost of the matrix, on a CPU few enough that
 # a slice stays in the caches.
 _SAMPLES = {"cpu": 64, "cuda": 1024}
 # Segments a slice.
 _SEGMENTS = 8
-# Places and signs of a slice that has no more of them are kept for the next samples: hashing them takes twice
-# as long as adding them up.
+# Places and signs of a slice with at most so many are kept for the next samples: hashing them takes twice as
+# long as adding them up.
 _REMEMBERED = 1 << 16
 
 
@@ -162,8 +161,8 @@ class Sparse(Projection):
 
 @dataclass(frozen=True)
 class Orders:
-    """Where each segment of `size` places goes: to `count` blocks of as many columns, in an order of its own
-    in each.
+    """The columns of each segment of `size` places: in `count` blocks of as many columns, in an order of its
+    own in each.
 
     A segment's words, in this order: for each block the factor of the order, then for each block its shift,
     then for each block the signs of its columns, a bit each.
@@ -256,8 +255,8 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
         values[offset + len(part.places) :].zero_()
     gathered = _gathered_once if length * orders.count <= _REMEMBERED else _gathered
     places, drawn = gathered(orders, segments, sums.device, sums.dtype)
-    found = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
-    sums.add(part.samples, found.t() if factor == 1 else found.t() * factor)
+    sums_of_places = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
+    sums.add(part.samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
 
 
 def _gathered(
@@ -267,7 +266,7 @@ def _gathered(
     return places, drawn.to(dtype)
 
 
-# The samples that come next ask for the same. At most 64 of _REMEMBERED entries of 16 bytes: 64 MiB.
+# The next samples use the same. At most 64 of _REMEMBERED entries of 16 bytes: 64 MiB.
 _gathered_once = lru_cache(maxsize=64)(_gathered)
 
 

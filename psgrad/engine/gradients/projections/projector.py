@@ -90,14 +90,14 @@ class Projector:
         if per == "parameter":
             return dict(columns)
         groups: dict[str, list[int]] = {}
-        for name, found in columns.items():
-            groups.setdefault(name.rpartition(".")[0], []).extend(range(found.start, found.stop))
+        for name, own in columns.items():
+            groups.setdefault(name.rpartition(".")[0], []).extend(range(own.start, own.stop))
         return dict(groups)
 
 
 def seed_of(seed: int, number: int) -> int:
     """The seed of checkpoint `number`'s projection: projections of different checkpoints, and of different
-    seeds, share nothing.
+    seeds, are independent.
     """
     return int.from_bytes(
         hashlib.sha256(f"psgrad checkpoint {number} of seed {seed}".encode()).digest()[:7], "little"

@@ -16,16 +16,14 @@ from psgrad.engine.gradients.terms import Slice as Slice
 
 
 class Places:
-    """Places in a term's own row-major order to places in the parameter's, by arithmetic: no table of them is
-    made.
-    """
+    """Places in a term's own row-major order to places in the parameter's, by arithmetic, without a table."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     @cached_property
     def _steps(self) -> tuple[list[int], int]:
-        """How far each atom's neighbours are apart in the parameter, and where the first element stands."""
+        """The distance of each atom's neighbours in the parameter, and the place of the first element."""
         layout = self.layout
         steps = [0] * len(layout.atoms)
         window = layout.slices
@@ -43,7 +41,7 @@ class Places:
 
     @cached_property
     def _shift(self) -> int | None:
-        """How far all elements are shifted alike; None where they are in another order."""
+        """The common shift of all elements; None if they are in another order."""
         steps, first = self._steps
         atoms = self.layout.atoms
         own = [math.prod(atoms[place + 1 :]) for place in range(len(atoms))]
@@ -51,7 +49,7 @@ class Places:
         return first if same else None
 
     def of(self, places: range | torch.Tensor, device: torch.device) -> range | torch.Tensor:
-        """The places in the parameter of places in the term; a range of them stays one where it can."""
+        """The places in the parameter of places in the term; a range of them stays one if possible."""
         shift = self._shift
         if shift is not None:
             return (
@@ -71,23 +69,23 @@ class Places:
 def slices(
     placed: Placed, dtype: torch.dtype, room: int, width: int, samples: slice = slice(None)
 ) -> Iterator[Slice]:
-    """A placed term in slices, in a precision, of neighbouring samples or all. A slice's values hold until
-    the next is asked for.
+    """A placed term in slices, in a precision, of neighbouring samples or all. A slice's values are valid
+    until the next one.
 
     Args:
-        room: how many values a slice may have, where it can be helped.
-        width: how many places a slice of a table's looked-up rows may have: samples that looked up none of
-            them don't take part.
+        room: the most values of a slice, if possible.
+        width: the most places of a slice of a table's looked-up rows; it leaves out samples that looked up
+            none of them.
     """
     term, places = placed.term.at(samples, dtype), Places(placed.layout)
     first = samples.start or 0
-    for found in term.slices(room, width):
+    for part in term.slices(room, width):
         whose = (
-            found.samples + first
-            if isinstance(found.samples, torch.Tensor)
-            else _shifted(found.samples, first, term.samples)
+            part.samples + first
+            if isinstance(part.samples, torch.Tensor)
+            else _shifted(part.samples, first, term.samples)
         )
-        yield Slice(found.values, places.of(found.places, term.device), whose)
+        yield Slice(part.values, places.of(part.places, term.device), whose)
 
 
 def _shifted(some: slice, by: int, count: int) -> slice:

@@ -73,18 +73,20 @@ class TwoSided(Projection):
             if not placed.term.factors[0].numel():
                 continue
             places = placed.term.matrix_places()
-            found = sides.apart(Places(placed.layout), *places, sums.dtype) if places is not None else None
-            if found is None:
+            matrices = sides.apart(Places(placed.layout), *places, sums.dtype) if places is not None else None
+            if matrices is None:
                 _add_slices(sums, sides, placed)
                 continue
-            first, second, is_swapped = found
+            first, second, is_swapped = matrices
             for samples, left, right in placed.term.times_matrices(first, second, sums.dtype):
                 a, b = (right, left) if is_swapped else (left, right)
                 sums.add(samples, torch.bmm(a.transpose(1, 2), b).flatten(1))
 
 
 class _Sides:
-    """The two matrices of one parameter: made as they are asked for, by rows and columns of the parameter."""
+    """The two matrices of one parameter, computed by rows and columns of the parameter when they are
+    needed.
+    """
 
     def __init__(self, projection: TwoSided, name: str, columns: int, device: torch.device) -> None:
         self.sizes, self.columns = (projection.left, projection.right), columns
@@ -137,8 +139,8 @@ def _tensor(places: range | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
-    """What is not a sum over positions of rows times columns: slices of the value, by whole rows, within a
-    row, or place by place.
+    """A value that is not a sum over positions of rows times columns: in slices, by whole rows, within a row,
+    or place by place.
     """
     room = room_of(sums.device, sums.dtype)
     width = max(1, min(WIDEST, room // sums.columns))
@@ -157,8 +159,8 @@ def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
 
 
 def _by_rows(part: Slice, columns: int, width: int) -> Iterator[Slice]:
-    """A slice of neighbouring places in slices of whole rows of the parameter, or within one row where it
-    begins or ends in one or a row is wider than `width`.
+    """A slice of neighbouring places in slices of whole rows of the parameter, or within one row if it begins
+    or ends in one or a row is wider than `width`.
     """
     assert isinstance(part.places, range)
     start, stop = part.places.start, part.places.stop

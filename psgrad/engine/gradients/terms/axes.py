@@ -25,7 +25,7 @@ def named_axes(layout: Layout) -> list[Names] | None:
 
 def owners(layout: Layout, canonical: Sequence[int]) -> dict[int, int]:
     """For each atom longer than one, the canonical axis that it is a part of."""
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     axis, left = -1, 1
     for atom, size in enumerate(layout.atoms):
         if size == 1:
@@ -33,9 +33,9 @@ def owners(layout: Layout, canonical: Sequence[int]) -> dict[int, int]:
         while left == 1:
             axis += 1
             left = canonical[axis]
-        found[atom] = axis
+        result[atom] = axis
         left //= size
-    return found
+    return result
 
 
 def arranged(
@@ -44,10 +44,10 @@ def arranged(
     """A term whose canonical axes are those of `names`, in order and of these sizes, placed under axes that
     are runs of names.
     """
-    kept = [(name, size) for name, size in zip(names, sizes, strict=True) if size != 1]
-    place = {name: number for number, (name, _) in enumerate(kept)}
+    long = [(name, size) for name, size in zip(names, sizes, strict=True) if size != 1]
+    place = {name: number for number, (name, _) in enumerate(long)}
     order = tuple(place[name] for axis in axes for name in axis if name in place)
-    return Placed(term, Layout(tuple(size for _, size in kept), order, tuple(shape)))
+    return Placed(term, Layout(tuple(size for _, size in long), order, tuple(shape)))
 
 
 def by_atoms(
@@ -82,7 +82,7 @@ class Cut(Protocol):
 
 
 def cut_out(cut: Cut, layout: Layout, dim: int, start: int, step: int, length: int) -> bool:
-    """Keep `length` places of an axis: each of its atoms keeps a run of its own. False if the places are no
+    """Keep `length` places of an axis: each of its atoms keeps a run of its own. False if the places are not
     such runs.
     """
     runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])

@@ -1,4 +1,4 @@
-"""What a kind of term can do, and a term's place in its parameter.
+"""The interface of the kinds of terms, and the place of a term in its parameter.
 
 A term is a per-sample value that is kept as its factors until a query contracts them, such as a sum over
 positions of outer products. A kind of term is one file of this folder: how its norms, inner products, sums,
@@ -105,7 +105,7 @@ class Term(ABC):
         """The same for some of the samples, in another precision if asked."""
 
     def among(self, places: torch.Tensor, count: int) -> Term:
-        """The same among `count` samples: this term's stand at `places` [n], the others have zero."""
+        """The same among `count` samples: this term's samples are at `places` [n], the others have zero."""
         rows = torch.full((count,), self.samples, device=self.device).index_copy(
             0, places, torch.arange(self.samples, device=self.device)
         )
@@ -123,13 +123,13 @@ class Term(ABC):
     @property
     @abstractmethod
     def summands(self) -> int:
-        """The most products that are added up for one element of a sample's value."""
+        """The largest number of products that are added up for one element of a sample's value."""
 
     @abstractmethod
     def absolute_sums(self) -> torch.Tensor:
-        """[n]: at least the sum, over all that is added up, of the norms of the summands. It is what the
-        rounding of the value is proportional to: the value's own norm is smaller, by any factor where
-        summands cancel. Not finite where a product overflows.
+        """[n]: at least the sum, over all summands, of their norms. The rounding of the value is proportional
+        to it: the value's own norm is smaller, by any factor if summands cancel. Not finite if a product
+        overflows.
         """
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Term(ABC):
 
     @abstractmethod
     def kin(self) -> tuple[Any, ...]:
-        """What terms have in common that add up to one term."""
+        """The properties that terms share which can be added up to one term."""
 
     @abstractmethod
     def plus(self, others: Sequence[Any]) -> Term:
@@ -158,7 +158,7 @@ class Term(ABC):
 
     @property
     def multiplications(self) -> int:
-        """Those that the sum over samples takes for each sample."""
+        """The multiplications of the sum over samples, for each sample."""
         return self.summands * math.prod(self.shape)
 
     @property
@@ -238,7 +238,7 @@ class Term(ABC):
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
         """[n] float64: each sample's inner product with the other term's, elements in the same order; None if
-        this kind has no better way for the pair than to materialise both.
+        materialising both is as cheap.
         """
         return None
 
@@ -312,7 +312,7 @@ class Term(ABC):
 
     @property
     def row_count(self) -> int | None:
-        """Into how many rows the value can be cut by `some_rows`; None where any number will do."""
+        """The number of rows into which `some_rows` can cut the value; None if any number is possible."""
         return 1
 
     def some_rows(self, rows: slice, count: int) -> torch.Tensor:
@@ -331,8 +331,7 @@ class Term(ABC):
         """The values in slices, places counted in the term's own row-major order. By default a few samples at
         a time.
 
-        room: how many values a slice may have, where it can be helped. width: how many places a slice of
-        looked-up rows may have.
+        room: the most values of a slice, if possible. width: the most places of a slice of looked-up rows.
         """
         size = math.prod(self.shape)
         for start in range(0, self.samples, step := max(1, room // max(size, 1))):
@@ -345,7 +344,7 @@ class Term(ABC):
 
     def listed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The few elements of each sample that are not zero: their places [n, q] in row-major order, which
-        may repeat, and values [n, q]. None where they are not few.
+        may repeat, and values [n, q]. None if they are not few.
         """
         return None
 
@@ -414,8 +413,8 @@ def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: i
     """[n]: squared norms of a term from the Gram matrices [n * groups, t, t] of its factors (the first is
     overwritten).
 
-    Where the positions' contributions cancel, rounding would show: those samples are materialised instead.
-    The diagonal, each position by itself, says how large the numbers were that met in the sum.
+    If the positions' contributions cancel, rounding matters: those samples are materialised instead. The
+    diagonal, each position by itself, shows how large the summands were.
     """
     largest = [
         gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (left, right)

@@ -29,7 +29,7 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.transforms.rules.convolution import (
+from psgrad.engine.transforms.rules.convolution_weights import (
     Geometry,
     as_matrices,
     grams,
@@ -42,12 +42,12 @@ from psgrad.engine.transforms.rules.convolution import (
 
 aten = torch.ops.aten
 
-# Fewer channels a slice would materialise a convolution's patches too often.
+# With fewer channels a slice would materialise a convolution's patches too often.
 _CHANNELS = 32
 
 
 class Sizes(NamedTuple):
-    """What a convolution's gradient costs follows from these: of one group where there are several."""
+    """The sizes on which a convolution's cost depends: of one group if there are several."""
 
     groups: int
     places: int  # of the kernel
@@ -149,7 +149,7 @@ class Convolution(Term):
 
     @property
     def _is_one_kernel(self) -> bool:
-        """Whether all places of the kernel come out of one kernel or product, not one after the other."""
+        """Whether all places of the kernel are computed by one kernel or product, not one after the other."""
         written = self.cotangents, self.weight_shape, self.geometry
         return grouped_kernel_is_fast(*written) or writes_patches(*written)
 
@@ -271,9 +271,8 @@ class Convolution(Term):
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The second matrix is a convolution with kernels."""
         groups, axes = self.geometry.groups, len(self.weight_shape) - 2
-        kernels = (
-            second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
-        )  # [g * k, i, *kernel]
+        # [g * k, i, *kernel]
+        kernels = second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
         geometry = self.geometry._replace(transposed=False, output_padding=(0,) * axes)
         each = (self.cotangents[:1].numel() + self.inputs[:1].numel()) * dtype.itemsize
         for samples in blocks(self.samples, 2 * each, self.device):
@@ -293,7 +292,7 @@ class Convolution(Term):
         return layout.atoms == self.shape
 
     def _put(self, layout: Layout, axis: int, factor: torch.Tensor) -> Placed:
-        """The self with one side's channels changed, [n, b, channels, *]."""
+        """The same with one side's channels changed, [n, b, channels, *]."""
         side = self._sides[axis]
         other = next(name for name in ("cotangents", "inputs") if name != side)
         factor, same = of_one_dtype(factor, getattr(self, other))
@@ -383,7 +382,7 @@ class Convolution(Term):
         )
 
     def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        """The axes have to be all but that of the output channels at least.
+        """The axes must be at least all but that of the output channels.
 
         shared: [*shape], or with one output channel if it is the same for all.
         """
@@ -424,7 +423,7 @@ def _sizes(cotangents: torch.Size, inputs: torch.Size, weight: torch.Size, geome
 def _norm_order_costs(
     on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int
 ) -> dict[str, Cost]:
-    """The ways to a convolution's squared norms."""
+    """The orders of contraction to a convolution's squared norms."""
     groups, places, steps, positions, pixels, rows, columns = sizes
     item = dtype.itemsize
     grams, value = groups * (pixels**2 + 2 * positions**2) * item, groups * rows * columns * places * item

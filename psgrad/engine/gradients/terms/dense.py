@@ -98,7 +98,7 @@ class Dense(Term):
         return self.value.reshape(self.samples, count, -1)[:, rows]
 
     def slices(self, room: int, width: int) -> Iterator[Slice]:
-        """Whole rows of the last axes where they fit."""
+        """Whole rows of the last axes if they fit."""
         values = self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1)
         row, most = math.prod(self.shape[1:]), max(1, room // max(self.samples, 1))
         yield from Slice(values, range(values.shape[1]), slice(None)).cut(

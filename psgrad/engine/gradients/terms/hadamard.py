@@ -78,8 +78,8 @@ class Hadamard(Term):
         return self.term.materialise() * self.shared
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        found = self.term.weighted_sum(weights)
-        return found * self.shared.to(found.dtype)
+        total = self.term.weighted_sum(weights)
+        return total * self.shared.to(total.dtype)
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         kind = accumulating(self.shared).dtype

@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Multiples(Term):
-    """Coefficients, one a sample or one a row of each sample's, times one shared tensor: what a norm of the
-    weight, its mean or a penalty on it adds to its gradient. The product is not materialised.
+    """Coefficients, one a sample or one a row of each sample's, times one shared tensor: the gradient of a
+    norm of the weight, its mean or a penalty on it. The product is not materialised.
     """
 
     coefficients: torch.Tensor  # [n, *shape], with ones for the axes along which a sample has one coefficient
@@ -57,7 +57,7 @@ class Multiples(Term):
 
     @property
     def _own_shape(self) -> torch.Size:
-        """The coefficients' shape: that to which what is shared may be summed."""
+        """The coefficients' shape, to which the shared tensor may be summed."""
         return self.coefficients.shape[1:]
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Multiples:
@@ -114,15 +114,15 @@ class Multiples(Term):
         if own is None or other.term.stored_value is not None:
             return None
         wide = accumulating_dtype(own.dtype)
-        found = placed_maps.times(
+        product = placed_maps.times(
             Placed(other.term.at(slice(None), wide), other.layout), own.coefficients.to(wide), each=True
         )
-        if found is None:
+        if product is None:
             return None
-        return found[0].term.dot(found[0].layout.invert(own.shared, found[0].term.shape)).double()
+        return product[0].term.dot(product[0].layout.invert(own.shared, product[0].term.shape)).double()
 
     def slices(self, room: int, width: int) -> Iterator[Slice]:
-        """Some rows of what is shared, times all samples' coefficients."""
+        """Some rows of the shared tensor, times all samples' coefficients."""
         coefficients, shared = self.coefficients, self.shared
         if not shared.dim():
             coefficients, shared = coefficients.unsqueeze(1), shared.unsqueeze(0)
@@ -137,50 +137,50 @@ class Multiples(Term):
         """The term with the axes of the layout; None where an axis would have a coefficient for some of its
         parts only.
         """
-        kept: list[int] = []  # for each atom its size where coefficients differ along it
+        varying: list[int] = []  # for each atom its size where coefficients differ along it
         axis, left = -1, 1
         for size in layout.atoms:
             while left == 1 and axis + 1 < len(self.shape) and (size != 1 or self.shape[axis + 1] == 1):
                 axis += 1
                 left = self.shape[axis]
             left //= max(size, 1)
-            kept.append(size if self.coefficients.shape[axis + 1] != 1 else 1)
+            varying.append(size if self.coefficients.shape[axis + 1] != 1 else 1)
         groups = layout.groups()
         if groups is None:
             return None
         shape = []
         for group, size in zip(groups, layout.inner, strict=True):
-            found = math.prod(kept[atom] for atom in group)
-            if found not in (1, size):
+            length = math.prod(varying[atom] for atom in group)
+            if length not in (1, size):
                 return None
-            shape.append(found)
+            shape.append(length)
         n = self.samples
         coefficients = (
-            self.coefficients.reshape(n, *kept)
+            self.coefficients.reshape(n, *varying)
             .permute(0, *(1 + atom for atom in layout.order))
             .reshape(n, *shape)
         )
         return Multiples(coefficients, layout.apply(self.shared))
 
     def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        found = self._placed(layout)
-        if found is None:
+        placed = self._placed(layout)
+        if placed is None:
             return None
         at = (slice(None),) * dim + (slice(start, start + (length - 1) * step + 1, step),)
         own = (
-            found.coefficients
-            if found.coefficients.shape[dim + 1] == 1
-            else found.coefficients[(slice(None), *at)]
+            placed.coefficients
+            if placed.coefficients.shape[dim + 1] == 1
+            else placed.coefficients[(slice(None), *at)]
         )
-        return Placed.plain(Multiples(own, found.shared[at]))
+        return Placed.plain(Multiples(own, placed.shared[at]))
 
     def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
-        found = self._placed(layout)
-        if found is None:
+        placed = self._placed(layout)
+        if placed is None:
             return None
-        own = found.coefficients
+        own = placed.coefficients
         plain = [dim for dim in dims if own.shape[dim + 1] == 1]
-        shared = found.shared.sum(plain, keepdim=True) if plain else found.shared
+        shared = placed.shared.sum(plain, keepdim=True) if plain else placed.shared
         mixed = [dim for dim in dims if own.shape[dim + 1] != 1]
         if mixed:
             own, shared = own.transpose(1, mixed[0] + 1), shared.transpose(0, mixed[0])
@@ -189,39 +189,41 @@ class Multiples(Term):
             own, shared = of_one_dtype(own, shared)
             summed = torch.tensordot(own.flatten(1), shared, 1).unsqueeze(1)
             return Placed.plain(Dense(summed.transpose(1, mixed[0] + 1)))
-        found = Multiples(own, shared)
+        placed = Multiples(own, shared)
         if shared.numel() <= own[:1].numel():  # the value is no larger than the coefficients
-            return Placed.plain(Dense(found.materialise()))
-        return Placed.plain(found)
+            return Placed.plain(Dense(placed.materialise()))
+        return Placed.plain(placed)
 
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        found = self._placed(layout)
-        if found is None:
+        placed = self._placed(layout)
+        if placed is None:
             return None
         if each:
-            return Placed.plain(Multiples(product(found.coefficients, by), found.shared))
-        return Placed.plain(Multiples(found.coefficients, product(found.shared, by)))
+            return Placed.plain(Multiples(product(placed.coefficients, by), placed.shared))
+        return Placed.plain(Multiples(placed.coefficients, product(placed.shared, by)))
 
     def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        found = self._placed(layout)
-        if found is None or found.coefficients.shape[dim + 1] != 1:
+        placed = self._placed(layout)
+        if placed is None or placed.coefficients.shape[dim + 1] != 1:
             return None
-        shape = [size if d == dim else length for d, length in enumerate(found.shape)]
+        shape = [size if d == dim else length for d, length in enumerate(placed.shape)]
         return Placed.plain(
-            Multiples(found.coefficients, aten.index_select_backward.default(found.shared, shape, dim, index))
+            Multiples(
+                placed.coefficients, aten.index_select_backward.default(placed.shared, shape, dim, index)
+            )
         )
 
     def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        found = self._placed(layout)
-        if found is None or found.coefficients.shape[dim + 1] != 1 or matrix.dim() != 2:
+        placed = self._placed(layout)
+        if placed is None or placed.coefficients.shape[dim + 1] != 1 or matrix.dim() != 2:
             return None
-        shared, matrix = of_one_dtype(found.shared.movedim(dim, -1), matrix)
-        return Placed.plain(Multiples(found.coefficients, torch.matmul(shared, matrix).movedim(-1, dim)))
+        shared, matrix = of_one_dtype(placed.shared.movedim(dim, -1), matrix)
+        return Placed.plain(Multiples(placed.coefficients, torch.matmul(shared, matrix).movedim(-1, dim)))
 
     def expand(self, layout: Layout, shape: Sequence[int]) -> Placed | None:
-        found = self._placed(layout)
-        if found is None:
+        placed = self._placed(layout)
+        if placed is None:
             return None
         lead = (1,) * (len(shape) - len(layout.inner))
-        own = found.coefficients.reshape(found.samples, *lead, *found.coefficients.shape[1:])
-        return Placed.plain(Multiples(own, found.shared.expand(*shape)))
+        own = placed.coefficients.reshape(placed.samples, *lead, *placed.coefficients.shape[1:])
+        return Placed.plain(Multiples(own, placed.shared.expand(*shape)))

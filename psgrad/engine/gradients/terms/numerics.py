@@ -15,7 +15,7 @@ import torch
 # GPU's kernels.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
-# A Gram sum under this share of its diagonal has lost about two digits: it is taken again without
+# A Gram sum under this share of its diagonal has lost about two digits: it is computed again without
 # cancellation.
 CANCELLATION = 0.05
 
@@ -33,8 +33,8 @@ def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slic
 
 
 class Workspace:
-    """Named memory that is reused from block to block: fresh pages cost more than most of what is written
-    into them.
+    """Named memory that is reused from block to block: new pages cost more than most of what is written into
+    them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Workspace:
 
 
 def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32: sums of products of halves are not taken in halves."""
+    """At least float32: sums of half-precision products are not in half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -95,7 +95,7 @@ _SMALLEST_ROOT = 2.0**-60
 
 
 def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
-    """Norms along some axes, and somewhat more, so that squares too small for their type don't make a norm
+    """Norms along some axes, slightly too large, so that squares too small for their type don't make a norm
     too small.
     """
     x = accumulating(x)
@@ -121,14 +121,14 @@ def square_norm(value: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(whole, dim=2).square().sum(1) + value[:, length - rest :].square().sum(1)
 
 
-# Squares added up in a row before the pairwise sum takes over.
+# Squares added up in a row before the pairwise sum.
 _RUN = 512
 
 
 @functools.lru_cache(maxsize=4096)
 def _runs(length: int) -> tuple[int, int]:
-    """How many runs a value is cut into, and how many entries are left over: none, if runs of nearly that
-    length leave none.
+    """The number of runs of a value, and of left over entries: none, if runs of nearly that length leave
+    none.
     """
     least = length // _RUN
     for runs in range(max(least, 1), least + 9):
@@ -141,8 +141,7 @@ def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     """[n] norms that are products of squares, of which the largest in each factor are given, [n].
 
     Squares near the smallest number of a type have lost their digits, and a large second factor would hide
-    it. Zero marks it: the caller computes it again in a wider type. What is no number (nothing times
-    infinity) stays that.
+    it. Zero marks it: the caller computes it again in a wider type. NaN (zero times infinity) stays NaN.
     """
     kind = torch.finfo(norms.dtype)
     return norms.masked_fill((torch.minimum(left, right) < kind.tiny / kind.eps) & ~norms.isnan(), 0)
@@ -171,7 +170,7 @@ _SMALLEST_EXPONENT = -120
 
 
 def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., a] -> [...]: the power of two just above the largest number, zero where it is not finite; and
+    """[..., a] -> [...]: the power of two just above the largest number, zero if it is not finite; and
     whether it is.
     """
     if not factor.numel():
@@ -181,8 +180,8 @@ def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
     largest = torch.maximum(factor.amax(-1), -factor.amin(-1)).double()
     finite = torch.isfinite(largest)
-    found = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
-    return found.masked_fill_(largest == 0, OF_ZERO), finite
+    exponents = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
+    return exponents.masked_fill_(largest == 0, OF_ZERO), finite
 
 
 def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,10 +23,10 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
     if layout.window is None:
         inner = placed.term.narrow(layout, dim, start, step, length) if length else None
         return None if inner is None else [inner]
-    found = layout.window[dim].narrow(layout.inner[dim], start, step, length)
-    if found is None:
+    overlap = layout.window[dim].narrow(layout.inner[dim], start, step, length)
+    if overlap is None:
         return None
-    at, run = found
+    at, run = overlap
     count = len(range(at.start, at.stop, at.step or 1))
     if not count:
         return []
@@ -93,14 +93,14 @@ def times(
 
 
 def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
-    """`times`, where a zero of `by` stands for a zero of the result, whatever is there now."""
+    """`times`, where a zero of `by` makes a zero of the result, also of NaN and infinity."""
     return times(placed, by)  # which looks for NaN and infinity
 
 
 def _has_finite_factors(placed: Placed) -> bool:
     """Whether zeros that are put into a factor, and sums that are taken within it, are those of the value.
     Beside NaN or infinity in another factor a zero would be NaN, and infinities that cancel in the value
-    would not. Asked of the result of a product: a factor may overflow beside one that is zero.
+    would not cancel. Checked for the result of a product: a factor may overflow beside one that is zero.
     """
     shared_once = (factor if factor.stride(0) else factor[:1] for factor in placed.term.factors)
     return _is_finite(*(narrow(factor) for factor in shared_once))
@@ -130,12 +130,14 @@ def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] |
 
 def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
     """Repeated along axes of length one, or along new axes in front, of a parameter of this shape."""
-    found = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
-    return None if found is None else [found]
+    result = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
+    return None if result is None else [result]
 
 
 def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
-    """Under another shape; where a window would be none there, zeros are put into the factors instead."""
+    """The terms under another shape; if a window is not possible there, zeros are put into the factors
+    instead.
+    """
     layout = placed.layout.reshape(shape)
     if layout is not None or placed.layout.window is None:
         return None if layout is None else Placed(placed.term, layout)
@@ -181,7 +183,7 @@ def _in_window(placed: Placed, window: Sequence[Run]) -> Placed:
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:
-    """One long along the axes (but the first) along which a value was expanded."""
+    """The term with length one along the axes (but the first) along which a value was expanded."""
     strides = value.stride()[1:]
     return (
         value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]

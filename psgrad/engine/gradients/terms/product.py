@@ -92,9 +92,8 @@ class Product(Term):
         return (norms_at_least(self.left, 3) * norms_at_least(self.right, 3)).sum((1, 2))
 
     def materialise(self) -> torch.Tensor:
-        if (
-            self.left.shape[2] == 1
-        ):  # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
+        # a product of matrices with one summand is a third slower than an elementwise product
+        if self.left.shape[2] == 1:
             return self.left.transpose(2, 3) * self.right
         return torch.matmul(self.left.transpose(2, 3), self.right)
 
@@ -155,7 +154,7 @@ class Product(Term):
         return Product(self.right, self.left) if self.shape[0] == 1 else None
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
-        """Sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>, where that is cheaper than
+        """Sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>, if that is cheaper than
         both values.
         """
         if not isinstance(other, Product) or self.shape != other.shape:
@@ -247,9 +246,8 @@ class Product(Term):
                 ):  # less than a row only where a row by itself is a slice
                     right = self.right[:, group, :, j : j + some_columns]
                     a, b = left.shape[2], right.shape[2]
-                    if (
-                        positions == 1
-                    ):  # samples last: best for a sparse projection, and no worse for a product
+                    # samples last: best for a sparse projection, and no worse for a product
+                    if positions == 1:
                         value = memory.tensor("values", (a, b, n), dtype)
                         torch.mul(
                             left[:, 0].t().contiguous().unsqueeze(1), right[:, 0].t().contiguous(), out=value
@@ -282,8 +280,8 @@ class Product(Term):
 
     @staticmethod
     def _placed(cut: CutProduct) -> Placed:
-        """The product again. It is materialised where one factor has no axis left: the value is then no
-        larger than the other factor.
+        """The product again. It is materialised if one factor has no axis left: the value is then no larger
+        than the other factor.
         """
         left, right = cut.factors()
         if left.shape[3] == 1 or right.shape[3] == 1:

@@ -63,7 +63,7 @@ class CutProduct:
             self.right = self.right[(slice(None),) * right + (at,)]
 
     def sum(self, name: int) -> None:
-        """Sum over an atom, which is gone then."""
+        """Sum over an atom, which is removed."""
         left, right = self._places(name)
         if left is not None and right is not None:  # over groups, which is to say over positions
             self.left, self.right = (
@@ -79,7 +79,7 @@ class CutProduct:
             self.columns.remove(name)
 
     def contract(self, names: Names, matrix: torch.Tensor, new: int) -> bool:
-        """Put an axis, of which the atoms all lie in one factor, through a matrix [*groups or nothing, size,
+        """Contract an axis, whose atoms all lie in one factor, with a matrix [*groups or nothing, size,
         k].
         """
         in_rows = set(names) <= set(self.rows) and (bool(names) or not self.rows)

@@ -33,7 +33,7 @@ from psgrad.engine.gradients.terms.product import Product
 
 @dataclass(frozen=True)
 class Rows(Term):
-    """Rows added where an index says: the gradient of a table that was looked up. The one-hot factor is never
+    """Rows that an index adds into a table: the gradient of an embedding. The one-hot factor is never
     built.
     """
 
@@ -67,8 +67,8 @@ class Rows(Term):
             return square_norm(rows)
         if self._table_is_smaller:
             return self.materialised_square_norms()
-        # rows of one sample with the same index are added first: linear in the positions, and nothing cancels
-        # afterwards
+        # rows of one sample with the same index are added first: linear in the positions, and without
+        # cancellation afterwards
         index, order = self.index.sort(1)
         ranks = torch.cat(
             [torch.zeros_like(index[:, :1]), (index[:, 1:] != index[:, :-1]).cumsum(1)], 1
@@ -130,8 +130,8 @@ class Rows(Term):
 
     @property
     def _table_is_smaller(self) -> bool:
-        """Then adding the rows up in a table costs less than sorting their indices, and takes no more room
-        than they do.
+        """Whether adding the rows up in a table costs less than sorting their indices, and takes no more
+        memory.
         """
         return self.count <= self.index.shape[1]
 
@@ -149,8 +149,8 @@ class Rows(Term):
     def square_sums(self) -> torch.Tensor:
         total = torch.zeros(self.count, self.rows.shape[2], dtype=torch.float64, device=self.device)
         for block in blocks(self.samples, 24 * self.rows[:1].numel(), self.device):
-            found = self.at(block, torch.float64).entries()
-            total.index_add_(0, found.index, found.rows.square())
+            entries = self.at(block, torch.float64).entries()
+            total.index_add_(0, entries.index, entries.rows.square())
         return total
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
@@ -257,7 +257,7 @@ class Rows(Term):
         return self.count
 
     def some_rows(self, rows: slice, count: int) -> torch.Tensor:
-        """[n, rows, b]; the positions that lie elsewhere are not touched."""
+        """[n, rows, b]; other positions are not read."""
         n, _, columns = self.rows.shape
         size = rows.stop - rows.start
         inside = ((self.index >= rows.start) & (self.index < rows.stop)).reshape(-1).nonzero().squeeze(1)
@@ -271,16 +271,16 @@ class Rows(Term):
         n, positions, columns = self.rows.shape
         if not self.rows.numel():
             return
-        found, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
+        indices, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
         sorted_ranks, order = ranks.sort(stable=True)
         step = max(1, width // columns)
-        starts = list(range(0, len(found), step))
+        starts = list(range(0, len(indices), step))
         bounds = torch.searchsorted(
-            sorted_ranks, torch.tensor([*starts, len(found)], device=ranks.device)
+            sorted_ranks, torch.tensor([*starts, len(indices)], device=ranks.device)
         ).tolist()
         rows = self.rows.reshape(n * positions, columns)
         for number, start in enumerate(starts):
-            table_rows = found[start : start + step]
+            table_rows = indices[start : start + step]
             uses = order[bounds[number] : bounds[number + 1]]
             samples, whose = torch.unique(uses // positions, return_inverse=True)
             values = torch.zeros(

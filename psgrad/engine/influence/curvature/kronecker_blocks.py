@@ -54,7 +54,7 @@ class Basis:
         return groups, rows + (appended == "left"), columns + (appended == "right")
 
     def describe(self) -> str:
-        """What the bases are, in a word or two."""
+        """The kind of the bases, in a word or two."""
         groups, rows, columns = self.size
         if self.left is None and self.right is None:
             return "diagonal"
@@ -70,24 +70,24 @@ class Basis:
 
     def matrices(self, vectors: Vectors) -> torch.Tensor:
         """[k, g, a, b] of k vectors, name -> [k, *shape]."""
-        found = self.form.matrices(vectors[self.name])
+        result = self.form.matrices(vectors[self.name])
         if self.bias is None:
-            return found
+            return result
         groups, rows, columns = self.form.shape
         left = self.bias.appended == "left"
-        more = vectors[self.bias.name].reshape(len(found), groups, *((1, columns) if left else (rows, 1)))
-        return torch.cat([found, more], 2 if left else 3)
+        more = vectors[self.bias.name].reshape(len(result), groups, *((1, columns) if left else (rows, 1)))
+        return torch.cat([result, more], 2 if left else 3)
 
     def vectors(self, matrices: torch.Tensor) -> Vectors:
-        """The parameters that k matrices [k, g, a, b] are, name -> [k, *shape]; zero in what the form does
-        not cover.
+        """The parameters of k matrices [k, g, a, b], name -> [k, *shape]; zero in what the form does not
+        cover.
         """
         _, rows, columns = self.form.shape
-        found = {self.name: self.form.values(matrices[:, :, :rows, :columns], self.shape)}
+        result = {self.name: self.form.values(matrices[:, :, :rows, :columns], self.shape)}
         if self.bias is not None:
             more = matrices[:, :, rows:, :] if self.bias.appended == "left" else matrices[:, :, :, columns:]
-            found[self.bias.name] = more.reshape(len(matrices), *self.bias.shape)
-        return found
+            result[self.bias.name] = more.reshape(len(matrices), *self.bias.shape)
+        return result
 
     def rotate(self, matrices: torch.Tensor) -> torch.Tensor:
         """left^T M right of [k, g, a, b]."""
@@ -134,7 +134,7 @@ class Basis:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that it is about."""
+        """The names of its parameters."""
         return [self.name] if self.bias is None else [self.name, self.bias.name]
 
     def _rotated_factors(self, term: Product) -> Product:
@@ -166,8 +166,8 @@ def _both_sides(
     matrices: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None
 ) -> torch.Tensor:
     """left^T M right."""
-    found = _times(matrices, right)
-    return found if left is None else _times(found.transpose(2, 3), left).transpose(2, 3)
+    product = _times(matrices, right)
+    return product if left is None else _times(product.transpose(2, 3), left).transpose(2, 3)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Form:
 
     @property
     def place(self) -> str:
-        """Which part of the parameter it is, as an index; empty for all of it."""
+        """The part of the parameter, as an index; empty for all of it."""
         if self.layout is None or self.layout.window is None:
             return ""
         return (
@@ -66,13 +66,13 @@ class Form:
 
 
 def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
-    """The terms that are sums of outer products, by the matrices that they say the parameter is."""
-    found: dict[Form, list[Term]] = {}
+    """The terms that are sums of outer products, by their form of the parameter."""
+    by_form: dict[Form, list[Term]] = {}
     for placed in map(upright, gradient.terms):
         term = placed.term
         if (shape := term.matrix_shape) is not None:
-            found.setdefault(Form(placed.layout, shape), []).append(term)
-    return found
+            by_form.setdefault(Form(placed.layout, shape), []).append(term)
+    return by_form
 
 
 def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
@@ -137,8 +137,8 @@ class FactorSums:
     ties: dict[Tie, bool] = field(default_factory=dict)
 
     def add(self, other: FactorSums) -> None:
-        for use, found in other.moments.items():
-            _add(self.moments.setdefault(use, {}), found)
+        for use, moment in other.moments.items():
+            _add(self.moments.setdefault(use, {}), moment)
         _add(self.vectors, other.vectors)
         for tie, held in other.ties.items():
             self.ties[tie] = self.ties.get(tie, True) and held
@@ -171,12 +171,12 @@ class Covariances:
         sums = FactorSums()
         for name, gradient in gradients.gradients.items():
             terms = factored(gradient)
-            for form, found in terms.items():
+            for form, of_form in terms.items():
                 along = _FactorMoments(form)
-                for term in found:
+                for term in of_form:
                     along.add(term)
                 sums.moments[name, form] = along.totals
-                if not any(term.is_lookup for term in found):
+                if not any(term.is_lookup for term in of_form):
                     sums.ties.update(self._ties(gradients, (name, form), along))
             if gradient.terms and not terms and gradient.shape.numel() <= LARGEST_VECTOR:
                 flat = gradient.materialise().reshape(len(gradients), -1).double()

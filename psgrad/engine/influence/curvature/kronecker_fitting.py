@@ -75,7 +75,7 @@ def bases_of(params: Vectors, sums: FactorSums) -> list[Basis]:
     forms: dict[str, list[Form]] = {name: [] for name in shapes}
     for name, form in sums.moments:
         forms[name].append(form)
-    biases = _biases(sums, shapes, {name for name, found in forms.items() if len(found) == 1})
+    biases = _biases(sums, shapes, {name for name, of_name in forms.items() if len(of_name) == 1})
     tied = {bias.name for bias in biases.values()}
     bases: list[Basis] = []
     for name, shape in shapes.items():
@@ -94,15 +94,15 @@ def bases_of(params: Vectors, sums: FactorSums) -> list[Basis]:
 
 def _biases(sums: FactorSums, shapes: dict[str, torch.Size], candidates: set[str]) -> dict[Use, Bias]:
     """Each use's bias; a bias of several weights goes to the first one."""
-    found: dict[Use, Bias] = {}
+    biases: dict[Use, Bias] = {}
     taken: set[str] = set()
     for tie, held in sums.ties.items():
         whole = tie.use[0] in candidates and cover([tie.use[1]], shapes[tie.use[0]])
-        if held and whole and tie.use not in found and tie.bias not in taken:
+        if held and whole and tie.use not in biases and tie.bias not in taken:
             # summed cotangents: a one stands where the other factor has the activations
-            found[tie.use] = Bias(tie.bias, shapes[tie.bias], "right" if tie.side == "left" else "left")
+            biases[tie.use] = Bias(tie.bias, shapes[tie.bias], "right" if tie.side == "left" else "left")
             taken.add(tie.bias)
-    return found
+    return biases
 
 
 def _of_factors(use: Use, shape: torch.Size, sums: FactorSums, bias: Bias | None) -> Basis:

@@ -24,8 +24,7 @@ from psgrad.engine.transforms import grad, linearize, vmap
 # Columns of a product of a matrix with itself that are computed at once: only what lies on or below the
 # diagonal is.
 _PANEL = 512
-# Numbers that products of factors may take, and of how many samples they have to be for their product to be a
-# fast one.
+# The numbers of products of factors, and the samples from which on their product is fast.
 _NUMBERS, _SAMPLES = 1 << 25, 32
 
 
@@ -112,7 +111,7 @@ def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_
     return parts
 
 
-# Numbers that the intermediates of a block of Hessian columns may take, estimated as one for each sample and
+# The numbers of the intermediates of a block of Hessian columns, estimated as one for each sample and
 # parameter.
 _BLOCK = 1 << 25
 

@@ -65,9 +65,7 @@ class CurvatureProducts(ABC):
         """
 
     def diagonal(self) -> torch.Tensor | None:
-        """[p] float64 with the weight decay, on the CPU; None where it can't be had for the price of some
-        products.
-        """
+        """[p] float64 with the weight decay, on the CPU; None if it costs more than some products."""
         return None
 
 
@@ -83,15 +81,15 @@ def curvature_products(
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.
     """
-    found = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
-    return found if found is not None else PassProducts(training, curvature, weight_decay, seed)
+    by_rows = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
+    return by_rows if by_rows is not None else PassProducts(training, curvature, weight_decay, seed)
 
 
 PartsByName = Mapping[str, Part]
 
-# Intermediates of a product, as a multiple of the block size of the device: its matrices want to be large.
+# Intermediates of a product, as a multiple of the block size of the device: large matrices are faster.
 _BLOCKS = 8
-# Of the free memory, what rows may take.
+# The share of the free memory for rows.
 _SHARE = 3
 
 
@@ -130,10 +128,10 @@ class RowProducts(CurvatureProducts):
             source, rows = training, 1
         if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
             return None
-        found: list[list[PartsByName]] = []
+        stored: list[list[PartsByName]] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-            found.append([_without_zeros(parts_of(part)) for _, part in gradients.parts])
+            stored.append([_without_zeros(parts_of(part)) for _, part in gradients.parts])
             return {}
 
         def parts_of(gradients: PerSampleGradients) -> dict[str, Part]:
@@ -141,13 +139,13 @@ class RowProducts(CurvatureProducts):
             return {name: part_of(gradient, rows) for name, gradient in each if not gradient.is_zero}
 
         chunks: list[PartsByName] = []
-        kept = 0
+        stored_bytes = 0
         for done, _ in source.each(keep):
-            more = found.pop()
-            found.clear()  # of attempts that ran out of memory
+            more = stored.pop()
+            stored.clear()  # of attempts that ran out of memory
             chunks += more
-            kept += sum(part.bytes for each in more for part in each.values())
-            if kept * len(source) > budget * done.stop:
+            stored_bytes += sum(part.bytes for each in more for part in each.values())
+            if stored_bytes * len(source) > budget * done.stop:
                 return None
         return cls(training.flat, len(training), chunks, weight_decay)
 
@@ -197,7 +195,7 @@ def _without_zeros(rows: PartsByName) -> PartsByName:
 
 
 def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
-    """The samples of a chunk, as slices whose intermediates of a product with vectors [p, k] are of a good
+    """The samples of a chunk, as slices whose products with vectors [p, k] have intermediates of a good
     size.
     """
     count = max((part.samples for part in rows.values()), default=0)
@@ -206,7 +204,7 @@ def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-# So many vectors share a pass forward: more only take more memory.
+# So many vectors share a forward pass: more only take more memory.
 _VECTORS = 32
 # Random vectors behind an estimated trace.
 _PROBES = 64
@@ -245,7 +243,7 @@ class PassProducts(CurvatureProducts):
             else None
         )
         if source is not None:
-            return sum(float(found["square_norm"].sum()) for _, found in source.norms()) / self.count / p, 0.0
+            return sum(float(norms["square_norm"].sum()) for _, norms in source.norms()) / self.count / p, 0.0
         without_decay = PassProducts(self.training, self.curvature, seed=self.seed)
         trace, error = hutchinson_trace(
             without_decay.apply, p, probes=_PROBES, seed=self.seed, device=self.training.device
@@ -264,8 +262,8 @@ class PassProducts(CurvatureProducts):
     def _apply(self, vectors: torch.Tensor) -> torch.Tensor:
         kind = next(iter(self.training.params.values())).dtype
         summing = _Summing(self.flat.join)
-        way = partial(self._products, self.flat.split(vectors.to(kind)))
-        for _ in self._examples.stream.run(self.count, [summing], way):
+        of_chunk = partial(self._products, self.flat.split(vectors.to(kind)))
+        for _ in self._examples.stream.run(self.count, [summing], of_chunk):
             pass
         return summing.total / self.count + self.weight_decay * vectors.double()
 

@@ -33,11 +33,11 @@ class Part(ABC):
 
     @abstractmethod
     def arrange(self, block: torch.Tensor) -> torch.Tensor:
-        """[numel, k] in the order in which `inner` wants it."""
+        """[numel, k] in the order that `inner` needs."""
 
     @abstractmethod
     def restore(self, total: torch.Tensor) -> torch.Tensor:
-        """What was arranged, as [numel, k]."""
+        """An arranged block as [numel, k]."""
 
     @abstractmethod
     def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Part(ABC):
 
     @abstractmethod
     def room(self, vectors: int) -> int:
-        """Numbers that a product makes for one sample."""
+        """The numbers that a product makes for one sample."""
 
 
 @dataclass(frozen=True)

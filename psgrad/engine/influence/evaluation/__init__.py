@@ -1,3 +1,3 @@
-"""How well scores predict what retraining does: models that are trained again, metrics with intervals, and
+"""The comparison of scores with retraining: models that are trained again, metrics with intervals, and
 controls.
 """

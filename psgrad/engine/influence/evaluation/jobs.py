@@ -1,4 +1,4 @@
-"""What is trained in an evaluation: the rows, the jobs, the recipe of the built-in trainer, and the trained
+"""The trainings of an evaluation: the rows, the jobs, the recipe of the built-in trainer, and the trained
 models with their weights stacked.
 """
 
@@ -20,7 +20,7 @@ from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.transforms import functional_call, stack_module_state, vmap
 from psgrad.errors import ModelError
 
-# Rows that are asked at once, of each of the models.
+# Rows that each of the models processes at once.
 _CHUNK = 256
 
 
@@ -39,11 +39,11 @@ class LoadedRows:
 
     def digest(self) -> str:
         """A SHA-256 of all numbers."""
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for x in (*self.inputs, *(() if self.target is None else (self.target,))):
-            found.update(f"{x.dtype} {tuple(x.shape)} ".encode())
-            found.update(x.cpu().contiguous().numpy().data)
-        return found.hexdigest()
+            sha.update(f"{x.dtype} {tuple(x.shape)} ".encode())
+            sha.update(x.cpu().contiguous().numpy().data)
+        return sha.hexdigest()
 
     @staticmethod
     def of(examples: Examples) -> LoadedRows:
@@ -93,8 +93,8 @@ class Members:
         odd = next(
             (
                 number
-                for number, found in enumerate(shapes)
-                if found != shapes[0] or type(models[number]) is not type(models[0])
+                for number, shape in enumerate(shapes)
+                if shape != shapes[0] or type(models[number]) is not type(models[0])
             ),
             None,
         )
@@ -120,13 +120,13 @@ class Members:
     def measured(self, rows: LoadedRows, criterion: Criterion) -> np.ndarray[Any, Any]:
         """[K, m] float64: the scalar of (output, target) of each of m rows, by each model."""
         each = vmap(criterion, in_dims=(0, None if rows.target is None else 0))
-        return self._asked(rows, lambda output, target: each(output, target).double())
+        return self._of_rows(rows, lambda output, target: each(output, target).double())
 
     def outputs(self, rows: LoadedRows) -> np.ndarray[Any, Any]:
         """[K, n, ...] float64: the output of each model for each row. Models must return one tensor."""
-        return self._asked(rows, lambda output, target: output.double())
+        return self._of_rows(rows, lambda output, target: output.double())
 
-    def _asked(
+    def _of_rows(
         self, rows: LoadedRows, answer: Callable[[Any, torch.Tensor | None], torch.Tensor]
     ) -> np.ndarray[Any, Any]:
         def one(
@@ -139,12 +139,12 @@ class Members:
             for start in range(0, len(rows), _CHUNK):
                 taken = slice(start, start + _CHUNK)
                 target = None if rows.target is None else rows.target[taken]
-                asked = vmap(one, in_dims=(0, None, None))(
+                part = vmap(one, in_dims=(0, None, None))(
                     self.state, tuple(x[taken] for x in rows.inputs), target
                 )
-                parts.append(asked.cpu())
-        found: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
-        return found
+                parts.append(part.cpu())
+        outputs: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
+        return outputs
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class Ceiling:
 
 def subset_sums(scores: Array, subsets: Array) -> Array:
     """[S, m]: the sum of the scores [n, m] of each subset's rows; subsets [S, n] bool."""
-    found: Array = subsets.astype(np.float64) @ scores
-    return found
+    sums: Array = subsets.astype(np.float64) @ scores
+    return sums
 
 
 def lds_mean(scores: Array, subsets: Array, outcomes: Array) -> float:
@@ -134,22 +134,22 @@ def _agreement(outcomes: Array, size: int) -> float:
         for other in combinations(seeds, size)
         if one < other and not {*one} & {*other}
     ]
-    # Evenly from all there are, so that many seeds don't take many minutes.
+    # Evenly from all, so that many seeds don't take many minutes.
     pairs = pairs[:: -(-len(pairs) // _MOST_SPLITS)]
-    found = [
+    correlations = [
         np.nan_to_num(spearman(outcomes[:, one].mean(1), outcomes[:, other].mean(1))).mean()
         for one, other in pairs
     ]
-    return float(np.mean(found))
+    return float(np.mean(correlations))
 
 
 def half_subsets(rows: int, count: int, fraction: float, random: np.random.Generator) -> Array:
     """[count, rows] bool: subsets with a share of the rows each, all of one size."""
     size = round(fraction * rows)
-    found = np.zeros((count, rows), dtype=bool)
-    for subset in found:
+    subsets = np.zeros((count, rows), dtype=bool)
+    for subset in subsets:
         subset[random.choice(rows, size, replace=False)] = True
-    return found
+    return subsets
 
 
 def rows_of(subsets: Array) -> Sequence[Array]:
@@ -195,15 +195,15 @@ def leave_one_out(
     from scipy.stats import linregress
 
     counts = drawn_counts(len(removed), seed)
-    found = {}
+    result = {}
     for name, matrix in scores.items():
         predicted = matrix[removed]
         per_query = pearson(predicted, rises)
         flat = predicted.ravel()
-        known = np.isfinite(flat)
-        varies = known.sum() > 1 and np.ptp(flat[known]) > 0
-        line = linregress(flat[known], rises.ravel()[known]) if varies else None
-        found[name] = LOOScore(
+        finite = np.isfinite(flat)
+        varies = finite.sum() > 1 and np.ptp(flat[finite]) > 0
+        line = linregress(flat[finite], rises.ravel()[finite]) if varies else None
+        result[name] = LOOScore(
             pearson=_mean(per_query),
             interval=interval_of(
                 _mean(per_query),
@@ -217,7 +217,7 @@ def leave_one_out(
             undefined=int(np.isnan(per_query).sum()),
             per_query=per_query,
         )
-    return found
+    return result
 
 
 def choose_removals(self_influence: Array, count: int, highest: int, random: np.random.Generator) -> Array:
@@ -236,8 +236,9 @@ def _mean(values: Array) -> float:
 
 @dataclass(frozen=True)
 class RemovalScore:
-    """Of one method and one number of removed examples: the mean rise over the queries with its interval, by
-    resampling queries; how far the main method's rise is above it, paired by query (None for the main one).
+    """The mean rise over the queries of one method and one number of removed examples, with its interval, by
+    resampling queries; and how far the main method's rise is above it, paired by query (None for the main
+    one).
     """
 
     rise: float
@@ -259,16 +260,16 @@ def removal(
     """name -> number of removed examples -> its score, of the queries' rises [Q], each the mean over the
     seeds.
     """
-    found: dict[str, dict[int, RemovalScore]] = {}
+    result: dict[str, dict[int, RemovalScore]] = {}
     for name, curve in rises.items():
-        found[name] = {}
+        result[name] = {}
         for count, values in curve.items():
             paired = rises[main][count] - values
-            found[name][count] = RemovalScore(
+            result[name][count] = RemovalScore(
                 float(values.mean()),
                 mean_interval(values, seed),
                 None if name == main else float(paired.mean()),
                 None if name == main else mean_interval(paired, seed),
                 values,
             )
-    return found
+    return result

@@ -1,5 +1,5 @@
-"""How well scores find labels that were flipped on purpose, and the controls of an evaluation: scores without
-any influence method.
+"""The detection of labels that were flipped on purpose, and the controls of an evaluation: scores without any
+influence method.
 
 A method that is not better than the same label, the nearest input and the loss of the training example
 explains little.
@@ -70,29 +70,29 @@ def detect(score: Array, flipped: Array) -> Detection:
     """How well a score [n], large where a label is suspicious, finds the flipped rows [n] bool."""
     from sklearn.metrics import average_precision_score, roc_auc_score
 
-    known = ~np.isnan(score)
+    scored = ~np.isnan(score)
     # By rank: sklearn takes no infinite scores, and a missing one comes after all others.
-    _, rank = np.unique(np.where(known, score, -np.inf), return_inverse=True)
+    _, rank = np.unique(np.where(scored, score, -np.inf), return_inverse=True)
     first = np.argsort(-rank, kind="stable")[: max(1, round(REVIEWED * len(score)))]
     return Detection(
         float(roc_auc_score(flipped, rank)),
         float(average_precision_score(flipped, rank)),
         float(flipped[first].sum() / flipped.sum()),
-        int((~known).sum()),
+        int((~scored).sum()),
     )
 
 
-def over_flips(found: Sequence[Detection]) -> MislabelScore:
+def over_flips(detections: Sequence[Detection]) -> MislabelScore:
     """Means and standard deviations of several sets of flips."""
 
     def both(values: list[float]) -> tuple[float, float]:
         return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
 
     return MislabelScore(
-        *both([one.auc for one in found]),
-        *both([one.average_precision for one in found]),
-        *both([one.recall for one in found]),
-        max(one.undefined for one in found),
+        *both([one.auc for one in detections]),
+        *both([one.average_precision for one in detections]),
+        *both([one.recall for one in detections]),
+        max(one.undefined for one in detections),
     )
 
 
@@ -133,22 +133,22 @@ RANDOM, LABEL, NEIGHBOUR, PENULTIMATE, LOSS, NORM = (
 
 
 def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict[str, Array], list[str]]:
-    """(name -> [n, m] float64, which controls there are none of and why, in sentences)."""
+    """(name -> [n, m] float64, the missing controls with the reason, in sentences)."""
     ours, theirs = LoadedRows.of(training), LoadedRows.of(queries)
     n, m = len(ours), len(theirs)
     notes = []
-    found = {RANDOM: np.random.default_rng(seed).standard_normal((n, m))}
+    result = {RANDOM: np.random.default_rng(seed).standard_normal((n, m))}
     if has_labels(ours) and has_labels(theirs):
         assert ours.target is not None
         assert theirs.target is not None
-        found[LABEL] = (ours.target[:, None] == theirs.target[None, :]).double().cpu().numpy()
+        result[LABEL] = (ours.target[:, None] == theirs.target[None, :]).double().cpu().numpy()
     else:
         notes.append(f"no control {LABEL!r}: targets are not one whole number a row")
     first, second = _numbers(ours), _numbers(theirs)
     if first is None or second is None:
         notes.append(f"no control {NEIGHBOUR!r}: no input is made of fractional numbers")
     else:
-        found[NEIGHBOUR] = -torch.cdist(first, second).cpu().numpy()
+        result[NEIGHBOUR] = -torch.cdist(first, second).cpu().numpy()
     one, other = penultimate(training.objective, ours), penultimate(training.objective, theirs)
     if one is None or other is None:
         notes.append(
@@ -156,17 +156,17 @@ def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict
             " a row"
         )
     else:
-        found[PENULTIMATE] = (
+        result[PENULTIMATE] = (
             (nn.functional.normalize(one, dim=1) @ nn.functional.normalize(other, dim=1).T).cpu().numpy()
         )
     for name, column in own_controls(training).items():
-        found[name] = np.repeat(column[:, None], m, axis=1)
-    return found, notes
+        result[name] = np.repeat(column[:, None], m, axis=1)
+    return result, notes
 
 
 def own_controls(training: Examples) -> dict[str, Array]:
-    """Controls that look at the training example alone: name -> [n] float64."""
-    parts = [found for _, found in training.norms()]
+    """Controls of the training example only: name -> [n] float64."""
+    parts = [norms for _, norms in training.norms()]
     return {
         LOSS: torch.cat([part["loss"] for part in parts]).double().numpy(),
         NORM: torch.cat([part["square_norm"] for part in parts]).double().sqrt().numpy(),
@@ -179,8 +179,8 @@ def has_labels(rows: LoadedRows) -> bool:
 
 
 def penultimate(objective: Objective, rows: LoadedRows) -> torch.Tensor | None:
-    """[n, d] float64: what goes into the last module with parameters of its own that runs; None where that is
-    no tensor, a row a sample.
+    """[n, d] float64: the input of the last module with parameters of its own that runs; None if that is not
+    a tensor with a row a sample.
     """
     last: list[tuple[Any, ...]] = []
 

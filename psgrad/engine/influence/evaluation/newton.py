@@ -59,10 +59,10 @@ def minimise(
         )
     search = _NewtonSearch(model, flat, fixed, rows, jobs, criterion, recipe)
     start = flat.join(params)
-    found = torch.stack([search.solve(number, start) for number in range(len(jobs))])
-    losses = np.array([float(search.loss(number, found[number])) for number in range(len(jobs))])
+    minima = torch.stack([search.solve(number, start) for number in range(len(jobs))])
+    losses = np.array([float(search.loss(number, minima[number])) for number in range(len(jobs))])
     return {
-        name: value.to(params[name].dtype).contiguous() for name, value in flat.split(found).items()
+        name: value.to(params[name].dtype).contiguous() for name, value in flat.split(minima).items()
     }, losses
 
 
@@ -82,15 +82,13 @@ class _NewtonSearch:
         self.model, self.flat, self.fixed, self.rows, self.jobs = model, flat, fixed, rows, jobs
         self.criterion, self.recipe = criterion, recipe
         slope = grad_and_value(self._objective)
-        # Jobs differ in their tensors alone, as far as they have as many rows.
+        # Jobs with as many rows differ in their tensors only.
         self._slope = capture(slope, say=lambda why: None) if len(jobs) >= _CAPTURED_FROM else slope
         self._factor: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
 
     def solve(self, number: int, start: torch.Tensor) -> torch.Tensor:
-        """The minimum for one job. A convex objective has one, so the search begins at the last one that was
-        found.
-        """
+        """The minimum for one job. A convex objective has one, so the search begins at the last minimum."""
         at = start[number] if self._last is None else self._last
         arguments = self._arguments(number)
         gradient, value = self._slope(at, *arguments)

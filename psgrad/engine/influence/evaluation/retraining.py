@@ -209,7 +209,7 @@ def _require_independent(model: nn.Module) -> None:
 
 
 class ResultStore(Protocol):
-    """Where finished numbers are kept from one run to the next."""
+    """Storage of finished numbers from one run to the next."""
 
     def load(self, name: str) -> Array | None:
         """The array that was saved under this name; None where there is none, or it is damaged."""
@@ -227,11 +227,11 @@ def measured(
     together: int,
     tell: Callable[[int], None] = lambda _: None,
 ) -> Array:
-    """[jobs, m]: what `measure` says of each trained model, [K, m] of K.
+    """[jobs, m]: the result of `measure` for each trained model, [K, m] of K.
 
     Args:
-        fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. What was kept
-            under another is not used.
+        fingerprint: of all else that the numbers depend on: model, data, recipe, measurement. Numbers that
+            were stored under another are not used.
         together: models to a batch, which is what an interruption can cost.
         tell: called with the number of models that are done, after each batch.
     """
@@ -241,14 +241,14 @@ def measured(
     for start in range(0, len(jobs), together):
         batch = [jobs[number] for number in order[start : start + together]]
         name = _name(batch, fingerprint)
-        kept = store.load(name)
-        if kept is None or len(kept) != len(batch):
-            kept = measure(train(batch))
-            store.save(name, kept)
-        parts.append(kept)
+        stored = store.load(name)
+        if stored is None or len(stored) != len(batch):
+            stored = measure(train(batch))
+            store.save(name, stored)
+        parts.append(stored)
         tell(start + len(batch))
-    found: Array = np.concatenate(parts)[np.argsort(order)]
-    return found
+    result: Array = np.concatenate(parts)[np.argsort(order)]
+    return result
 
 
 def _name(jobs: Sequence[Job], fingerprint: str) -> str:

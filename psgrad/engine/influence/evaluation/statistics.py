@@ -61,9 +61,9 @@ def spearman(x: Array, y: Array) -> Array:
     from scipy.stats import rankdata
 
     finite = np.isfinite(x).all(0) & np.isfinite(y).all(0)
-    found = np.full(x.shape[1], np.nan)
-    found[finite] = pearson(rankdata(x[:, finite], axis=0), rankdata(y[:, finite], axis=0))
-    return found
+    result = np.full(x.shape[1], np.nan)
+    result[finite] = pearson(rankdata(x[:, finite], axis=0), rankdata(y[:, finite], axis=0))
+    return result
 
 
 def pearson(x: Array, y: Array) -> Array:
@@ -126,10 +126,10 @@ def _standard(x: Array) -> Array:
     centred = x - x.mean(0)
     deviation = np.sqrt((centred**2).mean(0))
     flat = deviation <= 1e-14 * np.abs(x).max(0)
-    found: Array = np.where(
+    result: Array = np.where(
         flat, np.where(np.isfinite(deviation), 0.0, np.nan), centred / np.where(flat, 1.0, deviation)
     )
-    return found
+    return result
 
 
 CheckpointExamples = tuple[Examples, Checkpoint]
@@ -149,15 +149,15 @@ def score_matrix(
     """
     divisors = None if normalize is None else [divisor(each.self_influence(), normalize) for each in fitted]
     blocks = [block.scores[""] for block in joined_scores(method, fitted, queries, divisors=divisors)]
-    found: Array = torch.cat(blocks).double().cpu().numpy()
-    return found
+    scores: Array = torch.cat(blocks).double().cpu().numpy()
+    return scores
 
 
 def self_influences(method: Method, fitted: Sequence[Fitted]) -> Array:
     """[n] float64: each example's influence on itself, of the checkpoints together."""
     each = [torch.cat([block.self_influence for block in one.self_influence()]) for one in fitted]
-    found: Array = method.across_self(each).double().cpu().numpy()
-    return found
+    result: Array = method.across_self(each).double().cpu().numpy()
+    return result
 
 
 def has_damping(method: Method) -> bool:
@@ -176,6 +176,6 @@ def damped(
     changed: Any = method
     changed = replace(changed, damping=None, relative_damping=relative)
     if all(hasattr(one, "with_damping") for one in fitted):
-        known: Sequence[Any] = fitted
-        return changed, [one.with_damping(relative=relative) for one in known]
+        refitted: Sequence[Any] = fitted
+        return changed, [one.with_damping(relative=relative) for one in refitted]
     return changed, fitted_to(changed, places)

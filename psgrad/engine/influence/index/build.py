@@ -18,7 +18,7 @@ from psgrad.engine.influence.methods.gradient_products import (
     GradientProducts,
     TracIn,
 )
-from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
+from psgrad.engine.influence.methods.projected import Projected
 from psgrad.errors import InfluenceError
 
 
@@ -71,13 +71,13 @@ def _by_shard(
     shards: Sequence[range],
     wanted: Sequence[int],
 ) -> Iterator[tuple[int, list[RowBlock]]]:
-    """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all
-    the rest is missing.
+    """Each missing shard's rows, in one pass from the first to the last of them: after a kill they are
+    neighbours.
     """
     held: list[RowBlock] = []
     shard = wanted[0]
-    for found in projected_rows(examples, projector, of, shards[shard].start):
-        block: RowBlock | None = found
+    for rows in projected_rows(examples, projector, of, shards[shard].start):
+        block: RowBlock | None = rows
         while block is not None:
             here, block = block.cut(shards[shard].stop)
             held.append(here)
@@ -90,10 +90,9 @@ def _by_shard(
 
 
 def from_index(method: Method, store: IndexStore) -> Method:
-    """The same method, fitted to the rows of an index: `fit` asks nothing of the training examples that it is
-    given.
+    """The same method, fitted to the rows of an index: `fit` does not use the training examples.
 
-    Its projection is the index's, whatever the method's own options say. Raises InfluenceError for a method
+    Its projection is the index's, whatever the method's own options are. Raises InfluenceError for a method
     that needs more than rows.
     """
     if not isinstance(method, _ANSWERED):
@@ -106,13 +105,13 @@ def from_index(method: Method, store: IndexStore) -> Method:
     return _Indexed(method, store)
 
 
-_ANSWERED = (GradientDot, GradientCosine, TracIn, ProjectedInfluence, TRAK)
+_ANSWERED = (GradientDot, GradientCosine, TracIn, Projected)
 
 
 class _Indexed(Method):
     def __init__(self, method: Method, store: IndexStore) -> None:
         self.method, self.store = method, store
-        # of an instance, though a class's elsewhere: it speaks for the method
+        # Here these class attributes are those of the method.
         self.name, self.unit = method.name, method.unit  # type: ignore[misc]
         self.predicts_removal = method.predicts_removal  # type: ignore[misc]
 
@@ -120,7 +119,7 @@ class _Indexed(Method):
         count = self.store.description["checkpoints"]
         if not 0 <= checkpoint.number < count:
             raise InfluenceError(
-                f"checkpoint {checkpoint.number} (from 0) was asked of an index of {count}",
+                f"checkpoint {checkpoint.number} (from 0) is not in the index, which has {count}",
                 next_step="build an index of all checkpoints",
             )
         return _fitted(self.method, StoredRows(self.store, checkpoint.number), training, checkpoint)
@@ -131,11 +130,11 @@ class _Indexed(Method):
 
 def _fitted(method: Method, source: RowSource, training: Examples, checkpoint: Checkpoint) -> Fitted:
     match method:
-        case TRAK() | ProjectedInfluence():
+        case Projected():
             return method.fit_rows(source)
         case GradientCosine():
             return ProjectedCosines(source)
         case _:
-            fitted = method.fit(training, checkpoint)  # which only keeps what it is given
+            fitted = method.fit(training, checkpoint)  # which only stores its arguments
             assert isinstance(fitted, GradientProducts)
             return ProjectedProducts(source, fitted.factor)

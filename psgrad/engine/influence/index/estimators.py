@@ -22,8 +22,8 @@ Columns = slice | list[int]
 
 
 class FittedRows(Fitted):
-    """What methods on rows have in common: queries become rows of their own, by the same projector, and the
-    training rows stream past.
+    """The common part of methods on rows: queries become rows by the same projector, and the training rows
+    stream past.
     """
 
     def __init__(self, source: RowSource) -> None:
@@ -41,13 +41,13 @@ class FittedRows(Fitted):
         prepared = self.prepared(self.projected(queries))
         for block in self.source.blocks():
             rows = block.rows.double()
-            found = {
+            result = {
                 label: self.contracted(block, rows[:, some], prepared[:, some])
                 for label, some in columns.items()
             }
-            for scores in found.values():
+            for scores in result.values():
                 scores[~block.finite] = torch.nan
-            yield ScoreBlock(block.start, block.stop, found, self.weights(block))
+            yield ScoreBlock(block.start, block.stop, result, self.weights(block))
 
     def columns(self, per: Per) -> dict[str, Columns]:
         """Label -> its columns."""
@@ -58,13 +58,13 @@ class FittedRows(Fitted):
         projector = self.source.projector
         return torch.cat(
             [
-                found["rows"].double()
-                for _, found in queries.each(lambda gradients: {"rows": projector(gradients)})
+                part["rows"].double()
+                for _, part in queries.each(lambda gradients: {"rows": projector(gradients)})
             ]
         )
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
-        """What the rows are multiplied by, [m, k], of projected queries [m, k]."""
+        """The factor of the rows, [m, k], for projected queries [m, k]."""
         return queries
 
     @abstractmethod
@@ -136,7 +136,7 @@ class ProjectedInverse(FittedRows):
         self.of = of
         self.has_self_influence = not isinstance(
             source, StoredRows
-        )  # of so many rows as an index has it takes longer than all else
+        )  # for the rows of an index it takes longer than all else
         moment = source.moment(of)
         k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)
@@ -166,9 +166,9 @@ class ProjectedInverse(FittedRows):
         for block in self.source.blocks():
             rows = block.rows.double() * block.to_loss.unsqueeze(1)
             solved = self.prepared(rows)
-            found = (rows * solved).sum(1), solved.norm(dim=1)
+            result = (rows * solved).sum(1), solved.norm(dim=1)
             yield SelfBlock(
-                block.start, block.stop, *(values.where(block.finite, torch.nan) for values in found)
+                block.start, block.stop, *(values.where(block.finite, torch.nan) for values in result)
             )
 
 

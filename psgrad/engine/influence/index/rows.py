@@ -18,7 +18,7 @@ from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError
 
-# What may be left of the loss's slope that the margin does not explain, relative, squared.
+# The relative, squared part of the loss's slope that the margin may leave unexplained.
 _UNEXPLAINED = 1e-4
 
 
@@ -94,8 +94,10 @@ def with_margin(examples: Examples) -> Examples:
 def _slope(
     function: Callable[[Any, Any], torch.Tensor], output: torch.Tensor, target: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor] = grad_and_value(lambda z: function(z, target))(output)
-    return found
+    gradient_and_value: tuple[torch.Tensor, torch.Tensor] = grad_and_value(lambda z: function(z, target))(
+        output
+    )
+    return gradient_and_value
 
 
 def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> None:
@@ -145,7 +147,7 @@ class RowBlock:
 
     @property
     def to_loss(self) -> torch.Tensor:
-        """[b] float64: what a row is multiplied by to be that of the loss."""
+        """[b] float64: the factor by which a row becomes that of the loss."""
         return torch.ones(len(self.rows), dtype=torch.float64) if self.weight is None else -self.weight
 
     def cut(self, stop: int) -> tuple[RowBlock, RowBlock | None]:
@@ -166,7 +168,7 @@ class RowBlock:
 
 
 class RowSource(Protocol):
-    """All n training examples' rows at one checkpoint, however they are kept.
+    """All n training examples' rows at one checkpoint, in any storage.
 
     of: what was differentiated. projector: how.
     """
@@ -178,7 +180,7 @@ class RowSource(Protocol):
 
     @property
     def finite(self) -> int:
-        """How many rows have a finite gradient, which is what second moments are sums over."""
+        """How many rows have a finite gradient; second moments are sums over these."""
 
     def blocks(self) -> Iterator[RowBlock]:
         """All rows, in order, some at a time."""
@@ -196,22 +198,24 @@ def projected_rows(
     """
 
     def both(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        found = {"rows": projector(gradients), "square_norm": gradients.square_norms()}
-        return {**found, **(gradients.aux if of == "margin" else {"loss": gradients.losses.double()})}
+        result = {"rows": projector(gradients), "square_norm": gradients.square_norms()}
+        return {**result, **(gradients.aux if of == "margin" else {"loss": gradients.losses.double()})}
 
     source = with_margin(examples) if of == "margin" else examples
-    for place, found in source.each(both, start):
-        weight = found.get("weight")
+    for place, columns in source.each(both, start):
+        weight = columns.get("weight")
         if weight is not None:
-            require_explained(found, examples.numbers_of(torch.arange(place.start, place.stop)))
-            found["square_norm"] = found["square_norm"] * weight.square()
-        finite = found["rows"].isfinite().all(1) & found["square_norm"].isfinite() & found["loss"].isfinite()
+            require_explained(columns, examples.numbers_of(torch.arange(place.start, place.stop)))
+            columns["square_norm"] = columns["square_norm"] * weight.square()
+        finite = (
+            columns["rows"].isfinite().all(1) & columns["square_norm"].isfinite() & columns["loss"].isfinite()
+        )
         values: dict[str, Any] = {
-            name: found[name].where(finite, torch.nan) for name in ("loss", "square_norm")
+            name: columns[name].where(finite, torch.nan) for name in ("loss", "square_norm")
         }
         if weight is not None:
             values["weight"] = weight.where(finite, 0.0)
-        rows = found["rows"].where(finite.unsqueeze(1), torch.zeros((), dtype=found["rows"].dtype))
+        rows = columns["rows"].where(finite.unsqueeze(1), torch.zeros((), dtype=columns["rows"].dtype))
         yield RowBlock(place.start, place.stop, rows, **values)
 
 
@@ -248,19 +252,19 @@ def moments(source: RowSource) -> dict[Differentiated, torch.Tensor]:
     Raises InfluenceError where no row is finite.
     """
     k = source.projector.width
-    found: dict[Differentiated, torch.Tensor] = {"loss": torch.zeros(k, k, dtype=torch.float64)}
+    result: dict[Differentiated, torch.Tensor] = {"loss": torch.zeros(k, k, dtype=torch.float64)}
     if source.of == "margin":
-        found["margin"] = torch.zeros(k, k, dtype=torch.float64)
+        result["margin"] = torch.zeros(k, k, dtype=torch.float64)
     some = False
     for block in source.blocks():
         rows = block.rows.double()
         some |= bool(block.finite.any())
         if source.of == "margin":
-            found["margin"].addmm_(rows.t(), rows)
+            result["margin"].addmm_(rows.t(), rows)
             rows = rows * block.to_loss.unsqueeze(1)
-        found["loss"].addmm_(rows.t(), rows)
+        result["loss"].addmm_(rows.t(), rows)
     if not some:
         raise InfluenceError(
             "no training example has a finite gradient", next_step="look at the data and the checkpoint"
         )
-    return found
+    return result

@@ -19,13 +19,14 @@ DType = Literal["float64", "float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """What an index keeps of each training example.
+    """The content of an index.
 
     Args:
         dimension, projection, seed: as of `TRAK`.
         features: 'loss' for the gradients of the loss, or 'margin' for those of the margin, from which the
-            former follow: for TRAK, where the loss is a function of the margin.
-        dtype: of the numbers on the disk. Halves are kept relative to the largest number of their row.
+            former follow: for TRAK, if the loss is a function of the margin.
+        dtype: of the numbers on the disk. Half-precision numbers are relative to the largest one of their
+            row.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 
     Raises ConfigError for a value out of range.
@@ -57,7 +58,7 @@ class IndexSpec:
 
 
 class IndexStore(Protocol):
-    """Where an index is kept: psgrad.storage.gradient_index.GradientIndex."""
+    """The interface of an index's storage: psgrad.storage.gradient_index.GradientIndex."""
 
     @property
     def description(self) -> dict[str, Any]: ...
@@ -79,11 +80,10 @@ class IndexStore(Protocol):
 def describe(
     spec: IndexSpec, training: Examples, fingerprint: Mapping[str, Any], checkpoints: int = 1
 ) -> dict[str, Any]:
-    """What an index of these examples says of itself, in plain values; two indexes with the same description
+    """The description of an index of these examples, in plain values; two indexes with the same description
     hold the same rows.
 
-    fingerprint: what the caller knows of the run: hashes of the data and of each checkpoint's file, the loss,
-    by name.
+    fingerprint: the hashes of the data and of each checkpoint's file, the loss, by name.
     """
     projector = Projector(spec.projection, spec.dimension, spec.seed, 0, training.params)
     return {
@@ -116,8 +116,8 @@ _LEAST = -1000
 
 
 class StoredRows:
-    """The rows of one checkpoint of an index, a RowSource. They are read from the disk block by block each
-    time they are asked for.
+    """The rows of one checkpoint of an index, a RowSource. Each use reads them from the disk, block by
+    block.
     """
 
     def __init__(self, store: IndexStore, number: int) -> None:
@@ -141,7 +141,7 @@ class StoredRows:
         """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for
         them.
         """
-        parts = [found for _, found in self.store.blocks(self.number, BLOCK, ("loss", "square_norm"))]
+        parts = [block for _, block in self.store.blocks(self.number, BLOCK, ("loss", "square_norm"))]
         loss, square_norm = (
             torch.from_numpy(np.concatenate([part[name] for part in parts]))
             for name in ("loss", "square_norm")
@@ -149,8 +149,8 @@ class StoredRows:
         return loss, square_norm
 
     def moment(self, of: Differentiated) -> torch.Tensor:
-        found = self.store.read(self.number, None).get(of)
-        if found is None:
+        stored = self.store.read(self.number, None).get(of)
+        if stored is None:
             raise InfluenceError(
                 f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so"
                 " many",
@@ -160,16 +160,16 @@ class StoredRows:
                     " gradient_cosine"
                 ),
             )
-        return torch.from_numpy(found)
+        return torch.from_numpy(stored)
 
     def sums(self) -> dict[str, np.ndarray]:
         """What is stored of all rows together, after they are written: `rows` [1], their number, and their
         second moments `loss` and `margin` [k, k] float64, if not too large.
         """
-        kept = {"rows": np.array([len(self)])}
+        result = {"rows": np.array([len(self)])}
         if self.projector.width <= WIDEST:
-            kept.update((str(of), moment.numpy()) for of, moment in moments(self).items())
-        return kept
+            result.update((str(of), moment.numpy()) for of, moment in moments(self).items())
+        return result
 
 
 def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
@@ -180,9 +180,9 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
     """
     rows = torch.cat([block.rows.double() for block in blocks])
     exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
-    kept = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
+    scaled = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
     arrays = {
-        "rows": kept.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else kept.numpy(),
+        "rows": scaled.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else scaled.numpy(),
         "exponent": exponent.to(torch.int16).numpy(),
         "loss": torch.cat([block.loss for block in blocks]).numpy(),
         "square_norm": torch.cat([block.square_norm for block in blocks]).numpy(),

@@ -115,13 +115,13 @@ class MeanOfInverses(Preconditioned):
             zeros = {name: flat_rows(torch.zeros_like(value)) for name, value in vectors.items()}
             return gradients.reduce(add, zeros)
 
-        found: Vectors = {}
+        result: Vectors = {}
         for name, correction in self.training.fold(corrections).items():
             value = (flat_rows(vectors[name]) - correction / len(self.training)) / (
                 self.added[name] * len(self.training)
             )
-            found[name] = value.reshape(vectors[name].shape).to(vectors[name].dtype)
-        return found
+            result[name] = value.reshape(vectors[name].shape).to(vectors[name].dtype)
+        return result
 
     def self_influence(self) -> Iterator[SelfBlock]:
         """A pass over the training examples for each block of them."""

@@ -51,7 +51,7 @@ class EKFAC(Method):
     """
 
     name = "ekfac"
-    # Each block has a damping of its own and nothing between blocks is counted: scores rank, and were beyond
+    # Each block has its own damping, and nothing between blocks is counted: scores only rank, and were beyond
     # any possible change.
     unit = RELATIVE
     predicts_removal = False
@@ -164,12 +164,12 @@ class KroneckerFactored(Preconditioned):
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(gradients: Any) -> dict[str, torch.Tensor]:
-            found = [
+            part = [
                 block.weighted_squares(gradients, [inverse, inverse.square()])
                 for block, inverse in zip(self.blocks, self._inverses, strict=True)
             ]
-            products, squares = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
+            products, squares = (torch.stack(parts).sum(0) for parts in zip(*part, strict=True))
             return {"self_influence": products, "norm": squares.sqrt()}
 
-        for rows, found in self.training.each(both):
-            yield SelfBlock(rows.start, rows.stop, found["self_influence"], found["norm"])
+        for rows, part in self.training.each(both):
+            yield SelfBlock(rows.start, rows.stop, part["self_influence"], part["norm"])

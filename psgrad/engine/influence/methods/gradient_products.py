@@ -50,15 +50,15 @@ class GradientProducts(Fitted):
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         prepared = queries.stream.gradients(0, len(queries))
-        for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
+        for rows, part in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
             yield ScoreBlock(
-                rows.start, rows.stop, {label: products * self.factor for label, products in found.items()}
+                rows.start, rows.stop, {label: products * self.factor for label, products in part.items()}
             )
 
     def self_influence(self) -> Iterator[SelfBlock]:
-        for rows, found in self.training.norms():
-            squares = found["square_norm"] * self.factor
-            yield SelfBlock(rows.start, rows.stop, squares, found["square_norm"].sqrt() * self.factor)
+        for rows, part in self.training.norms():
+            squares = part["square_norm"] * self.factor
+            yield SelfBlock(rows.start, rows.stop, squares, part["square_norm"].sqrt() * self.factor)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class GradientCosines(Fitted):
                 for label, value in products.items()
             }
 
-        for rows, found in self.training.each(cosines):
-            yield ScoreBlock(rows.start, rows.stop, found)
+        for rows, part in self.training.each(cosines):
+            yield ScoreBlock(rows.start, rows.stop, part)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(

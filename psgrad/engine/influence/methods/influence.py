@@ -199,9 +199,10 @@ class Influence(Method):
                 self.seed,
             )
         undamped = amounts and fitted.facts["damping"] == 0
+        # both corrections need the output row by row
         by_default = (
             convex and undamped and output_size(training) <= LARGEST_OUTPUT and outputs_alike(training)
-        )  # which both corrections need row by row
+        )
         corrected = self.leverage
         if corrected is None:
             corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
@@ -216,10 +217,10 @@ class Influence(Method):
             "change": change,
         }
         whole = Corrected(fitted, automatic=self.leverage is None) if corrected else fitted
-        found = (
+        result = (
             calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
         )
-        whole.calibrated, whole.facts["calibrated_because"] = found
+        whole.calibrated, whole.facts["calibrated_because"] = result
         whole.facts["calibrated"] = whole.calibrated
         return AtOutput(whole, automatic=self.change == "auto") if by_output else whole
 
@@ -230,7 +231,7 @@ class Influence(Method):
         )
 
     def _why_no_amounts(self, affine: bool) -> str | None:
-        """Why scores are no amounts, whatever the damping; None where they may be."""
+        """Why scores are not amounts, with any damping; None if they may be."""
         if self.curvature == "fisher":
             return _OTHER_CURVATURE
         if self.solver == "arnoldi":
@@ -275,7 +276,7 @@ class Influence(Method):
         ) -> tuple[torch.Tensor, dict[str, Any]]:
             iterations = _ITERATIONS[solver] if self.iterations is None else self.iterations
             if solver == "arnoldi":
-                found = arnoldi(
+                result = arnoldi(
                     products.apply,
                     rhs.shape[1],
                     rank=self._rank("arnoldi", rhs),
@@ -283,7 +284,7 @@ class Influence(Method):
                     seed=self.seed,
                     device=rhs.device,
                 )
-                return found.solve(rhs, damping), found.facts
+                return result.solve(rhs, damping), result.facts
             if solver == "lissa":
                 return lissa(
                     products.damped(damping),
@@ -311,9 +312,8 @@ class Influence(Method):
     def _preconditioner(
         self, products: CurvatureProducts, damping: float, rhs: torch.Tensor
     ) -> Preconditioner | None:
-        few = (
-            len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
-        )  # which need not be positive, as a Nystroem factor must
+        # a Hessian need not be positive, as a Nystroem factor must be
+        few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
         if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
             rank = self._rank("nystroem", rhs)
             return nystroem(

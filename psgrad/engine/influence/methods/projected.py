@@ -5,17 +5,41 @@ curvature, and TRAK, the model as logistic regression on the projected gradients
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Kind, Projector
 from psgrad.engine.influence.index.estimators import ProjectedInverse
-from psgrad.engine.influence.index.rows import RowsInMemory, RowSource
+from psgrad.engine.influence.index.rows import Differentiated, RowsInMemory, RowSource
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.errors import InfluenceError
 
 
 @dataclass(frozen=True)
-class ProjectedInfluence(Method):
+class Projected(Method):
+    """The options and the fit of methods on projected gradients of the loss or of the margin (`of`)."""
+
+    dimension: int = 2048
+    projection: Kind = "sparse"
+    seed: int = 0
+    damping: float | None = None
+    relative_damping: float = 1.0
+
+    unit: ClassVar[str] = RELATIVE
+    predicts_removal: ClassVar[bool] = False
+    of: ClassVar[Differentiated] = "loss"
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)
+        return self.fit_rows(RowsInMemory(training, projector, self.of))
+
+    def fit_rows(self, source: RowSource) -> Fitted:
+        """The method fitted to existing rows, of the loss or of the margin."""
+        return ProjectedInverse(source, self.of, self.damping, self.relative_damping)
+
+
+@dataclass(frozen=True)
+class ProjectedInfluence(Projected):
     """score = P g_q (P G'G P' + n lam I)^-1 P g_i, G [n, p] the gradients of the training losses, P a random
     projection.
 
@@ -29,27 +53,11 @@ class ProjectedInfluence(Method):
         damping: lam, in units of P G'G P' / n; None for `relative_damping` times its mean eigenvalue.
     """
 
-    dimension: int = 2048
-    projection: Kind = "sparse"
-    seed: int = 0
-    damping: float | None = None
-    relative_damping: float = 1.0
-
     name = "projected_influence"
-    unit = RELATIVE
-    predicts_removal = False
-
-    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)
-        return self.fit_rows(RowsInMemory(training, projector, "loss"))
-
-    def fit_rows(self, source: RowSource) -> Fitted:
-        """Of rows that are there, of the loss or of the margin."""
-        return ProjectedInverse(source, "loss", self.damping, self.relative_damping)
 
 
 @dataclass(frozen=True)
-class TRAK(Method):
+class TRAK(Projected):
     """score = mean_t [-P g_q (F'F + n lam I)^-1 P f_i] * mean_t [1 - p_i], means over checkpoints t.
 
     f_i is the gradient of a training example's margin, the log odds of its label, F the matrix of all P f_i,
@@ -68,22 +76,11 @@ class TRAK(Method):
         damping: lam, in units of F'F / n; None for `relative_damping` times its mean eigenvalue.
     """
 
-    dimension: int = 2048
-    projection: Kind = "sparse"
-    seed: int = 0
-    damping: float | None = None
-    relative_damping: float = 1.0
-
     name = "trak"
-    unit = RELATIVE
-    predicts_removal = False
-
-    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)
-        return self.fit_rows(RowsInMemory(training, projector, "margin"))
+    of = "margin"
 
     def fit_rows(self, source: RowSource) -> Fitted:
-        """Of rows that are there. Raises InfluenceError for rows of the loss."""
+        """The method fitted to existing rows. Raises InfluenceError for rows of the loss."""
         if source.of != "margin":
             raise InfluenceError(
                 "trak needs the gradients of the margin, and the index holds those of the loss",
@@ -91,4 +88,4 @@ class TRAK(Method):
                     "build the index with features: margin; it answers gradient_dot and the others as well"
                 ),
             )
-        return ProjectedInverse(source, "margin", self.damping, self.relative_damping)
+        return super().fit_rows(source)

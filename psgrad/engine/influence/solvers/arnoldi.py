@@ -53,21 +53,23 @@ def arnoldi(
     kept one's error), negative (how many of the largest by modulus were dropped). Raises InfluenceError where
     no eigenvalue is positive.
     """
-    found = lanczos(apply, random_block(1, size, seed, device)[0], iterations)
-    order = found.values.abs().argsort(descending=True)[:rank]
-    positive = order[found.values[order] > torch.finfo(torch.float64).eps * size * found.values.abs().max()]
+    spectrum = lanczos(apply, random_block(1, size, seed, device)[0], iterations)
+    order = spectrum.values.abs().argsort(descending=True)[:rank]
+    positive = order[
+        spectrum.values[order] > torch.finfo(torch.float64).eps * size * spectrum.values.abs().max()
+    ]
     if not len(positive):
         raise InfluenceError(
             "no eigenvalue of the curvature is positive",
             cause="a loss that does not depend on the chosen parameters, or a Hessian at a maximum",
             next_step="look at `parameters`; or curvature: gauss_newton",
         )
-    values, vectors = found.values[positive], found.vectors[positive]
+    values, vectors = spectrum.values[positive], spectrum.vectors[positive]
     facts = {
-        "iterations": found.iterations,
+        "iterations": spectrum.iterations,
         "rank": len(values),
         "eigenvalues_kept": [float(values[-1]), float(values[0])],
-        "largest_bound": float(found.bounds[positive].max()),
-        "negative": int((found.values[order] < 0).sum()),
+        "largest_bound": float(spectrum.bounds[positive].max()),
+        "negative": int((spectrum.values[order] < 0).sum()),
     }
     return Arnoldi(values, vectors, facts)

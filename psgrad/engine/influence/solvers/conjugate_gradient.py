@@ -245,9 +245,8 @@ class _BlockSolver:
         if float(values[0]) < -rounding:
             start = self._root((directions @ vectors[:, :1]).t(), -0.5)[0]
             raise negative_curvature(extremes(self.apply, start))
-        return (
-            vectors / values.clamp_min(rounding)
-        ) @ vectors.t()  # directions of a right-hand side that is solved already
+        # rounding: along directions of a right-hand side that is solved already
+        return (vectors / values.clamp_min(rounding)) @ vectors.t()
 
 
 def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,8 +261,8 @@ def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         factor, failed = torch.linalg.cholesky_ex(basis.t() @ basis, upper=True)
         diagonal = factor.diagonal().abs()
         if int(failed) or not bool(diagonal.min() > _DEPENDENT * diagonal.max()):
-            found = torch.linalg.qr(columns)
-            return found.Q, found.R
+            factors = torch.linalg.qr(columns)
+            return factors.Q, factors.R
         basis = torch.linalg.solve_triangular(factor, basis, upper=True, left=False)
         triangle = factor if triangle is None else factor @ triangle
     assert triangle is not None

@@ -1,4 +1,4 @@
-"""What each solver is predicted to cost, from sizes alone: multiplications and additions, and bytes."""
+"""The predicted cost of each solver, from sizes alone: multiplications and additions, and bytes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Work:
     def operations(self) -> dict[str, float]:
         """solver -> operations, of each solver whose matrices fit in memory."""
         p, n, m = float(self.size), float(self.count), float(self.queries)
-        found = {"conjugate_gradient": _PRODUCT * n * p * self.products()}
+        costs = {"conjugate_gradient": _PRODUCT * n * p * self.products()}
         if self.rows is not None and self.size <= LARGEST and self._fits(self.size):
-            found["exact"] = 2 * n * p * p + p**3 / 3 + 2 * m * p * p
+            costs["exact"] = 2 * n * p * p + p**3 / 3 + 2 * m * p * p
         if self.rows is not None and self.rows <= LARGEST and self._fits(self.rows):
-            found["dual"] = _INNER * self.rows**2 * p + self.rows**3 / 3 + 2.0 * self.rows**2 * m
-        return found
+            costs["dual"] = _INNER * self.rows**2 * p + self.rows**3 / 3 + 2.0 * self.rows**2 * m
+        return costs
 
     def products(self) -> float:
         """How many products with one vector conjugate gradients take."""
@@ -52,12 +52,12 @@ class Work:
         """The solver of the least work, and why. correct: whether scores are corrected for leverage: exact or
         dual, where either fits.
         """
-        found = self.operations()
-        if correct and len(found) > 1:
-            del found["conjugate_gradient"]
-        solver = min(found, key=lambda name: found[name])
+        costs = self.operations()
+        if correct and len(costs) > 1:
+            del costs["conjugate_gradient"]
+        solver = min(costs, key=lambda name: costs[name])
         listed = ", ".join(
-            f"{name} {work:.1g}" for name, work in sorted(found.items(), key=lambda pair: pair[1])
+            f"{name} {work:.1g}" for name, work in sorted(costs.items(), key=lambda pair: pair[1])
         )
         what = (
             "that corrects for leverage and fits"

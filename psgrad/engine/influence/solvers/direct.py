@@ -130,18 +130,15 @@ def _no_inverse(
 def products(rows: Examples, vectors: PerSampleGradients) -> torch.Tensor:
     """[N, k] float64, on the CPU: each row's inner product with each of k vectors."""
     return torch.cat(
-        [
-            found["products"]
-            for _, found in rows.each(lambda gradients: {"products": gradients.inner(vectors)})
-        ]
+        [part["products"] for _, part in rows.each(lambda gradients: {"products": gradients.inner(vectors)})]
     )
 
 
 def combinations(rows: Examples, weights: torch.Tensor) -> torch.Tensor:
     """[k, p] float64, on the CPU: G'w for the k columns of weights [N, k]."""
     total = torch.zeros(weights.shape[1], rows.flat.size, dtype=torch.float64)
-    for found_rows, found in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
-        total += weights[found_rows].t().cpu() @ found["rows"].double()
+    for found_rows, part in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
+        total += weights[found_rows].t().cpu() @ part["rows"].double()
     return total
 
 

@@ -19,12 +19,12 @@ from psgrad.engine.influence.solvers.spectrum import (
 )
 from psgrad.errors import InfluenceError
 
-# What the scale is above the estimated largest eigenvalue, which Lanczos finds from below.
+# The factor of the scale above the estimated largest eigenvalue, which Lanczos estimates from below.
 _MARGIN = 1.05
-# The residual is looked at every so many terms, and when it has grown by that factor the series diverges.
+# The residual is computed every so many terms, and if it has grown by that factor the series diverges.
 _LOOK, _GROWTH = 10, 100.0
-# Looks over which the residual must fall at all, and how many times the time allowed is the end whatever was
-# predicted.
+# Computations of the residual over which it must fall, and the factor of the allowed time after which the
+# solve ends.
 _STALLED, _LATE = 20, 2.0
 
 

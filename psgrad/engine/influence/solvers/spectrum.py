@@ -100,10 +100,10 @@ def hutchinson_trace(
 
 @dataclass(frozen=True)
 class Ritz:
-    """What a Krylov space says of a symmetric matrix.
+    """The Ritz values and vectors of a symmetric matrix in a Krylov space.
 
-    values: [k] ascending, approximate eigenvalues. vectors: [k, p], their vectors. bounds: [k]: no further
-    than that from each value there is an eigenvalue. iterations: products with one vector.
+    values: [k] ascending, approximate eigenvalues. vectors: [k, p], their vectors. bounds: [k]: each value
+        has an eigenvalue within this distance. iterations: products with one vector.
     """
 
     values: torch.Tensor
@@ -134,9 +134,9 @@ def lanczos(apply: Apply, start: torch.Tensor, iterations: int) -> Ritz:
         alphas.append(float(vector @ product))
         if not math.isfinite(alphas[-1]):
             raise not_finite()
-        known = basis[: step + 1]
+        earlier = basis[: step + 1]
         for _ in range(2):
-            product = product - known.t() @ (known @ product)
+            product = product - earlier.t() @ (earlier @ product)
         betas.append(float(torch.linalg.vector_norm(product)))
         largest = max(largest, abs(alphas[-1]), betas[-1])
         if betas[-1] <= 1e-14 * largest:
@@ -157,6 +157,6 @@ def extremes(apply: Apply, start: torch.Tensor, iterations: int = 40) -> Ritz:
     """The lowest and the highest Ritz value of `lanczos`, with their bounds: `values`, `vectors` and `bounds`
     hold two each.
     """
-    found = lanczos(apply, start, iterations)
-    ends = torch.tensor([0, -1], device=found.values.device)
-    return Ritz(found.values[ends], found.vectors[ends], found.bounds[ends], found.iterations)
+    spectrum = lanczos(apply, start, iterations)
+    ends = torch.tensor([0, -1], device=spectrum.values.device)
+    return Ritz(spectrum.values[ends], spectrum.vectors[ends], spectrum.bounds[ends], spectrum.iterations)

@@ -141,9 +141,9 @@ class IntegratedGradients(Attribution):
         for node, weight in zip(((nodes + 1) / 2).tolist(), (weights / 2).tolist(), strict=True):
             here = tuple(torch.lerp(b, x, node) for b, x in zip(begin, point.values, strict=True))
             mean = tuple(total + weight * g for total, g in zip(mean, point.gradient(here), strict=True))
-        found = tuple((x - b) * g for x, b, g in zip(point.values, begin, mean, strict=True))
+        result = tuple((x - b) * g for x, b, g in zip(point.values, begin, mean, strict=True))
         rise = point.at(point.values) - point.at(begin)
-        return found, {"integrated_gradients_gap": sum_of(found) - rise}
+        return result, {"integrated_gradients_gap": sum_of(result) - rise}
 
     def _baseline(self, point: Point) -> Values:
         plain = tuple(torch.full_like(x, self.baseline) for x in point.values)
@@ -216,7 +216,7 @@ class SmoothGrad(Attribution):
         return mean, {}
 
     def _noise(self, point: Point, place: int, sample: int) -> torch.Tensor:
-        """What is added to the values of a place, of their shape and type."""
+        """The noise for the values of a place, of their shape and type."""
         flat = (
             point.values[place].flatten(1)
             if point.values[place].dim() > 1

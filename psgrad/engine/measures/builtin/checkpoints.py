@@ -62,18 +62,18 @@ class CheckpointOutputs(Measure):
         examples, checkpoints = self._setting.examples, self._setting.checkpoints
         model = examples.objective.with_summary(self._summary())
         self._grouping = grouped(examples, model, len(checkpoints), examples.stream.chunk_size)
-        found, first = [], 0
+        result, first = [], 0
         for size in self._grouping.sizes:
-            found.append(
+            result.append(
                 OwnPass(_pass_name(first, size), partial(self._run, first, checkpoints[first : first + size]))
             )
             first += size
-        return found
+        return result
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         history = History.of(self.names, rows)
-        way = self._grouping.why if self._grouping else None
-        return Gathered(numbers={"checkpoints": self.names, "way": way, "nonfinite": history.nonfinite()})
+        reason = self._grouping.why if self._grouping else None
+        return Gathered(numbers={"checkpoints": self.names, "way": reason, "nonfinite": history.nonfinite()})
 
     @property
     def names(self) -> list[str]:
@@ -82,7 +82,7 @@ class CheckpointOutputs(Measure):
     def _run(
         self, first: int, checkpoints: Sequence[CheckpointModel], start: int, chunk_size: int
     ) -> Iterator[Columns]:
-        """One group of checkpoints, the weights of which are in memory for as long as it passes."""
+        """The pass of one group of checkpoints, the weights of which are in memory during the pass."""
         examples = self._setting.examples
         objectives = [checkpoint.objective().with_summary(self._summary()) for checkpoint in checkpoints]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
@@ -100,7 +100,7 @@ def _pass_name(first: int, size: int) -> str:
 
 
 class Asking:
-    """What one pass says of a chunk, as columns [k, checkpoints of the pass]."""
+    """The results of one pass for a chunk, as columns [k, checkpoints of the pass]."""
 
     needs_factors = False
 
@@ -262,23 +262,23 @@ class Forgetting(OverCheckpoints):
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         names, history = self.names, self.history(rows)
         right = history.whole("right")  # [n, T]
-        known = torch.isfinite(right).all(1)
+        finite = torch.isfinite(right).all(1)
         learnt = (right > 0).any(1)
         lost = (right[:, :-1] - right[:, 1:]).clamp(min=0).sum(1)
-        found = {
+        result = {
             "forgetting_events": lost.where(learnt, float(len(names))),
             "never_learnt": (~learnt).double(),
             "unforgettable": (learnt & (lost == 0)).double(),
             "first_learnt": (right > 0).double().argmax(1).double().add(1).where(learnt, torch.nan),
         }
-        columns = {name: column.where(known, torch.nan) for name, column in found.items()}
-        counts = torch.bincount(lost[known & learnt].ceil().long()).tolist()
+        columns = {name: column.where(finite, torch.nan) for name, column in result.items()}
+        counts = torch.bincount(lost[finite & learnt].ceil().long()).tolist()
         numbers = {
             "checkpoints": names,
             "counts": {str(events): count for events, count in enumerate(counts) if count},
-            "never_learnt": int((known & ~learnt).sum()),
-            "unforgettable": int((known & learnt & (lost == 0)).sum()),
-            "not_finite": int((~known).sum()),
+            "never_learnt": int((finite & ~learnt).sum()),
+            "unforgettable": int((finite & learnt & (lost == 0)).sum()),
+            "not_finite": int((~finite).sum()),
         }
         return Gathered(columns, numbers)
 
@@ -335,7 +335,7 @@ class Trajectory(OverCheckpoints):
 
 
 def _by_checkpoint(history: History) -> dict[str, Any]:
-    """A row a checkpoint: how all samples that are finite there stand."""
+    """A row a checkpoint: statistics of all samples that are finite there."""
     rows = [_row(history, t) for t in range(len(history.names))]
     return {"checkpoint": list(history.names), **{name: [row[name] for row in rows] for name in rows[0]}}
 
@@ -359,5 +359,5 @@ def _row(history: History, t: int) -> dict[str, float]:
 
 
 def _quantile(values: torch.Tensor, q: float) -> float:
-    """Of any number of values (torch.quantile takes 16 million at most); NaN of none."""
+    """The quantile of any number of values (torch.quantile takes 16 million at most); NaN of none."""
     return float(np.quantile(values.numpy(), q)) if len(values) else math.nan

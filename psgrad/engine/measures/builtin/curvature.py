@@ -152,12 +152,15 @@ class HessianTrace(Measure):
         return refusing(self, row_pass(self._examples, self._traces, size, start), "second derivatives")
 
     def _traces(self, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor) -> Arrays:
-        found = torch.cat(
+        estimates = torch.cat(
             [self._along(inputs, target, rows, first) for first in range(0, self._count, _AT_ONCE)], dim=1
         )
         if self._exact:
-            return {"hessian_trace": found.sum(1), "hessian_trace_error": 0 * found.sum(1)}
-        return {"hessian_trace": found.mean(1), "hessian_trace_error": found.std(1) / math.sqrt(self.probes)}
+            return {"hessian_trace": estimates.sum(1), "hessian_trace_error": 0 * estimates.sum(1)}
+        return {
+            "hessian_trace": estimates.mean(1),
+            "hessian_trace_error": estimates.std(1) / math.sqrt(self.probes),
+        }
 
     @property
     def _count(self) -> int:

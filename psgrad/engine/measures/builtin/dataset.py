@@ -14,7 +14,8 @@ from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.engine.measures.projected import COLUMN, Projected
-from psgrad.engine.measures.sums import MeanGradientMeasure, block_sums, interval, resampled, shared_sums
+from psgrad.engine.measures.resampling import block_sums, interval, resampled
+from psgrad.engine.measures.sums import MeanGradientMeasure, shared_sums
 
 _ALONG_MEAN = "noise_scale.along_mean"
 
@@ -89,10 +90,10 @@ class NoiseScale(MeanGradientMeasure):
         numbers |= {"samples": n, "square_mean": square_mean, "noise": noise}
         words = ""
         if self.looks_twice and n > 2:
-            found = self._intervals(squares, rows[_ALONG_MEAN][rows["ok"], 0])
-            numbers |= {f"{name}_interval": each for name, each in found.items()}
+            intervals = self._intervals(squares, rows[_ALONG_MEAN][rows["ok"], 0])
+            numbers |= {f"{name}_interval": each for name, each in intervals.items()}
             numbers |= {"level": self.level, "resamples": self.resamples}
-            ends = [f"{end:.3g}" for end in found["square_mean"] if end is not None]
+            ends = [f"{end:.3g}" for end in intervals["square_mean"] if end is not None]
             words = f" (at {self.level:.0%} between {' and '.join(ends)})"
         if square_mean <= 0:
             numbers["status"] = (
@@ -138,19 +139,21 @@ def resampled_estimates(
     n = len(squares)
     values = jackknife_values(squares, along, square_mean)
     sums = block_sums(torch.stack([values, squares, torch.ones_like(values)], 1), seed)
-    found, mean_squares = resampled(sums, resamples, seed).unbind(1)
-    # The variance along gbar, which is most like Sigma's own directions where noise makes up gbar, and there
-    # alone the term counts.
+    sums_of_squares, mean_squares = resampled(sums, resamples, seed).unbind(1)
+    # The variance along gbar, which is most like Sigma's own directions if gbar is mostly noise, and only
+    # then the term matters.
     along_mean = float(along.var()) / square_mean if square_mean > 0 else 0.0
     second_order = (2 * along_mean * max(float((squares - values).mean()), 0.0)) ** 0.5 / n
     generator = torch.Generator().manual_seed(seed + 1)
-    found = found + second_order * torch.randn(resamples, dtype=torch.float64, generator=generator)
-    return found, mean_squares - found
+    sums_of_squares = sums_of_squares + second_order * torch.randn(
+        resamples, dtype=torch.float64, generator=generator
+    )
+    return sums_of_squares, mean_squares - sums_of_squares
 
 
 # Rows that are taken into float64 at once.
 _ROWS = 16384
-# A trace below so many roundings of the mean squared norm is none: the gradients are all the same.
+# A trace below so many roundings of the mean squared norm is zero: the gradients are all the same.
 _ROUNDINGS = 16
 
 
@@ -202,9 +205,8 @@ class CovarianceSpectrum(Measure):
 
     def prepare(self, setting: Setting) -> None:
         self._setting = setting
-        self._sums = (
-            shared_sums(setting, self) if len(setting) > self.exact_up_to else None
-        )  # else all inner products are taken
+        # without them all inner products are computed
+        self._sums = shared_sums(setting, self) if len(setting) > self.exact_up_to else None
         self.needs_factors = self._sums is not None
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
@@ -225,8 +227,8 @@ class CovarianceSpectrum(Measure):
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         examples = self._setting.examples
-        found = Projected.of(rows, examples.flat.size)
-        n = len(found.places)
+        intervals = Projected.of(rows, examples.flat.size)
+        n = len(intervals.places)
         if n < 2:
             return Gathered(
                 numbers={
@@ -236,9 +238,9 @@ class CovarianceSpectrum(Measure):
                     "method": "undefined for fewer than two samples",
                 }
             )
-        total = float(rows["grad_norm"][found.places].square().sum())
+        total = float(rows["grad_norm"][intervals.places].square().sum())
         if self._sums is None:
-            products = gram_matrix(examples).cpu()[found.places][:, found.places]
+            products = gram_matrix(examples).cpu()[intervals.places][:, intervals.places]
             values, method, noise = (
                 _eigenvalues(_centred(products)),
                 "exact, by the samples' inner products",
@@ -246,10 +248,10 @@ class CovarianceSpectrum(Measure):
             )
             trace = float(values.sum()) / (n - 1)
         else:
-            values = _eigenvalues_of(found.rows)
+            values = _eigenvalues_of(intervals.rows)
             method, noise = (
-                ("exact, by whole gradients" if found.exact else "by random projection"),
-                found.noise,
+                ("exact, by whole gradients" if intervals.exact else "by random projection"),
+                intervals.noise,
             )
             trace = (total - n * self._sums.square_mean()) / (n - 1)
         values = values / (n - 1)
@@ -284,12 +286,14 @@ def _centred(products: torch.Tensor) -> torch.Tensor:
 
 
 def _eigenvalues(matrix: torch.Tensor) -> torch.Tensor:
-    """Of a symmetric matrix without negative eigenvalues, descending."""
+    """The eigenvalues of a symmetric matrix without negative ones, descending."""
     return torch.linalg.eigvalsh((matrix + matrix.t()) / 2).flip(0).clamp_min(0)
 
 
 def _eigenvalues_of(rows: torch.Tensor) -> torch.Tensor:
-    """Of the sum of x x' over centred rows x [n, k], the first min(n, k) of them, descending."""
+    """The eigenvalues of the sum of x x' over centred rows x [n, k], the first min(n, k) of them,
+    descending.
+    """
     mean = rows.mean(0, dtype=torch.float64)
     if len(rows) < rows.shape[1]:
         centred = rows.double() - mean
@@ -302,8 +306,8 @@ def _eigenvalues_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _effective_rank(values: torch.Tensor, trace: float, noise: float) -> float | None:
-    """(tr S)^2 / tr S^2, from 1 to the rank of S: how many equal eigenvalues would give that. None where S is
-    zero, or where the projection leaves no estimate of tr S^2.
+    """(tr S)^2 / tr S^2, from 1 to the rank of S: how many equal eigenvalues would give that. None if S is
+    zero, or if the projection leaves no estimate of tr S^2.
 
     Under a projection to k columns E[tr T^2] = (1 + 1/k) tr S^2 + (tr S)^2 / k, which is solved for tr S^2.
     """

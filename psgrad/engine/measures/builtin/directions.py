@@ -244,18 +244,18 @@ class SignalToNoise(MeanGradientMeasure):
     def _by_element(self, n: int) -> dict[str, torch.Tensor]:
         """name -> [numel] float64, on the CPU."""
         assert self._squares is not None
-        found = {}
+        result = {}
         for name, columns in self._sums.flat.columns.items():
             squares, mean = self._squares[columns], self._sums.mean[columns]
             variance = (squares - n * mean.square()) / (n - 1)
-            known = variance > _ROUNDINGS * self._rounding[name] * squares / n
-            found[name] = ((mean.square() - variance / n) / variance).where(known, torch.nan).cpu()
-        return found
+            significant = variance > _ROUNDINGS * self._rounding[name] * squares / n
+            result[name] = ((mean.square() - variance / n) / variance).where(significant, torch.nan).cpu()
+        return result
 
 
 def _quantile(values: torch.Tensor, q: float) -> float:
     """The value under which a share q of those that are numbers lies; torch.quantile takes 16 million at
     most.
     """
-    known = values[~values.isnan()].sort().values
-    return float(known[max(0, math.ceil(q * len(known)) - 1)]) if len(known) else math.nan
+    ordered = values[~values.isnan()].sort().values
+    return float(ordered[max(0, math.ceil(q * len(ordered)) - 1)]) if len(ordered) else math.nan

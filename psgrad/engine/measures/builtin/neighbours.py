@@ -90,42 +90,45 @@ class NeighbourDistance(Measure):
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         setting = self._setting
-        found = Projected.of(rows, setting.examples.flat.size)
-        directed = found.rows.any(1)
-        places = found.places[directed]
-        if len(found.places) > self.reference:
+        projected = Projected.of(rows, setting.examples.flat.size)
+        directed = projected.rows.any(1)
+        places = projected.places[directed]
+        if len(projected.places) > self.reference:
             setting.say(
-                f"{self.name}: neighbours are looked for among {self.reference:,} of {len(found.places):,}"
-                " samples, drawn at random"
+                f"{self.name}: neighbours are looked for among {self.reference:,} of"
+                f" {len(projected.places):,} samples, drawn at random"
             )
         options = self.neighbours, self.reference, setting.seed
-        distant = _Neighbours(found.rows, False, *options)
+        distant = _Neighbours(projected.rows, False, *options)
         turned = _Neighbours(
-            found.rows if len(places) == len(found.places) else found.rows[directed], True, *options
+            projected.rows if len(places) == len(projected.places) else projected.rows[directed],
+            True,
+            *options,
         )
         near, alike = distant.near, turned.near
-        by_distance = spread(torch.where(near >= 0, found.places[near], -1), found.places, len(setting))
+        by_distance = spread(
+            torch.where(near >= 0, projected.places[near], -1), projected.places, len(setting)
+        )
         by_angle = spread(torch.where(alike >= 0, places[alike], -1), places, len(setting))
         columns = {
-            "neighbour_distance": spread(distant.means, found.places, len(setting)),
+            "neighbour_distance": spread(distant.means, projected.places, len(setting)),
             "neighbour_angle_distance": spread(turned.means, places, len(setting)),
             "nearest_neighbour": by_distance[:, 0],
             "nearest_by_angle": by_angle[:, 0],
         }
         labels = setting.targets
         if labels is not None and labels.dim() == 1:
-            known = by_angle >= 0
-            other = known & (labels[by_angle] != labels.unsqueeze(1))
-            columns["neighbour_label_share"] = (
-                other.sum(1) / known.sum(1).double()
-            )  # nothing by nothing is NaN
+            labelled = by_angle >= 0
+            other = labelled & (labels[by_angle] != labels.unsqueeze(1))
+            # nothing by nothing is NaN
+            columns["neighbour_label_share"] = other.sum(1) / labelled.sum(1).double()
         numbers: dict[str, Any] = {
             "neighbours": int((near[:1] >= 0).sum()),
-            "samples": len(found.places),
-            "among": min(len(found.places), self.reference),
+            "samples": len(projected.places),
+            "among": min(len(projected.places), self.reference),
             "median_distance": _median(distant.means),
             "median_angle_distance": _median(turned.means),
-            "distance_error": found.noise / 2**0.5,
+            "distance_error": projected.noise / 2**0.5,
         }
         arrays = {"neighbours": by_distance, "neighbours_by_angle": by_angle} if self.save else {}
         return Gathered(columns, numbers, arrays=arrays)
@@ -134,8 +137,8 @@ class NeighbourDistance(Measure):
 class _Neighbours:
     """The nearest of some rows [m, k], by Euclidean distance or by angle, for all of them.
 
-    They are looked for among `most` rows, drawn by the seed, where there are more. Nothing of m x k numbers
-    is made.
+    With more than `most` rows, the neighbours are searched among `most` of them, drawn by the seed. No tensor
+    of m x m numbers is made.
 
     Attributes:
         means: [m] float64, mean distance to the nearest.
@@ -166,10 +169,10 @@ class _Neighbours:
         others = np.setdiff1d(np.arange(m), chosen)
         for start in range(0, len(others), _ROWS):
             some = torch.from_numpy(others[start : start + _ROWS])
-            found = search.kneighbors(
+            neighbours = search.kneighbors(
                 self._at(some).numpy(), n_neighbors=min(count, len(chosen)), return_distance=False
             )
-            self._note(some, torch.from_numpy(chosen[found]))
+            self._note(some, torch.from_numpy(chosen[neighbours]))
 
     def _at(self, places: torch.Tensor) -> torch.Tensor:
         """Some rows; by angle of length one, as of unit vectors the nearest are those of the smallest
@@ -181,19 +184,19 @@ class _Neighbours:
         rows = rows / rows.abs().amax(1, keepdim=True)  # first by the largest entry: squares may vanish
         return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
 
-    def _note(self, places: torch.Tensor, found: torch.Tensor) -> None:
-        """Write down the neighbours [s, count] of some rows [s].
+    def _note(self, places: torch.Tensor, nearest: torch.Tensor) -> None:
+        """Store the neighbours [s, count] of some rows [s].
 
-        Distances are taken again, from differences: those by inner products lose the digits of rows that
+        Distances are computed again, from differences: those by inner products lose the digits of rows that
         nearly agree.
         """
         rows = self._at(places).double()
         each = [
-            torch.linalg.vector_norm(self._at(found[:, k]).double() - rows, dim=1)
-            for k in range(found.shape[1])
+            torch.linalg.vector_norm(self._at(nearest[:, k]).double() - rows, dim=1)
+            for k in range(nearest.shape[1])
         ]
         distances, order = torch.stack(each, 1).sort(dim=1, stable=True)
-        self.near[places, : found.shape[1]] = found.gather(1, order)
+        self.near[places, : nearest.shape[1]] = nearest.gather(1, order)
         self.means[places] = (distances.square() / 2 if self.by_angle else distances).mean(1)
 
 
@@ -202,7 +205,7 @@ def _median(values: torch.Tensor) -> float | None:
     return float(finite.median()) if len(finite) else None
 
 
-# Of the memory that is free before a run, what rows that are kept to its end may take.
+# The share of the memory that is free before a run for rows that are kept to its end.
 _SHARE = 0.5
 # A pass holds its rows in pieces, and then once more as a whole.
 _COPIES = 2
@@ -267,16 +270,16 @@ class ProjectedGradients(Measure):
         return {COLUMN: self._projector(gradients)}
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        found = Projected.of(rows, self._parameters)
-        norms = rows["grad_norm"][found.places]
+        projected = Projected.of(rows, self._parameters)
+        norms = rows["grad_norm"][projected.places]
         counted = norms > 0
-        squares = torch.linalg.vector_norm(found.rows, dim=1, dtype=torch.float64)[counted].square()
+        squares = torch.linalg.vector_norm(projected.rows, dim=1, dtype=torch.float64)[counted].square()
         off = squares / norms[counted].square() - 1
         numbers = {
-            "dimension": found.rows.shape[1],
-            "kind": "none" if found.exact else self.kind,
+            "dimension": projected.rows.shape[1],
+            "kind": "none" if projected.exact else self.kind,
             "parameters": self._parameters,
             "square_norm_error": float(off.square().mean().sqrt()) if len(off) else None,
-            "expected_square_norm_error": 2**0.5 * found.noise,
+            "expected_square_norm_error": 2**0.5 * projected.noise,
         }
         return Gathered(numbers=numbers, arrays={COLUMN: rows[COLUMN]} if self.save else {})

@@ -126,9 +126,9 @@ class RelativeNorm(Measure):
         by_layer = torch.stack(
             list(gradients.square_norms(per="module").values()), 1
         ).sqrt() / self._layer_norms.to(finite.device)
-        known = (self._layer_norms > 0).to(finite.device)
-        largest, layer = by_layer.masked_fill(~known, -torch.inf).max(1)
-        finite_layer = finite & known.any()
+        nonzero = (self._layer_norms > 0).to(finite.device)
+        largest, layer = by_layer.masked_fill(~nonzero, -torch.inf).max(1)
+        finite_layer = finite & nonzero.any()
         return {
             "relative_norm": nan_elsewhere(
                 gradients.square_norms().sqrt() / (self._whole or torch.nan), finite

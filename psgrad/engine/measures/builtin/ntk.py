@@ -168,8 +168,8 @@ def _classes(setting: Setting, some: Examples) -> torch.Tensor | None:
 
 
 def _spectrum(matrix: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float | None, int]:
-    """(eigenvalues, descending, the largest by the smallest, how many are more than rounding); None where the
-    smallest is not.
+    """(eigenvalues, descending, the ratio of the largest and the smallest, how many are more than rounding);
+    None as ratio if the smallest is not.
     """
     values = torch.linalg.eigvalsh(matrix).flip(0)
     rank = int((values > len(values) * epsilon * values[0].clamp_min(0)).sum())
@@ -187,8 +187,8 @@ def _alignment(matrix: torch.Tensor, encoded: torch.Tensor) -> float | None:
 
 
 def _by_output(blocks: torch.Tensor, targets: torch.Tensor | None, epsilon: float) -> dict[str, Any]:
-    """A row an output: what its own kernel [n, n] is like."""
-    found: dict[str, list[Any]] = {
+    """A row an output: statistics of its own kernel [n, n]."""
+    result: dict[str, list[Any]] = {
         name: []
         for name in ("output", "trace", "largest_eigenvalue", "condition_number", "rank", "alignment")
     }
@@ -197,14 +197,13 @@ def _by_output(blocks: torch.Tensor, targets: torch.Tensor | None, epsilon: floa
         values, condition, rank = _spectrum(own, epsilon)
         alignment = None
         if targets is not None:
-            belongs = (
-                targets == output if blocks.shape[1] > 1 else targets
-            )  # a single output is that of class 1
+            # a single output is that of class 1
+            belongs = targets == output if blocks.shape[1] > 1 else targets
             alignment = _alignment(own, belongs.double().unsqueeze(1))
         row = (output, float(own.trace()), float(values[0]), condition, rank, alignment)
-        for name, value in zip(found, row, strict=True):
-            found[name].append(value)
-    return found
+        for name, value in zip(result, row, strict=True):
+            result[name].append(value)
+    return result
 
 
 def _by_class(matrix: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
@@ -213,13 +212,19 @@ def _by_class(matrix: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
     cosines = matrix / (sizes.unsqueeze(1) * sizes)
     classes = torch.unique(targets).tolist()
     pairs = [(one, other) for one in classes for other in classes if one <= other]
-    found: dict[str, list[Any]] = {"class": [], "other_class": [], "pairs": [], "mean": [], "mean_cosine": []}
+    result: dict[str, list[Any]] = {
+        "class": [],
+        "other_class": [],
+        "pairs": [],
+        "mean": [],
+        "mean_cosine": [],
+    }
     for one, other in pairs:
         first, second = torch.nonzero(targets == one).squeeze(1), torch.nonzero(targets == other).squeeze(1)
-        apart = first.unsqueeze(1) != second  # a sample with itself says nothing of its class
+        apart = first.unsqueeze(1) != second  # the diagonal is the same in every class
         kernels, angles = (each[first][:, second][apart] for each in (matrix, cosines))
         for name, value in zip(
-            found, (one, other, int(apart.sum()), float(kernels.mean()), float(angles.mean())), strict=True
+            result, (one, other, int(apart.sum()), float(kernels.mean()), float(angles.mean())), strict=True
         ):
-            found[name].append(value)
-    return found
+            result[name].append(value)
+    return result

@@ -91,8 +91,8 @@ class VoG(Measure):
     def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
         examples = self._setting.examples
         models = Resident(self._setting.checkpoints, examples)
-        found = row_pass(examples, partial(self._columns, models), chunk_size, start)
-        return refusing(self, found, "derivatives in the input")
+        columns = row_pass(examples, partial(self._columns, models), chunk_size, start)
+        return refusing(self, columns, "derivatives in the input")
 
     def _columns(
         self, models: Resident, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor
@@ -102,25 +102,21 @@ class VoG(Measure):
             self._gradient(models, t, inputs, target, rows) for t in range(len(self._setting.checkpoints))
         )
         spread = deviation(steps).mean(1)
-        counted = (
-            target != self._setting.ignore_index
-        )  # a label that counts for nothing has no output of its own
+        counted = target != self._setting.ignore_index  # an ignored label has no output of its own
         return {"vog.spread_and_label": torch.stack([spread.where(counted, torch.nan), target.double()], 1)}
 
     def _gradient(
         self, models: Resident, t: int, inputs: Inputs, target: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """[k, entries] float64: the gradient of the class's output in all that the model takes in, at one
-        checkpoint.
-        """
+        """[k, entries] float64: the gradient of the class's output in all inputs, at one checkpoint."""
         stream = self._setting.examples.stream
         point = Point.of(Scalar(models.at(t), self._places, self.of, stream.randomness), inputs, target, rows)
         return torch.cat([part.reshape(len(rows), -1).double() for part in point.gradient()], 1)
 
 
 def deviation(steps: Iterator[torch.Tensor]) -> torch.Tensor:
-    """[k, d]: the standard deviation, entry by entry, of tensors [k, d] that pass by once (Welford's
-    recurrence; the count divides).
+    """[k, d]: the standard deviation, entry by entry, of a sequence of tensors [k, d] (Welford's recurrence;
+    divided by the count).
     """
     mean = next(steps)
     squares, count = torch.zeros_like(mean), 1
@@ -132,19 +128,19 @@ def deviation(steps: Iterator[torch.Tensor]) -> torch.Tensor:
     return (squares / count).sqrt()
 
 
-# A spread that is smaller, relative to the values, is rounding.
+# A smaller spread, relative to the values, is rounding.
 _ALIKE = 1e-12
 
 
 def standardised(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """[n]: how many standard deviations [n] values lie from the mean of their group [n]; those that are not
-    finite count for nothing.
+    """[n]: how many standard deviations [n] values lie from the mean of their group [n], computed without
+    those that are not finite.
     """
-    found = torch.full_like(values, torch.nan)
+    result = torch.full_like(values, torch.nan)
     for group in groups.unique().tolist():
         some = (groups == group) & torch.isfinite(values)
         own = values[some]
         spread = own.std(correction=0) if len(own) else own.new_zeros(())
         if spread > _ALIKE * own.abs().sum():
-            found[some] = (own - own.mean()) / spread
-    return found
+            result[some] = (own - own.mean()) / spread
+    return result

@@ -1,4 +1,4 @@
-"""What a run of private steps costs: events, and the epsilon that they add up to."""
+"""The cost of a run of private steps: events, and the epsilon that they add up to."""
 
 from __future__ import annotations
 

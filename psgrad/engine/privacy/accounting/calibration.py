@@ -12,7 +12,7 @@ from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta, epsi
 from psgrad.engine.privacy.accounting.events import Events, merged
 from psgrad.errors import ConfigError
 
-# Noise multipliers that are looked at: beyond these, a target can't be met, or is met by next to no noise.
+# Noise multipliers that are tried: beyond these, a target can't be met, or is met by next to no noise.
 _LEAST, _MOST = 1e-3, 1e6
 # How far below the target epsilon may stay, relative to it; for a first guess, and in the end.
 _GUESS, _CLOSE = 1e-3, 5e-4
@@ -24,12 +24,13 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     """The noise multiplier whose steps cost at most `target_epsilon` at delta, and at least 99.95 percent of
     it.
 
-    The figure that is held against the target is that of loss distributions, which is reported in the end,
-    and of moments for noise that they don't cover. A coarse grid finds the place first; a few seconds.
+    The epsilon that is compared with the target is that of loss distributions (PLD), which is reported in the
+    end, and of RDP for noise that PLD does not cover. A coarse grid is searched first; it takes a few
+    seconds.
 
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
 
-    Raises ConfigError for a target that is no positive number, that needs more noise than a multiplier of
+    Raises ConfigError for a target that is not a positive number, that needs more noise than a multiplier of
     1e6, or that is met with almost none, and as `epsilon_pld` does.
     """
     assert_delta(delta)
@@ -61,8 +62,8 @@ def _solved(
     guess: float,
     close: float,
 ) -> float:
-    """The multiplier at which this accountant says (1 - close) * target to target, by secants of log epsilon
-    over log multiplier.
+    """The multiplier at which this accountant gives between (1 - close) * target and target, by secants of
+    log epsilon over log multiplier.
     """
     aim = target * (1 - close / 2)
     low: tuple[float, float] | None = None  # (multiplier, epsilon) with too little noise
@@ -116,20 +117,20 @@ def _between(low: tuple[float, float], high: tuple[float, float], aim: float, bi
 
 
 def adaptive_multiplier(multiplier: float, count_multiplier: float) -> float:
-    """The noise multiplier of the sum, where a count is released beside it and both together cost what
-    `multiplier` says.
+    """The noise multiplier of the sum, if a count is released beside it and both together cost as much as
+    `multiplier`.
 
     Sum and count, each divided by its noise's standard deviation, are one Gaussian release whose sensitivity
     is the root of multiplier_of_sum^-2 + multiplier_of_count^-2; that is to be multiplier^-1 (Andrew et al.,
     "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871, theorem 1).
 
     Args:
-        multiplier: z, which is what is accounted.
+        multiplier: z, which is accounted.
         count_multiplier: sigma_b. The recentred count moves by 1/2, so that its multiplier is 2 * sigma_b:
             its noise must have the standard deviation 2 * sigma_b * (how far the recentred count moves under
             the relation).
 
-    Raises ConfigError where the count alone costs as much as both may.
+    Raises ConfigError if the count alone costs as much as both may.
     """
     if multiplier == 0:
         return 0.0

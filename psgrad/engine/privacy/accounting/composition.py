@@ -40,16 +40,14 @@ _FINE, _COARSE = 8.0, 16.0
 _COARSEST = 1e-2
 # Points that a distribution may have, roughly.
 _POINTS = 200_000
-# The standard deviations of noise between which a step's losses are looked at, one more than dp-accounting
-# does.
+# The standard deviations of noise that a step's losses cover, one more than dp-accounting's.
 _TAILS = 11.0
 # Composing more takes dp-accounting minutes.
 _MOST_STEPS = 10_000_000
-# What rounding may take off delta for each step that is composed: ten times what was measured on Gaussians,
+# How much rounding may change delta for each step that is composed: ten times what was measured on Gaussians,
 # whose composition is known.
 _ROUNDING = 2e-16
-# Where that is less than this share of delta, nothing is taken off, so that the figure is to the digit that
-# of dp-accounting.
+# Below this share of delta the rounding is ignored, so that all digits are those of dp-accounting.
 _UNSEEN = 1e-7
 
 
@@ -104,7 +102,7 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
 
 
 def why_not_pld(event: StepEvent) -> str | None:
-    """Why loss distributions don't cover a step; None where they do."""
+    """Why loss distributions don't cover a step; None if they do."""
     if event.mechanism == "discrete_gaussian":
         return (
             "the losses of noise on the integers have no known distribution in many dimensions; its moments"
@@ -139,8 +137,8 @@ def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
 
 
 def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:
-    """The grid's interval: dp-accounting's default where that does, finer where losses are small beside it,
-    coarser where there would be too many points, or by choice where it makes little difference.
+    """The grid's interval: dp-accounting's default where possible, finer if losses are small beside it,
+    coarser if there would be too many points, or on request.
     """
     steps = sum(counts.values())
     # The root-mean-square loss of one step is about q / z.
@@ -153,8 +151,8 @@ def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float
     interval = min(INTERVAL, spread / _FINE)
     if coarse:
         interval = max(interval, min(spread / _COARSE, _COARSEST))
-    # The widest losses of one step are those of the least noise, and how far all together reach is about
-    # epsilon, for which the moments of plain sampling are near enough.
+    # The widest losses of one step are those of the least noise, and the range of all together is about
+    # epsilon, for which RDP of plain sampling is near enough.
     least = min(event.pld_multiplier for event in counts)
     width = 2 * (_TAILS * least + 1) / least**2
     plain = [(_plainly_sampled(event), number) for event, number in counts.items()]
@@ -163,7 +161,7 @@ def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float
 
 
 def _plainly_sampled(event: StepEvent) -> StepEvent:
-    """The step by Poisson sampling where a record comes or goes, whose moments are known."""
+    """The step by Poisson sampling under addition or removal of a record, for which RDP is known."""
     return StepEvent(
         event.noise_multiplier, Sampling("poisson", sample_rate=event.sample_rate), "add_or_remove_one"
     )
@@ -179,13 +177,13 @@ def _tidy(interval: float) -> float:
 
 
 def epsilon_curve(events: Events, delta: float, places: Sequence[int]) -> list[tuple[int, float]]:
-    """(steps, epsilon after so many of them), by moments, or where these don't cover the steps by loss
+    """(steps, epsilon after so many of them), by RDP, or if this doesn't cover the steps by loss
     distributions on a coarse grid.
 
     events: in the order in which they are taken. places: after how many steps; numbers beyond the last step
-    are left out.
+        are left out.
 
-    Raises ConfigError as `epsilon_rdp` does, and where neither accountant covers the steps.
+    Raises ConfigError as `epsilon_rdp` does, and if neither accountant covers the steps.
     """
     assert_delta(delta)
     runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
@@ -219,12 +217,12 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     places = sorted(
         {max(1, round(place)) for place in [*(squares[0] ** (part / 3) for part in range(3)), *squares]}
     )
-    found = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
-    return [(place, epsilon) for place, epsilon in found if epsilon is not None]
+    points = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
+    return [(place, epsilon) for place, epsilon in points if epsilon is not None]
 
 
 def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:
-    """Which accountant `epsilon_curve` asks about these steps."""
+    """The accountant that `epsilon_curve` uses for these steps."""
     return "PLD" if any(why_not_rdp(event) for event in merged(events)) else "RDP"
 
 

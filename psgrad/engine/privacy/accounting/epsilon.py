@@ -70,16 +70,15 @@ def dp_accounting() -> Any:
 
 
 def rdp_rates(event: StepEvent, orders: np.ndarray) -> np.ndarray:
-    """[orders] float64: what dp_accounting.rdp.RdpAccountant notes of one step, infinite where it knows
-    nothing.
+    """[orders] float64: the rates of one step by dp_accounting.rdp.RdpAccountant, infinite where it has none.
 
-    The event has moments (see `why_not_rdp`). Sensitivities are part of its multiplier, so that the
-    accountant's relation is its default.
+    The event has RDP (see `why_not_rdp`). Sensitivities are part of its multiplier, so that the accountant's
+    relation is its default.
     """
     accountant = dp_accounting().rdp.RdpAccountant(orders)
     with _quiet():
         accountant.compose(_event(event, event.rdp_multiplier))
-    return np.array(accountant._rdp, dtype=np.float64)  # which only leaves it as an epsilon otherwise
+    return np.array(accountant._rdp, dtype=np.float64)  # otherwise it raises the warning only for the epsilon
 
 
 def rdp_epsilon(orders: np.ndarray, rates: np.ndarray, delta: float) -> tuple[float, float]:
@@ -91,7 +90,7 @@ def rdp_epsilon(orders: np.ndarray, rates: np.ndarray, delta: float) -> tuple[fl
 
 
 def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) -> float:
-    """What dp_accounting.pld.PLDAccountant says of these steps, all under one relation and with continuous
+    """Epsilon of these steps by dp_accounting.pld.PLDAccountant, all under one relation and with continuous
     noise.
 
     interval: between two losses of its grid, on which it rounds so that no epsilon comes out too small.
@@ -120,8 +119,8 @@ def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a line on stderr for each order whose series does not converge: such an order is left out, and
-    others serve.
+    """No line on stderr for orders whose series does not converge: such an order is left out, and others are
+    used.
     """
     logger = logging.getLogger("absl")
     before = logger.level
@@ -133,7 +132,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _event(event: StepEvent, noise: float) -> Any:
-    """The step in dp-accounting's words, with the noise as the accountant at hand takes it."""
+    """The step as an event of dp-accounting, with the noise as the accountant needs it."""
     library = dp_accounting()
     if event.sampling.scheme == "truncated_poisson":
         drawing = event.sampling
@@ -145,7 +144,7 @@ def _event(event: StepEvent, noise: float) -> Any:
     return plain if event.sample_rate == 1 else library.PoissonSampledDpEvent(event.sample_rate, plain)
 
 
-# Those that dp-accounting looks at by itself.
+# Relations that the accountant handles by itself.
 ORDERS = np.array(
     [1 + tenths / 10 for tenths in range(1, 100)]
     + [float(order) for order in range(11, 64)]
@@ -155,7 +154,7 @@ _WHOLE = np.floor(ORDERS) == ORDERS
 
 
 def epsilon_rdp(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
-    """Epsilon of steps by Renyi differential privacy: fast, and a little larger than need be.
+    """Epsilon of steps by Renyi differential privacy: fast, and a little larger than necessary.
 
     Raises ConfigError for a delta that is not between 0 and 1, and for steps that don't compose (see
     `merged`).
@@ -170,7 +169,7 @@ def epsilon_rdp(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilo
 
 
 def why_not_rdp(event: StepEvent) -> str | None:
-    """Why moments don't cover a step; None where they do."""
+    """Why RDP doesn't cover a step; None if it does."""
     scheme, relation = event.sampling.scheme, event.relation
     if relation in RDP_RELATIONS[scheme]:
         return None
@@ -189,10 +188,10 @@ def total_moments(counts: Iterable[tuple[StepEvent, int]]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8192)
 def step_moments(event: StepEvent) -> np.ndarray:
-    """[orders] float64: the rate of one step at each of ORDERS, infinite where it is not known. Not to be
-    written into.
+    """[orders] float64: the rate of one step at each of ORDERS, infinite where it is not known. Callers must
+    not write into it.
 
-    Takes 30 ms for an event that was not asked about before.
+    Takes 30 ms for a new event.
     """
     rates = rdp_rates(event, ORDERS) if event.noise_multiplier else np.full(len(ORDERS), math.inf)
     if event.mechanism == "discrete_gaussian":
@@ -203,14 +202,14 @@ def step_moments(event: StepEvent) -> np.ndarray:
 
 def epsilon_of(rates: np.ndarray, delta: float) -> Epsilon:
     """The epsilon that rates [orders] give at delta, the smallest over the orders."""
-    known = np.flatnonzero(np.isfinite(rates))
-    if not len(known):
+    finite = np.flatnonzero(np.isfinite(rates))
+    if not len(finite):
         return Epsilon(math.inf)
     value, order = rdp_epsilon(ORDERS, rates, delta)
     if not 0 < value < math.inf:
         return Epsilon(value)
     note = None
-    if order in (ORDERS[known[0]], ORDERS[known[-1]]):
+    if order in (ORDERS[finite[0]], ORDERS[finite[-1]]):
         note = (
             f"the best order is {order:g}, at the edge of those that are looked at; beyond it epsilon might"
             " be smaller"

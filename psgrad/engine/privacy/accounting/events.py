@@ -1,4 +1,4 @@
-"""What one step costs: the event that a ledger line holds and an accountant reads.
+"""The cost of one step: the event that a ledger line holds and an accountant reads.
 
 A step draws records by a scheme, sums their clipped gradients, and adds noise whose standard deviation is the
 noise multiplier times the sum's sensitivity under a relation between datasets. These three say all that
@@ -114,20 +114,20 @@ class StepEvent:
         """
         return 1.0 if self.sampling.sample_rate is None else float(self.sampling.sample_rate)
 
-    # The factor 2 of replaced records. Noise has standard deviation z * S, where S is C where a record comes,
-    # goes or loses its gradient, and 2C where it is replaced. The two accountants take different numbers for
-    # the same noise: the moments of a Gaussian are asked for standard deviation / sensitivity;
-    # dp-accounting's privacy loss distributions for standard deviation / C, and under REPLACE_ONE they move
-    # the sum by 2C themselves. No other place of psgrad knows of this.
+    # The factor 2 of replaced records. Noise has standard deviation z * S, where S is C if a record is added,
+    # removed or loses its gradient, and 2C if it is replaced. The two accountants take different numbers for
+    # the same noise: RDP of a Gaussian takes standard deviation / sensitivity; dp-accounting's privacy loss
+    # distributions take standard deviation / C, and under REPLACE_ONE they move the sum by 2C themselves. No
+    # other place of psgrad depends on this.
 
     @property
     def rdp_multiplier(self) -> float:
-        """The noise as moments take it: standard deviation / sensitivity."""
+        """The multiplier for RDP: standard deviation / sensitivity."""
         return float(self.noise_multiplier)
 
     @property
     def pld_multiplier(self) -> float:
-        """The noise as dp-accounting's privacy loss distributions take it: standard deviation / bound of one
+        """The multiplier for dp-accounting's privacy loss distributions: standard deviation / bound of one
         record.
         """
         return 2.0 * self.noise_multiplier if self.relation == "replace_one" else float(self.noise_multiplier)
@@ -143,7 +143,7 @@ class StepEvent:
 
 
 def event_of(line: Mapping[str, Any]) -> StepEvent:
-    """The event of a ledger line. Fields that it has beyond those of `StepEvent.line` are not looked at.
+    """The event of a ledger line. Other fields than those of `StepEvent.line` are ignored.
 
     Raises ConfigError for a line that lacks a field, or holds what no event can.
     """
@@ -159,7 +159,7 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
 
     scheme = field("scheme")
     _assert_one_of("sampling scheme", scheme, get_args(Scheme))
-    # A line that names a number of another scheme contradicts itself; Sampling says so.
+    # A line with a number of another scheme contradicts itself; Sampling raises the error.
     numbers = {name: field(name) for name in FIELDS[scheme]}
     others = {name: line[name] for names in FIELDS.values() for name in names if line.get(name) is not None}
     return StepEvent(
@@ -210,8 +210,8 @@ _UNLIKE, _POWERS_OF = 40, 1.02
 
 
 def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], str | None]:
-    """The same steps, with noise multipliers that are powers of 1.02 where there are many unlike ones; and
-    what was done, if anything.
+    """The same steps, with noise multipliers rounded down to powers of 1.02 if there are many unlike ones;
+    and a note of it, if so.
 
     None is larger than it was, and less noise has more loss: epsilon only grows.
     """
@@ -229,6 +229,6 @@ def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int],
     return fewer, f"{len(counts)} unlike noise multipliers were rounded down, by at most {_POWERS_OF - 1:.0%}"
 
 
-def _assert_one_of(what: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"the {what} is {value!r}", expected=f"one of {', '.join(known)}")
+def _assert_one_of(what: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"the {what} is {value!r}", expected=f"one of {', '.join(choices)}")

@@ -28,29 +28,28 @@ from psgrad.engine.privacy.audit.one_run import (
     tails,
 )
 
-# The methods; _SHARES is how what may go wrong is shared out among them. The last one sees most where
-# mechanisms are sound, and so it gets the most.
+# The methods; _SHARES divides the probability of error among them. The last one is the strongest for sound
+# mechanisms, and has the largest share.
 METHODS = {
     "guesses": "any mechanism (Steinke et al. 2023, theorem 5.2)",
     "profile": "this mechanism with less noise (Mahloujifar et al. 2024)",
     "rates": "this mechanism with less noise, canaries independent (Clopper and Pearson)",
 }
 _SHARES = {"guesses": 0.1, "profile": 0.1, "rates": 0.8}
-# The noise is looked for in steps of a twelfth of an octave, up to so many octaves more than declared, and
-# down to where neighbours are so many standard deviations apart that nothing is promised that could be
-# refuted.
+# The noise is searched in steps of a twelfth of an octave, up to so many octaves more than declared, and down
+# to where neighbours are so many standard deviations apart that no promise remains.
 _TO_THE_OCTAVE, _OCTAVES, _NO_PROMISE = 12, 8, 25.0
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What one method refutes.
+    """The result of one method.
 
     Attributes:
         method: a key of METHODS.
-        epsilon: the largest epsilon that is refuted, at the audit's delta; 0 where none is.
-        noise: the noise that there is at most, as a share of the declared noise; None for a method that knows
-            no mechanism. 1 or more: what is declared stands.
+        epsilon: the largest epsilon that is refuted, at the audit's delta; 0 if none is.
+        noise: the largest possible noise, as a share of the declared noise; None for a method without a
+            mechanism. 1 or more: the declared noise is possible.
         evidence: the guesses or rates behind it, in words.
     """
 
@@ -62,12 +61,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """What a game says, with all methods together.
+    """The result of a game, by all methods together.
 
     Attributes:
         epsilon: a lower bound on epsilon at `delta`, wrong with a probability of at most 1 - `confidence`:
             the best of the methods'.
-        declared: whether what is declared stands. `epsilon` is then below the accounted one.
+        declared: whether the declared guarantee is possible. `epsilon` is then below the accounted one.
         guesses: of the best strategy against any mechanism: how many guesses, and how many right.
     """
 
@@ -82,13 +81,15 @@ class AuditVerdict:
 def judge(
     played: Played, events: Events, delta: float, confidence: float, accounted: float | None
 ) -> AuditVerdict:
-    """Hold a game against the steps that were declared; `accounted` is their epsilon at this delta, None
-    where there is none to state.
+    """Compare a game with the declared steps; `accounted` is their epsilon at this delta, None if there is
+    none.
     """
     level = {method: (1 - confidence) * share for method, share in _SHARES.items()}
     guesses = [guess(played.scores, played.inside, strategy) for strategy in strategies(len(played.scores))]
     any_epsilon, best = epsilon_for_any_mechanism(guesses, delta, level["guesses"])
-    shown = best if best is not None else max(guesses, key=lambda found: found.right / found.guesses)
+    shown = (
+        best if best is not None else max(guesses, key=lambda candidate: candidate.right / candidate.guesses)
+    )
     bounds = [Bound("guesses", any_epsilon, None, _in_words(shown))]
     noisy = all(event.noise_multiplier > 0 for event in merged(events))
     if noisy:
@@ -114,26 +115,26 @@ def judge(
 
 @dataclass(frozen=True)
 class _Test:
-    """Whether what was found refutes a guarantee, and what was found, in words."""
+    """Whether some evidence refutes a guarantee, and the evidence in words."""
 
     evidence: str
     refutes: Callable[[Profile], bool]
 
 
-def _of_guesses(found: Guesses, level: float) -> _Test:
-    return _Test(_in_words(found), lambda profile: is_refuted(profile, found, level))
+def _of_guesses(guesses: Guesses, level: float) -> _Test:
+    return _Test(_in_words(guesses), lambda profile: is_refuted(profile, guesses, level))
 
 
-def _of_rates(found: Rates, level: float) -> _Test:
+def _of_rates(rates: Rates, level: float) -> _Test:
     evidence = (
-        f"a threshold that {found.hits} of {found.inside} pass that are in, {found.alarms} of {found.outside}"
+        f"a threshold that {rates.hits} of {rates.inside} pass that are in, {rates.alarms} of {rates.outside}"
         " that are out"
     )
-    return _Test(evidence, lambda profile: found.is_refuted_by(profile, level))
+    return _Test(evidence, lambda profile: rates.is_refuted_by(profile, level))
 
 
-def _in_words(found: Guesses) -> str:
-    return f"{found.right} of {found.guesses} guesses right"
+def _in_words(guesses: Guesses) -> str:
+    return f"{guesses.right} of {guesses.guesses} guesses right"
 
 
 class _Family:
@@ -153,26 +154,31 @@ class _Family:
 
 
 def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
-    """How much noise there is at most: the least share of the declared noise that some test refutes, and its
+    """The largest possible noise: the least share of the declared noise that some test refutes, and its
     epsilon.
 
-    Where one amount of noise is refuted, more of it is, too, as it promises more.
+    If one amount of noise is refuted, more of it is, too, as it promises more.
     """
 
     def refuting(step: int) -> _Test | None:
         return next((test for test in tests if test.refutes(family.profile(step))), None)
 
-    found = refuting(family.most)
-    if found is None:
+    refuting_noise = refuting(family.most)
+    if refuting_noise is None:
         return Bound(method, 0.0, math.inf, tests[0].evidence)
     stands, refuted = family.least - 1, family.most
     while refuted - stands > 1:
-        # What is declared first, as all methods look at it.
+        # The declared noise first, as all methods test it.
         middle = 0 if stands < 0 < refuted else (stands + refuted) // 2
         test = refuting(middle)
-        stands, refuted, found = (stands, middle, test) if test is not None else (middle, refuted, found)
+        stands, refuted, refuting_noise = (
+            (stands, middle, test) if test is not None else (middle, refuted, refuting_noise)
+        )
     return Bound(
-        method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.evidence
+        method,
+        smallest_epsilon(family.profile(refuted), family.delta),
+        family.share(refuted),
+        refuting_noise.evidence,
     )
 
 
@@ -180,5 +186,5 @@ def smallest_epsilon(profile: Profile, delta: float) -> float:
     """The least epsilon, of those that the profile has, at which it keeps to delta; infinite where
     none does.
     """
-    kept = np.flatnonzero(profile.deltas <= delta)
-    return float(profile.epsilons[kept[0]]) if len(kept) else math.inf
+    small = np.flatnonzero(profile.deltas <= delta)
+    return float(profile.epsilons[small[0]]) if len(small) else math.inf

@@ -1,5 +1,5 @@
-"""Whether a step adds the noise that it declares: its standard deviation, its shape, no number used twice,
-and no released number off its public grid.
+"""A check of the noise that a step adds against the declared one: its standard deviation, its shape, no
+number used twice, and no released number off its public grid.
 
 The auditor knows the clipped sums, so the noise is the difference, and no canary is needed. Each question is
 a test whose probability of a false alarm is known.
@@ -25,19 +25,18 @@ FALSE_ALARM = 1e-6
 # Numbers that are kept of a step, of each step after so many in all, and of each tensor for the comparison of
 # tensors. Noise that is off is off everywhere.
 _KEPT, _ENOUGH, _KEPT_LATER, _KEPT_OF_A_TENSOR = 1 << 16, 1 << 23, 1 << 12, 512
-# Tensors with fewer numbers say nothing about being alike, and more pieces than this are not compared with
-# one another.
+# Tensors with fewer numbers are not compared, and at most so many pieces are compared with one another.
 _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
 
 
 @dataclass(frozen=True)
 class NoiseCheck:
-    """What was asked of the noise of some steps.
+    """The results of the tests of the noise of some steps.
 
     Attributes:
-        numbers: how many numbers were looked at. 0: there is no noise to look at.
+        numbers: how many numbers were tested. 0: there is no noise.
         spread: their standard deviation over the declared one.
-        p_values: question -> the probability of an answer as extreme as this, if the noise is as declared.
+        p_values: question -> the probability of a result as extreme as this, if the noise is as declared.
     """
 
     numbers: int
@@ -46,7 +45,7 @@ class NoiseCheck:
 
     @property
     def alarms(self) -> list[str]:
-        """The questions whose answers are too extreme: one or more with a probability of at most FALSE_ALARM
+        """The questions whose results are too extreme: one or more with a probability of at most FALSE_ALARM
         if all is well.
         """
         return [question for question, p in self.p_values.items() if p < FALSE_ALARM / len(self.p_values)]
@@ -86,7 +85,7 @@ class NoiseLog:
             self._coarsest = max(self._coarsest, grid / std)
 
     def check(self) -> NoiseCheck:
-        """The answers about all steps that were added. No two steps are told apart: their noise should all be
+        """The results for all steps that were added. Steps are not distinguished: their noise should all be
         of one distribution.
         """
         from scipy.stats import chi2, kstest, norm
@@ -104,7 +103,7 @@ class NoiseLog:
             "alike in two tensors": _most_alike(self._pieces),
             "off the public grid": 0.0 if self._off_grid else 1.0,  # which no rounded number is
         }
-        # Noise on a grid has steps in its distribution, which a comparison with a smooth one must not see.
+        # Noise on a grid has steps in its distribution, which a comparison with a smooth one would find.
         if self._coarsest * math.sqrt(n) < 0.05:
             p_values["shape"] = float(kstest(numbers, "norm").pvalue)
         return NoiseCheck(n, math.sqrt(squares / n), p_values)
@@ -116,7 +115,7 @@ def _two_sided(below: float, above: float) -> float:
 
 def _most_alike(rows: list[Array]) -> float:
     """The probability that two of these vectors of independent normal numbers are as alike as the most alike
-    two, as far as both reach.
+    two, over their common length.
 
     The squared cosine of n such numbers has the distribution Beta(1/2, (n - 1) / 2); times the number of
     pairs, for the choice.

@@ -29,7 +29,7 @@ from psgrad.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 
-# Epsilons above it are called infinite: no coin would be guessed wrong once in the age of the universe.
+# Epsilons above it count as infinite: a coin would practically never be guessed wrong.
 _INFINITE = 500.0
 
 
@@ -65,13 +65,13 @@ def strategies(canaries: int) -> list[tuple[int, int]]:
     says little: half of the strategies guess "in" only.
     """
     sizes = dict.fromkeys(max(math.floor(canaries * share), 1) for share in _SHARES)
-    kept = [size for size in sizes if size >= _FEWEST] or [next(iter(sizes))]
-    return [(size, size) for size in kept] + [(size, 0) for size in kept]
+    chosen = [size for size in sizes if size >= _FEWEST] or [next(iter(sizes))]
+    return [(size, size) for size in chosen] + [(size, 0) for size in chosen]
 
 
 def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
-    """How a strategy fares. scores [m]: higher where the canary seems to be in; inside [m]: the coins. Ties
-    go by place, blind to coins.
+    """The result of a strategy. scores [m]: higher where the canary seems to be in; inside [m]: the coins.
+    Equal scores are ordered by place, without the coins.
     """
     ins, outs = strategy
     order = np.argsort(scores, kind="stable")
@@ -84,7 +84,7 @@ def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
 # -- any mechanism -------------------------------------------------------------------------------------------
 
 
-def p_value(found: Guesses, epsilon: float, delta: float) -> float:
+def p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
     """An upper bound on the probability of so many right guesses, or more, about an (epsilon, delta)-private
     run.
 
@@ -94,21 +94,21 @@ def p_value(found: Guesses, epsilon: float, delta: float) -> float:
     from scipy.special import expit
     from scipy.stats import binom
 
-    if found.right == 0:
+    if guesses.right == 0:
         return 1.0
     chance = expit(epsilon)
-    at_least = float(binom.sf(found.right - 1, found.guesses, chance))
+    at_least = float(binom.sf(guesses.right - 1, guesses.guesses, chance))
     if delta == 0:
         return min(at_least, 1.0)
-    back = np.arange(1, found.right + 1)
-    just_below = binom.cdf(found.right - 1, found.guesses, chance) - binom.cdf(
-        found.right - back - 1, found.guesses, chance
+    back = np.arange(1, guesses.right + 1)
+    just_below = binom.cdf(guesses.right - 1, guesses.guesses, chance) - binom.cdf(
+        guesses.right - back - 1, guesses.guesses, chance
     )
-    return min(at_least + 2 * found.canaries * delta * float(np.max(just_below / back)), 1.0)
+    return min(at_least + 2 * guesses.canaries * delta * float(np.max(just_below / back)), 1.0)
 
 
 def epsilon_for_any_mechanism(
-    found: Sequence[Guesses], delta: float, level: float
+    all_guesses: Sequence[Guesses], delta: float, level: float
 ) -> tuple[float, Guesses | None]:
     """(the largest epsilon that is refuted, the guesses that refute it): a lower bound, wrong with a
     probability of at most `level`.
@@ -117,8 +117,8 @@ def epsilon_for_any_mechanism(
     None): nothing is refuted.
     """
     best: tuple[float, Guesses | None] = (0.0, None)
-    for guesses in found:
-        share = level / len(found)
+    for guesses in all_guesses:
+        share = level / len(all_guesses)
         if p_value(guesses, best[0], delta) > share:
             continue
         low, high = best[0], max(2 * best[0], 1.0)
@@ -158,7 +158,7 @@ class Profile:
         return max(0.0, float(shrunk.max()), float(complement.max()))
 
 
-def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
+def is_refuted(profile: Profile, guesses: Guesses, level: float) -> bool:
     """Whether so many right guesses, or more, have a probability of less than `level` under the guarantee.
 
     With p_i the probability of i right guesses out of r about m canaries, turning one canary's coin makes a
@@ -167,7 +167,7 @@ def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
     more, sum_{i>=k-1} (r - i) p_i / m. If P[right >= v] were `level`, these limits would force a least mass
     on v - 1, v - 2, ...; refuted is what needs more than all of it.
     """
-    m, r, v = found.canaries, found.guesses, found.right
+    m, r, v = guesses.canaries, guesses.guesses, guesses.right
     if v == 0:
         return False
     whole = r / m
@@ -183,7 +183,7 @@ def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
     return False
 
 
-# -- canaries that have nothing to do with one another -------------------------------------------------------
+# -- independent canaries ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,12 @@ class Rates:
     outside: int
 
     def is_refuted_by(self, profile: Profile, level: float) -> bool:
-        """Whether the guarantee leaves no room for these rates, with a probability of at most `level` of
-        saying so wrongly.
+        """Whether the guarantee excludes these rates, with a probability of at most `level` of a false
+        result.
 
-        The rates are held to Clopper and Pearson's bounds, each at half the level. Assumes that canaries were
-        drawn, and got their noise, independently of one another, as a mechanism that does what it declares
-        sees to.
+        The rates are compared with Clopper and Pearson's bounds, each at half the level. Assumes that
+        canaries were drawn, and got their noise, independently of one another, as a mechanism that does what
+        it declares ensures.
         """
         from scipy.stats import beta
 
@@ -221,27 +221,27 @@ class Rates:
 # The shares of the canaries that are out and whose scores a threshold leaves above it, if the noise is as
 # declared.
 _TAILS = (0.4, 0.1, 0.02, 0.003)
-# A threshold that fewer than so many canaries are expected above is no use.
+# A threshold above which fewer than so many canaries are expected is not used.
 _FEWEST_ABOVE = 2.0
 
 
 def tails(canaries: int) -> list[float]:
-    """Where thresholds are put: shares of the canaries that are out, fixed by the number of canaries
-    alone.
-    """
+    """The thresholds as shares of the canaries that are out, fixed by the number of canaries alone."""
     return [tail for tail in _TAILS if tail * canaries / 2 >= _FEWEST_ABOVE] or [_TAILS[0]]
 
 
 def rates(scores: Array, inside: Array, threshold: float) -> Rates:
-    """How scores [m] of canaries with coins inside [m] fall about a threshold that was fixed without them."""
+    """The rates of scores [m] of canaries with coins inside [m] above and below a threshold that was fixed
+    without them.
+    """
     above = scores > threshold
     hits, alarms = int(np.count_nonzero(above & inside)), int(np.count_nonzero(above & ~inside))
     count = int(np.count_nonzero(inside))
     return Rates(hits, count, alarms, len(scores) - count)
 
 
-# Epsilons at which a guarantee is looked at. Each of them is a valid claim, so a coarser choice only weakens
-# what is found.
+# The epsilons at which a guarantee is evaluated. Each of them is a valid claim, so a coarser choice only
+# weakens the result.
 _POINTS, _SMALLEST, _LARGEST = 400, 1e-3, 600.0
 # The number of privacy losses that a distribution is kept with, about, and the finest step between them.
 _LOSSES, _FINEST = 4_000, 1e-4
@@ -255,11 +255,11 @@ def scaled(events: Events, share: float) -> Events:
 
 
 def profile_of(events: Events) -> Profile:
-    """What the steps guarantee, all together; some noise in each of them.
+    """The guarantee of the steps, all together; some noise in each of them.
 
     Exact for steps without amplification, which are one Gaussian release; else by privacy loss distributions,
     which err on the safe side. Noise on a grid counts as continuous: at the grids that are used, a record's
-    bound is many thousands of steps of the grid, and no audit sees the difference.
+    bound is many thousands of steps of the grid, and no audit can detect the difference.
     """
     counts = merged(events)
     mu = distance(events)

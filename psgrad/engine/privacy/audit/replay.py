@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.audit.game import KeptSource
+from psgrad.engine.privacy.audit.canaries import StoringSource
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipped_sums import ClippedSum
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
@@ -27,36 +27,34 @@ from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.step import NoisySum, private_sum
 from psgrad.errors import PsgradError
 
-# Of the longer of two sums, how far they may be apart because the gradients of the records that both have are
-# rounded otherwise in other company: in units of the type in which they are computed.
+# As a share of the longer of two sums, how far they may be apart because gradients of common records are
+# rounded differently beside other records: in units of the type in which they are computed.
 _LAST_PLACES = 4
 
 
 class DrawsDiffer(PsgradError):
-    """The replayed step asked for other random numbers than the first one: the data decide how many are
+    """The replayed step requested other random numbers than the first one: the data decide how many are
     drawn.
     """
 
 
 class DrawLog:
-    """The random numbers of one step, in the order in which they were asked for."""
+    """The random numbers of one step, in order."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[tuple[Any, ...], Any]] = []
 
     def logging(self, generator: Generator) -> Generator:
-        """The generator, whose numbers are kept."""
+        """The generator, whose numbers are logged."""
         return _LoggingGenerator(generator, self._drawn)
 
     def replaying(self) -> _ReplayingGenerator:
-        """A generator that gives the same numbers again, and raises DrawsDiffer where other ones are asked
-        for.
-        """
+        """A generator that gives the same numbers again, and raises DrawsDiffer for other requests."""
         return _ReplayingGenerator(self._drawn)
 
 
 class _LoggedGenerator(Generator):
-    """A generator each of whose draws is one call of `_give(asked, draw)`."""
+    """A generator each of whose draws is one call of `_give(request, draw)`."""
 
     def __init__(self, name: str, secure: bool, reach: float) -> None:
         super().__init__()
@@ -77,10 +75,10 @@ class _LoggedGenerator(Generator):
         return drawn
 
     @abstractmethod
-    def _give(self, asked: tuple[Any, ...]) -> Any: ...
+    def _give(self, request: tuple[Any, ...]) -> Any: ...
 
     def _in_a_fork(self) -> None:
-        pass  # what was logged is no secret, and is repeated on purpose
+        pass  # the logged numbers are not secret, and are repeated on purpose
 
 
 class _LoggingGenerator(_LoggedGenerator):
@@ -88,10 +86,10 @@ class _LoggingGenerator(_LoggedGenerator):
         super().__init__(generator.name, generator.secure, generator.reach)
         self._generator, self._drawn = generator, drawn
 
-    def _give(self, asked: tuple[Any, ...]) -> Any:
-        found = getattr(self._generator, asked[0])(*asked[1:])
-        self._drawn.append((asked, found))
-        return found
+    def _give(self, request: tuple[Any, ...]) -> Any:
+        numbers = getattr(self._generator, request[0])(*request[1:])
+        self._drawn.append((request, numbers))
+        return numbers
 
 
 class _ReplayingGenerator(_LoggedGenerator):
@@ -99,11 +97,11 @@ class _ReplayingGenerator(_LoggedGenerator):
         super().__init__("replayed", secure=False, reach=math.inf)
         self._drawn, self._next = drawn, 0
 
-    def _give(self, asked: tuple[Any, ...]) -> Any:
+    def _give(self, request: tuple[Any, ...]) -> Any:
         logged = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
-        if logged[0] != asked:
+        if logged[0] != request:
             raise DrawsDiffer(
-                f"draw {self._next + 1} of the step on the neighbour is {asked}, and was"
+                f"draw {self._next + 1} of the step on the neighbour is {request}, and was"
                 f" {logged[0] or 'none'} on the dataset",
                 expected="the same random numbers, whatever the data are",
                 cause="noise that is skipped, or drawn again, depending on records",
@@ -113,28 +111,27 @@ class _ReplayingGenerator(_LoggedGenerator):
 
     @property
     def left(self) -> int:
-        """How many of the logged draws were not asked for again."""
+        """The number of logged draws that were not requested again."""
         return len(self._drawn) - self._next
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a dataset and its neighbour gave, the random numbers being the same. NOT PRIVATE where the data
-    are real.
+    """The results of a dataset and its neighbour with the same random numbers. NOT PRIVATE if the data are
+    real.
 
     Attributes:
         pair: how the neighbour differs, in words.
-        distance: between the two clipped sums, before noise; in L2. Infinite or NaN where a sum is not
+        distance: between the two clipped sums, before noise; in L2. Infinite or NaN if a sum is not
             finite.
-        sensitivity: what it may be.
-        over: by how much the distance in a clipping group exceeds what it may be there, in the group that is
-            the worst; below 0 where none does.
-        tolerance: by how much records that are in both batches may take it further, whose gradients are
-            rounded otherwise in other company; 0 where one batch is empty, as a record's own part has no
+        sensitivity: the largest allowed distance.
+        over: by how much the distance in a clipping group exceeds the allowed one, in the worst group; below
+            0 if none does.
+        tolerance: how much further the records of both batches may take it, whose gradients are rounded
+            differently beside other records; 0 if one batch is empty, as a record's own part has no
             tolerance.
-        count_distance, count_sensitivity: the same of the count that an adaptive bound follows; None without
-            one.
-        differing: what is published besides the noisy sums and is not the same for both.
+        count_distance, count_sensitivity: the same of the count of an adaptive bound; None without one.
+        differing: the published values besides the noisy sums that differ.
         finite: whether all released numbers are.
     """
 
@@ -158,12 +155,11 @@ class Replayed:
 
     @property
     def holds(self) -> bool:
-        """Whether the sensitivity is kept to, all that is published is the same, and all that is released is
+        """Whether the sensitivity is respected, all published values are equal, and all released numbers are
         finite.
         """
-        near = (
-            self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
-        )  # not so for NaN
+        # false for NaN
+        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
         counted = (
             self.count_distance is None
             or self.count_sensitivity is None
@@ -201,13 +197,13 @@ def compare_neighbours(
     """
     log = DrawLog()
     replaying = log.replaying()
-    sources = KeptSource(source), KeptSource(neighbour)
+    sources = StoringSource(source), StoringSource(neighbour)
     outcomes: list[NoisySum] = []
     differing: list[str] = []
-    for kept, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
+    for stored, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
         try:
             noisy = private_sum(
-                kept,
+                stored,
                 clipping,
                 noise,
                 relation,
@@ -219,7 +215,7 @@ def compare_neighbours(
             differing.append("the random draws")
             break
         outcomes.append(noisy)
-    seen = [kept.found for kept in sources]
+    seen = [stored.last for stored in sources]
     if len(outcomes) == 2:
         if replaying.left:
             differing.append("the random draws")
@@ -271,7 +267,9 @@ def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: f
 
 
 def _over(group: Group, seen: Sequence[ClippedSum], grid: float | None, relation: Relation) -> float:
-    """How much more than it may be the distance of two sums is in a group, infinite where it is no number."""
+    """By how much the distance of two sums in a group exceeds the allowed one, infinite if it is not a
+    number.
+    """
     first, second = ({name: clipped.sums[name] for name in group.parameters} for clipped in seen)
     over = _distance(first, second, grid) - group.bound * (2 if relation == "replace_one" else 1)
     return over if math.isfinite(over) else math.inf

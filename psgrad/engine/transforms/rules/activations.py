@@ -84,8 +84,8 @@ define(
 
 
 def _broadcast_batch(batch: Any, op: Any, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """For kernels that don't broadcast: oneDNN's of gelu, and what the caller's autograd has for the
-    derivative of prelu's.
+    """For kernels that don't broadcast: oneDNN's of gelu, and the kernel by which autograd differentiates
+    prelu's derivative.
     """
     rank = max(x.dim() for x in args)
     return op(*torch.broadcast_tensors(*[batch.aligned(x, rank) for x in args]), **kwargs)
@@ -137,8 +137,7 @@ def _glu_back(out: torch.Tensor, x: torch.Tensor, dim: int = -1) -> Any:
 
 define(aten.glu.default, vjp={0: _glu_back}, batch=shifted(1, defaults={1: -1}))
 
-# The fused kernels that the rules above end in. Second derivatives go through PyTorch's decompositions of
-# them.
+# The fused kernels of the rules above. Second derivatives go through PyTorch's decompositions of them.
 elementwise(
     aten.threshold_backward.default,
     x0=lambda out, g, x, threshold: lambda h: aten.threshold_backward(h, x, threshold),

@@ -52,8 +52,8 @@ def _nan_of_scores(
     """[..., t, 1]: NaN for the queries of which one score is NaN, else zero.
 
     PyTorch has NaN for them, as it takes matrix products for ranks other than four. The fused kernel takes a
-    query all of whose scores are NaN for one without keys: then that of the first key is NaN. And it does not
-    look at later keys, from whose scores infinity is taken.
+    query all of whose scores are NaN for one without keys, and the output at the first key is NaN. It does
+    not find later keys whose scores are NaN by a subtraction of infinities.
     """
     if not key.shape[-2]:
         return 0
@@ -129,11 +129,8 @@ def _attention_batch(
     ]
     mask = _fold_mask(batch, attn_mask, query)
     folded = [batch.fold(t) for t in lifted]
-    if (
-        state.attached
-        # the kernel keeps its arguments and its result for the caller's autograd; the function may write into
-        # its own
-    ):
+    # the kernel keeps its arguments and its result for outer autograd; the function may write into its own
+    if state.attached:
         folded = [t.clone() for t in folded]
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
     if state.attached:
@@ -171,23 +168,15 @@ def _cpu_back(
     value: Any,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
+    **options: Any,
 ) -> Any:
-    result, logsumexp = out[0], out[1]
-
     return _of_result(
-        lambda g, _: _backward_for_cpu(
-            g, query, key, value, result, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
+        lambda g, _: _backward_for_cpu(g, query, key, value, *out[:2], dropout_p, is_causal, **options)
     )
 
 
 def _of_result(kernel: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
-    """The way back through the attended values alone: nothing else that a fused kernel returns has a
-    derivative.
-    """
+    """The VJP through the attended values only: no other result of a fused kernel has a derivative."""
 
     def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
         if gs[0] is None:
@@ -263,8 +252,7 @@ torch.library.register_fake(
 )
 define(_backward_for_cpu, batch=_mask_keyword)
 
-# The backward kernels have no derivative of their own: where one is asked for, they are written with matrix
-# products.
+# The backward kernels have no derivative. A second derivative is written with matrix products.
 
 
 def _back_by_matrix_products(
@@ -277,8 +265,8 @@ def _back_by_matrix_products(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key, value and of the scores. Fewer heads of keys than of queries: each stands
-    for a group of them.
+    """The cotangents of query, key, value and of the scores. With fewer heads of keys than of queries, each
+    belongs to a group of them.
     """
     if dropout_p > 0:
         raise UnsupportedOperatorError(
@@ -291,13 +279,13 @@ def _back_by_matrix_products(
     weights = _weights(query, wide_key, mask, is_causal, scale)
     toward = torch.matmul(g, wide_value.transpose(-2, -1))
     scores = weights * (toward - (toward * weights).sum(-1, keepdim=True))
-    found = (
+    products = (
         scores @ wide_key * _scale_of(query, scale),
         scores.transpose(-2, -1) @ query * _scale_of(query, scale),
     )
-    backs = (found[1], weights.transpose(-2, -1) @ g)
+    backs = (products[1], weights.transpose(-2, -1) @ g)
     to_key, to_value = (x.unflatten(-3, (-1, group)).sum(-3) if group > 1 else x for x in backs)
-    return found[0], to_key, to_value, scores
+    return products[0], to_key, to_value, scores
 
 
 @replace(_backward_for_cpu)
@@ -310,11 +298,10 @@ def _cpu_backward(
     logsumexp: Any,
     dropout_p: float,
     causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
+    **options: Any,
 ) -> Any:
-    return _back_by_matrix_products(g, query, key, value, attn_mask, dropout_p, causal, scale)[:3]
+    mask, scale = options.get("attn_mask"), options.get("scale")
+    return _back_by_matrix_products(g, query, key, value, mask, dropout_p, causal, scale)[:3]
 
 
 def _cuda_flash_back(
@@ -324,31 +311,13 @@ def _cuda_flash_back(
     value: Any,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: Any = None,
+    *_: Any,
+    **scale: Any,
 ) -> Any:
-    result, logsumexp, cum_q, cum_k, max_q, max_k, seed, offset = out[:8]
-
-    return _of_result(
-        lambda g, _: aten._scaled_dot_product_flash_attention_backward.default(
-            g,
-            query,
-            key,
-            value,
-            result,
-            logsumexp,
-            cum_q,
-            cum_k,
-            max_q,
-            max_k,
-            dropout_p,
-            is_causal,
-            seed,
-            offset,
-            scale=scale,
-        )
-    )
+    *results_and_tables, seed, offset = out[:8]
+    rest = (*results_and_tables, dropout_p, is_causal, seed, offset)
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    return _of_result(lambda g, _: backward(g, query, key, value, *rest, **scale))
 
 
 def _cuda_efficient_back(
@@ -387,26 +356,24 @@ def _cuda_efficient_back(
 
 
 def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward kernel needs the log-sum-exp, which the forward call leaves out where it sees no tensor
-    that requires grad.
-    """
+    """The backward kernel needs the log-sum-exp, which the forward call omits if no tensor requires grad."""
     if args[4]:
         return None
     return aten._scaled_dot_product_efficient_attention.default(*args[:4], True, *args[5:], **kwargs)
 
 
-def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
-    """Fold the mapped tensors of a fused CUDA kernel; random state and sequence tables have no batch axis and
-    stay.
+def _fold_leading(unfolded: frozenset[int] = frozenset()) -> Any:
+    """Fold the mapped tensors of a fused CUDA kernel; random states and sequence tables have no batch axis
+    and stay.
     """
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
         full = [
             (
                 batch.raw(a)[0]
-                if i in kept and batch.is_mapped(a)
+                if i in unfolded and batch.is_mapped(a)
                 else batch.fold(a)
-                if isinstance(a, torch.Tensor) and i not in kept
+                if isinstance(a, torch.Tensor) and i not in unfolded
                 else a
             )
             for i, a in enumerate(args)
@@ -459,8 +426,8 @@ def _cuda_efficient_backward(
     *,
     scale: Any = None,
 ) -> Any:
-    *found, scores = _back_by_matrix_products(g, query, key, value, bias, dropout_p, causal, scale)
-    return *found, sum_to(scores, bias.shape, bias.dtype) if bias is not None else None
+    *grads, scores = _back_by_matrix_products(g, query, key, value, bias, dropout_p, causal, scale)
+    return *grads, sum_to(scores, bias.shape, bias.dtype) if bias is not None else None
 
 
 define(
@@ -485,7 +452,7 @@ def _by_flash_attention(
     *,
     scale: Any = None,
 ) -> tuple[Any, ...]:
-    """In place of cuDNN's kernel the one that has rules both ways; it has no mask, and with one these are
+    """The kernel with rules in both directions, in place of cuDNN's; it has no mask, so with one these are
     matrix products.
     """
     if bias is None:

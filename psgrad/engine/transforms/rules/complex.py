@@ -36,7 +36,7 @@ def _imaginary(g: torch.Tensor) -> torch.Tensor:
     return torch.complex(torch.zeros_like(g), g)
 
 
-# -- the same memory, seen otherwise: a value below may be a conjugate that has not been carried out ---------
+# -- views of the same memory: a value below may be a conjugate that was not computed ----------------------
 
 define(
     aten.resolve_conj.default,
@@ -55,7 +55,7 @@ define(
 
 
 def _view_as_complex_batch(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
-    """Pairs must lie together, which the samples' axis may have led them not to."""
+    """Pairs must be adjacent in memory, which they need not be after batching."""
     physical = batch.physical(x)
     together = physical.stride(-1) == 1 and all(stride % 2 == 0 for stride in physical.stride()[:-1])
     return op(physical if together else physical.contiguous())
@@ -95,7 +95,7 @@ def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | 
         and not innermost(base).is_conj()
         and not innermost(base).is_neg()
     ):
-        return new  # nothing was to be carried out: it was the base itself
+        return new  # nothing was marked: it was the base itself
     if op is aten.real.default:
         return torch.complex(new, torch.imag(base)) if base.is_complex() else new
     if op is aten.imag.default:
@@ -163,14 +163,14 @@ def _real_to_complex_back(
 def _complex_to_real_back(
     out: torch.Tensor, x: torch.Tensor, dims: Sequence[int], scaling: int, last_size: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A frequency that has a mirror image counts twice: all but the constant, and the highest one of an even
+    """A frequency with a mirror image counts twice: all but the constant, and the highest one of an even
     length.
     """
-    kept = x.shape[dims[-1]]
+    frequencies = x.shape[dims[-1]]
 
     def back(g: torch.Tensor) -> torch.Tensor:
-        frequency = torch.arange(kept, device=g.device)
-        weight = torch.where((frequency > 0) & (frequency <= last_size - kept), 2, 1).to(g.dtype)
+        frequency = torch.arange(frequencies, device=g.device)
+        weight = torch.where((frequency > 0) & (frequency <= last_size - frequencies), 2, 1).to(g.dtype)
         return (aten._fft_r2c.default(g, dims, scaling, True).movedim(dims[-1], -1) * weight).movedim(
             -1, dims[-1]
         )
@@ -182,9 +182,7 @@ def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest:
     physical, axes = batch.physical(x), [wrap_dim(d, x.dim()) + 1 for d in dims]
     if batch.size:
         return op(physical, axes, *rest)
-    return op(physical.new_zeros(1, *x.shape), axes, *rest)[
-        :0
-    ]  # the kernels fail where there is nothing to do
+    return op(physical.new_zeros(1, *x.shape), axes, *rest)[:0]  # the kernels fail on empty tensors
 
 
 define(
@@ -213,7 +211,9 @@ def _short_time_transform(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> torch.Tensor:
-    """Each window of the signal transformed by itself. PyTorch's own way turns its result round in place."""
+    """Each window of the signal transformed by itself. PyTorch's own definition transposes its result in
+    place.
+    """
     length = n_fft if win_length is None else win_length
     real = not x.is_complex() and (window is None or not window.is_complex())
     if (

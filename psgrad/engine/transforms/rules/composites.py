@@ -34,10 +34,10 @@ def _group_norm(
     ordinary = len(shape) > 1 and groups > 0 and shape[1] % groups == 0 and x.is_contiguous()
     if not ordinary or any(p.shape != shape[1:2] or not p.is_contiguous() for p in affine):
         return aten.group_norm.default.decompose(x, groups, weight, bias, eps, cudnn_enabled)  # type: ignore[no-any-return]
-    found = run(
+    result = run(
         aten.native_group_norm.default, x, weight, bias, shape[0], shape[1], math.prod(shape[2:]), groups, eps
     )
-    return found[0]  # type: ignore[no-any-return]
+    return result[0]  # type: ignore[no-any-return]
 
 
 @replace(aten.layer_norm.default)
@@ -79,9 +79,7 @@ for _op, _kernel in (
 
 
 def shared_number(batch: Any, op: Op, values: torch.Tensor) -> Any:
-    """The Python number that all of `values` [n] are; where they differ, a refusal or a split of the
-    batch.
-    """
+    """The Python number that all of `values` [n] are; if they differ, an error or a split of the batch."""
     if not batch.size:
         return aten._local_scalar_dense.default(values.new_zeros(()))
     first = values[0]
@@ -100,7 +98,7 @@ def shared_number(batch: Any, op: Op, values: torch.Tensor) -> Any:
 
 def _number(batch: Any, op: Op, x: torch.Tensor) -> Any:
     if x.numel() != 1:
-        return op(x.new_empty(x.shape))  # PyTorch's own words for it
+        return op(x.new_empty(x.shape))  # PyTorch's message
     values = batch.physical(x).reshape(batch.size)
     return shared_number(batch, op, values != 0 if op is aten.is_nonzero.default else values)
 
@@ -121,7 +119,7 @@ def _allclose(
 
 
 def _nonzero(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
-    """As many places in each sample, or the samples with as many places together."""
+    """Tensors of equal length if all samples have as many places; else the batch is split by their number."""
     physical = batch.physical(x)
     count = shared_number(batch, op, (physical != 0).reshape(batch.size, -1).sum(1))
     return op(physical).reshape(batch.size, count, x.dim() + 1)[..., 1:]

@@ -1,4 +1,4 @@
-"""Elementwise operators: arithmetic, functions of one variable, activations, comparisons, casts."""
+"""Elementwise operators: arithmetic, bounds, and functions of one variable."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import torch
 from torch.torch_version import TorchVersion
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.private_torch import is_non_overlapping_and_dense_or_false
 from psgrad.engine.transforms.rules.families import (
     aten,
     broadcasting,
     cast,
     elementwise,
-    elementwise_batch,
-    sum_to,
 )
-from psgrad.engine.transforms.rules.registry import constant, define
+from psgrad.engine.transforms.rules.registry import define
 
 # -- arithmetic ----------------------------------------------------------------------------------------------
 
@@ -73,9 +70,8 @@ elementwise(
 )
 elementwise(
     aten.ldexp.Tensor,
-    x0=lambda out, x, y: (
-        lambda g: g * conj(torch.pow(2.0, y))
-    ),  # 2.0: whole powers of a whole number are 0 below 0
+    # 2.0: whole powers of a whole number are 0 below 0
+    x0=lambda out, x, y: lambda g: g * conj(torch.pow(2.0, y)),
     x1=lambda out, x, y: lambda g: g * conj(out) * math.log(2),
 )
 elementwise(
@@ -108,15 +104,13 @@ elementwise(
 )
 elementwise(
     aten.hypot.default,
-    x0=lambda out, x, y: (
-        lambda g: g * x / out
-    ),  # at the origin, where there is no derivative, NaN, as PyTorch's
+    # at the origin, where there is no derivative, NaN, as PyTorch's
+    x0=lambda out, x, y: lambda g: g * x / out,
     x1=lambda out, x, y: lambda g: g * y / out,
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
-# The rounded quotient, not the quotient, rounded: its derivatives of zero must not meet a divisor of zero or
-# NaN.
+# The rounded quotient is computed directly: its derivatives of zero must not meet a divisor of zero or NaN.
 elementwise(
     aten.fmod.Tensor,
     x0=lambda out, x, y: lambda g: g,
@@ -127,7 +121,7 @@ elementwise(
     x0=lambda out, x, y: lambda g: g,
     x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="floor"),
 )
-# At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
+# If two numbers are equal, each gets half of the cotangent, as in PyTorch.
 elementwise(
     aten.maximum.default,
     x0=lambda out, x, y: lambda g: _share(g, x, y),
@@ -162,7 +156,7 @@ elementwise(
 )
 elementwise(aten.copysign.Scalar, x0=lambda out, x, y: lambda g: g * _sign_change(out, x))
 elementwise(aten.nextafter.default, x0=lambda out, x, y: lambda g: _where0(x != y, g))
-# Against nan the other argument is taken.
+# If one argument is nan, the other is the result.
 elementwise(
     aten.fmax.default,
     x0=lambda out, x, y: lambda g: _where0((x >= y) | y.isnan(), _shared(g, x == y)),
@@ -248,9 +242,9 @@ def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.where(condition, g, 0)
 
 
-# What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has
-# all of it; since then a value has nothing on a bound that is a number, and one half on a bound that is a
-# tensor, which has the other.
+# The derivative of a value on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all
+# of it; since then a value has nothing on a bound that is a number, and one half on a bound that is a tensor,
+# which has the other half.
 BOUNDS_SHARE = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 
 
@@ -262,7 +256,7 @@ def _inside(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
 
 
 def _beyond(greater: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
-    """Where the bound is in force, or has a share."""
+    """Where the bound is in force, or has a part of the derivative."""
     return greater >= less if BOUNDS_SHARE else greater > less
 
 
@@ -282,7 +276,7 @@ _AT_MOST = (
 
 
 def _between(position: int) -> Any:
-    """The same for two bounds, of which the upper one counts where they cross."""
+    """The same for two bounds, of which the upper one counts if they cross."""
 
     def make(out: torch.Tensor, x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
         if high is None:
@@ -290,9 +284,8 @@ def _between(position: int) -> Any:
         if low is None:
             return _AT_MOST[min(position, 1)](out, x, high)
         tie = ((x == low) | (x == high)) & (low < high)
-        in_order = (
-            low <= high if BOUNDS_SHARE else low < high
-        )  # up to 2.13, neither of two equal bounds has what a lesser value has not
+        # up to 2.13, neither of two equal bounds has the part that a smaller value does not have
+        in_order = low <= high if BOUNDS_SHARE else low < high
         counts = ((x >= low) & (x <= high), (x < low) & in_order, (x > high) | (high < low))[position]
         if BOUNDS_SHARE and position:
             counts = counts | (tie & (x == (low, high)[position - 1]))
@@ -351,7 +344,7 @@ elementwise(
 
 
 def _dacosh(x: torch.Tensor) -> torch.Tensor:
-    """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) for real x alone, where PyTorch takes the latter."""
+    """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) only for real x, where PyTorch uses the latter."""
     return (
         torch.conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)) if x.dtype.is_complex else torch.rsqrt(x * x - 1)
     )
@@ -373,143 +366,3 @@ def _sinc_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         near, series * small, (large * torch.cos(large) - torch.sin(large)) / (large * large)
     )
     return torch.where(x == 0, g.nan_to_num(0, 0, 0), g) * conj(slope)
-
-
-# -- constants and casts -------------------------------------------------------------------------------------
-
-for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
-    _packet = getattr(aten, _name)
-    constant(_packet.Tensor, _packet.Scalar, batch=elementwise_batch)
-constant(
-    aten.logical_and.default,
-    aten.logical_or.default,
-    aten.logical_xor.default,
-    aten.logical_not.default,
-    aten.bitwise_and.Tensor,
-    aten.bitwise_or.Tensor,
-    aten.bitwise_xor.Tensor,
-    aten.bitwise_and.Scalar,
-    aten.bitwise_or.Scalar,
-    aten.bitwise_not.default,
-    aten.isnan.default,
-    aten.isinf.default,
-    aten.signbit.default,
-    aten.floor_divide.default,
-    aten.heaviside.default,
-    batch=elementwise_batch,
-)
-
-
-# A cotangent of zero goes on from these, as PyTorch has it: where a derivative before them is no number,
-# neither is the product.
-elementwise(
-    aten.sign.default,
-    aten.floor.default,
-    aten.ceil.default,
-    aten.round.default,
-    aten.round.decimals,
-    aten.trunc.default,
-    x0=lambda out, x, *args, **kwargs: torch.zeros_like,
-)
-
-
-def _exact_division(op: Any) -> Any:
-    """`div` with a rounding mode is a step function; with the mode None it is a division."""
-    return lambda level, args, kwargs: op(*args) if kwargs.get("rounding_mode") is None else None
-
-
-define(aten.div.Tensor_mode, instead=_exact_division(aten.div.Tensor), batch=elementwise_batch)
-define(aten.div.Scalar_mode, instead=_exact_division(aten.div.Scalar), batch=elementwise_batch)
-
-
-def _overwrite_batch(
-    batch: Any, op: Any, target: torch.Tensor, source: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """The result has the target's shape, so the target needs its sample axis even where only the source has
-    one.
-    """
-    aligned = batch.aligned(source, target.dim()) if isinstance(source, torch.Tensor) else source
-    if op is aten.fill.Tensor:  # the kernel takes one number, not one a sample
-        return aten.copy.default(batch.physical(target), aligned)
-    return op(batch.physical(target), aligned, *args, **kwargs)
-
-
-def _written(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    shape, dtype = source.shape, source.dtype
-    return lambda g: sum_to(g, shape, dtype)
-
-
-def _overwritten(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A cotangent of zeros, not none: where the value that is gone has a derivative that is not finite,
-    autograd's is no number.
-    """
-    shape, dtype, device = x.shape, x.dtype, x.device
-    return lambda g: torch.zeros(shape, dtype=dtype, device=device)
-
-
-define(aten.copy.default, vjp={0: _overwritten, 1: _written}, batch=_overwrite_batch)
-define(aten.fill.Tensor, vjp={0: _overwritten, 1: _written}, batch=_overwrite_batch)
-define(aten.fill.Scalar, vjp={0: _overwritten}, batch=_overwrite_batch)
-
-
-def _copied(
-    batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any
-) -> torch.Tensor:
-    """A memory format with channels last speaks of a sample's axes: the values are the same without it."""
-    keep = memory_format in (None, torch.contiguous_format, torch.preserve_format)
-    layout = memory_format if keep else None
-    if not is_non_overlapping_and_dense_or_false(
-        x
-    ):  # of one sample that would be dense, too: whether a reshape of it is a view hangs on that
-        layout = torch.contiguous_format
-    return op(batch.physical(x), memory_format=layout, **kwargs)
-
-
-define(
-    aten._to_copy.default,
-    vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)},
-    linear=(0,),
-    batch=_copied,
-)
-define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, linear=(0,), batch=_copied)
-
-
-def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
-    return lambda g: cast(g if g.device == device else aten._to_copy.default(g, device=device), dtype)
-
-
-# -- in place, on batched values -----------------------------------------------------------------------------
-
-
-def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The kernel writes into the physical value; the other operands broadcast against it."""
-    rank = target.dim()
-    return op(
-        batch.physical(target),
-        *[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args],
-        **kwargs,
-    )
-
-
-# The others are carried out of place and copied: see BatchLevel.
-for _name in ("add", "sub", "mul", "div"):
-    _packet = getattr(aten, f"{_name}_")
-    define(_packet.Tensor, _packet.Scalar, batch=_in_place_batch)
-for _name in (
-    "relu",
-    "sigmoid",
-    "tanh",
-    "exp",
-    "neg",
-    "hardtanh",
-    "leaky_relu",
-    "elu",
-    "silu",
-    "mish",
-    "gelu",
-    "clamp",
-    "zero",
-    "copy",
-):
-    define(getattr(aten, f"{_name}_").default, batch=_in_place_batch)
-define(aten.fill_.Scalar, aten.masked_fill_.Scalar, batch=_in_place_batch)

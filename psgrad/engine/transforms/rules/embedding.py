@@ -1,17 +1,137 @@
-"""EmbeddingBag: a lookup, and one sum, mean or maximum a bag.
+"""Embedding: a lookup of rows of a table; EmbeddingBag: a lookup, and one sum, mean or maximum a bag.
 
-PyTorch's kernel does both at once and can't separate samples. As two steps, the lookup is `embedding`, whose
-weight gradient a per-sample query never materialises, and the bags are segments of its rows.
+PyTorch's kernel of EmbeddingBag does both at once and can't separate samples. As two steps, the lookup is
+`embedding`, whose weight gradient a per-sample query never materialises, and the bags are segments of its
+rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import torch
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.interpreter import Tracer, innermost
 from psgrad.engine.transforms.rules.families import aten
-from psgrad.engine.transforms.rules.registry import refuse, replace
+from psgrad.engine.transforms.rules.registry import Op, define, refuse, replace
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
+
+
+def _embedding_back(
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    padding_idx: int = -1,
+    scale: bool = False,
+    sparse: bool = False,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if scale:
+        _refuse_scale()
+    count = weight.shape[0]
+    return lambda g: aten.embedding_dense_backward.default(g, index, count, padding_idx, False)
+
+
+def _refuse_scale() -> NoReturn:
+    raise TransformError(
+        f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
+        cause=(
+            "its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a"
+            " function"
+        ),
+        next_step="build the embedding with scale_grad_by_freq=False",
+    )
+
+
+def _embedding_batch(
+    batch: Any,
+    op: Op,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    padding_idx: int = -1,
+    scale: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    if scale and innermost(weight).requires_grad:
+        _refuse_scale()  # outer autograd would count all samples' tokens, or none of a mapped table's
+    if not batch.is_mapped(weight):
+        return op(weight, batch.raw(index), padding_idx, scale, sparse)
+    places = batch.physical(index).long()
+    out = looked_up(batch.physical(weight), 1, places.reshape(batch.size, -1)).reshape(
+        *places.shape, weight.shape[1]
+    )
+    if padding_idx < 0:
+        return out
+    # Each sample has a padding row in its own table.
+    return torch.where((batch.raw(index) == padding_idx).unsqueeze(-1), _without_gradient(out), out)
+
+
+def _without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """The same values, with a tangent but without a cotangent: the padding row of a table of one row."""
+    row = torch.zeros((), dtype=torch.long, device=x.device)
+    return aten.embedding.default(x.reshape(1, -1), row, 0).reshape(x.shape)
+
+
+def looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
+    """The slices of each sample's part of `x` [n, ...] along an axis, at its own `places` [n, k]."""
+    # gather saves `x` for its derivative, which doesn't need it: a write to `x` would be an error
+    if state.attached:
+        x = x.movedim(dim, 1)
+        samples = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+        outside = x.shape[1]  # so that a negative place is an error, as in the lookup operators
+        return x[samples, torch.where(places < 0, outside, places)].movedim(1, dim)
+    behind = x.dim() - dim - 1
+    spread = places.reshape(places.shape[0], *(1,) * (dim - 1), -1, *(1,) * behind)
+    return torch.gather(x, dim, spread.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+
+
+def _embedding_backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int, scale: bool
+) -> torch.Tensor:
+    return scatter_rows(batch.physical(g), batch.physical(index), count, padding_idx)
+
+
+def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int = -1) -> torch.Tensor:
+    """[n, count, d] from g [n, *t, d] and index [n, *t]: rows added where their index says; those of
+    `padding_idx` left out.
+    """
+    n, d = g.shape[0], g.shape[-1]
+    rows, places = g.reshape(n, -1, d), index.reshape(n, -1)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
+    flat = (places + torch.arange(n, device=g.device).unsqueeze(1) * count).reshape(-1)
+    tables = torch.zeros(n * count, d, dtype=g.dtype, device=g.device)
+    if isinstance(rows, Tracer) or isinstance(
+        flat, Tracer
+    ):  # another level below may have samples of its own
+        return tables.index_add(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
+    return tables.index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
+
+
+define(aten.embedding.default, vjp={0: _embedding_back}, linear=(0,), batch=_embedding_batch)
+define(
+    aten.embedding_dense_backward.default,
+    vjp={
+        0: lambda out, g, index, count, padding_idx, scale: (
+            lambda h: _embedding_without_padding(h, index, padding_idx)
+        )
+    },
+    batch=_embedding_backward_batch,
+)
+
+
+def _embedding_without_padding(h: torch.Tensor, index: torch.Tensor, padding_idx: int) -> torch.Tensor:
+    out = aten.embedding.default(h, index)
+    return (
+        out
+        if padding_idx < 0
+        else torch.where((index == padding_idx).unsqueeze(-1), torch.zeros_like(out), out)
+    )
+
+
+# -- bags ----------------------------------------------------------------------------------------------------
 
 SUM, MEAN, MAX = range(3)
 
@@ -39,7 +159,7 @@ def _embedding_bag(
             next_step="build the embedding bag with scale_grad_by_freq=False",
         )
     bags, positions = offsets.shape[0], index.shape[0]
-    # The last bag that starts at or before a position is its bag: where several start there, all but that one
+    # A position belongs to the last bag that starts at or before it: if several start there, all but that one
     # are empty.
     order = torch.arange(positions, dtype=offsets.dtype, device=offsets.device)
     bag = torch.searchsorted(offsets.contiguous(), order, right=True) - 1
@@ -54,7 +174,7 @@ def _embedding_bag(
         rows = torch.where(counted.unsqueeze(1), rows, 0)
         out = torch.zeros(bags, rows.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
         out = out / sizes.clamp(min=1).unsqueeze(1) if mode == MEAN else out
-    real = slice(bags - include_last_offset)  # the last offset may say where the last bag ends
+    real = slice(bags - include_last_offset)  # the last offset may be the end of the last bag
     return out[real], bag, sizes[real], sizes[real]
 
 
@@ -77,11 +197,11 @@ def _embedding_renorm(
 
 
 def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags: int) -> torch.Tensor:
-    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it;
-    zero in an empty bag.
+    """For each bag and feature the largest value, whose cotangent goes to its first position; zero in an
+    empty bag.
 
-    NaN counts as PyTorch's kernel has it, which goes through a bag and takes what is greater than all before:
-    NaN at the first position is the result, elsewhere it is passed over.
+    NaN is treated as in PyTorch's kernel, which keeps a value if it is greater than all before: NaN at the
+    first position is the result, elsewhere it is skipped.
     """
     positions, features = rows.shape
     if not positions:

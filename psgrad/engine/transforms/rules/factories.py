@@ -11,8 +11,8 @@ from psgrad.engine.transforms.rules.registry import Op, constant, define, replac
 
 
 def _same_for_all(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor like a mapped one, with values that don't depend on it: made for every sample, as it may be
-    written to.
+    """A tensor like a mapped one, with values that don't depend on it: made for every sample, because it may
+    be written to.
     """
     return op(batch.physical(x), *args, **kwargs)
 
@@ -51,7 +51,7 @@ def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) ->
 
 
 def draw_like_one(draw: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """One draw for all samples, of an operator that looks at its tensor's shape and not at its values."""
+    """One draw for all samples, of an operator that reads its tensor's shape and not its values."""
     return draw(op, torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
@@ -128,7 +128,7 @@ constant(aten.randint.low, aten.randint.low_generator, aten.normal.float_float, 
 
 
 def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
-    """One standard normal draw, which each sample moves and stretches. What is drawn has no derivative."""
+    """One standard normal draw, scaled and shifted by each sample. The draw has no derivative."""
     mean, std = (t.detach() if isinstance(t, torch.Tensor) else t for t in (mean, std))
     tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
@@ -139,7 +139,7 @@ def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = 
 
 
 def bernoulli_alike(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -> torch.Tensor:
-    """One uniform draw, which each sample holds against its probabilities."""
+    """One uniform draw, compared with each sample's probabilities."""
     return (draw(aten.rand.generator, p.shape, generator=generator, dtype=p.dtype, device=p.device) < p).to(
         p.dtype
     )
@@ -148,7 +148,7 @@ def bernoulli_alike(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -
 def multinomial_alike(
     draw: Any, op: Op, p: torch.Tensor, count: int, replacement: bool = False, generator: Any = None
 ) -> torch.Tensor:
-    """One draw of the noise that PyTorch's kernel draws, whatever the probabilities are."""
+    """One draw of the noise of PyTorch's kernel, which does not depend on the probabilities."""
     if p.dim() not in (1, 2):
         raise RuntimeError("prob_dist must be 1 or 2 dim")
     if replacement and count > 1:
@@ -178,7 +178,7 @@ constant(
     same=normal_alike,
 )
 constant(aten.bernoulli.default, batch=draw_with_parameters, same=bernoulli_alike)
-define(  # drawn as a function of uniform numbers, by which it has a derivative in its parameter
+define(  # drawn as a function of uniform numbers, through which its parameter has a derivative
     aten._standard_gamma.default,
     vjp={0: lambda out, a, generator=None: lambda g: g * aten._standard_gamma_grad.default(a, out)},
     batch=draw_with_parameters,
@@ -223,9 +223,7 @@ define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, sam
 
 @replace(aten.dropout.default)
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """What PyTorch's kernel does: where nothing is dropped it is its argument itself, and where all is it
-    draws nothing.
-    """
+    """As PyTorch's kernel: with p = 0 the argument itself, with p = 1 zeros without a draw."""
     if p == 0 or not train:
         return x
     return (
@@ -254,10 +252,10 @@ def _draw_slopes(batch: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args
 def _same_slopes(
     draw: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drawn once at every place, as which elements are negative differs between samples.
+    """Drawn once at every place, because different elements are negative in different samples.
 
     On a CPU the kernel draws for negative elements only, one after the other: the third one gets the third
-    draw, wherever it is.
+    draw, at any place.
     """
     negative = torch.full(x.shape, -1.0, dtype=x.dtype, device=x.device)
     _, slopes = draw(aten.rrelu_with_noise_functional.default, negative, torch.empty_like(negative), *args)

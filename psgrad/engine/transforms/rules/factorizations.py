@@ -23,8 +23,8 @@ from psgrad.errors import TransformError
 
 
 def _half_upper(x: torch.Tensor) -> torch.Tensor:
-    """The upper triangle, its diagonal halved: with its own adjoint it adds up to the Hermitian matrix that
-    it is half of.
+    """The upper triangle with half of its diagonal: with its own adjoint it adds up to the Hermitian
+    matrix.
     """
     return (x.triu() + x.triu(1)) / 2
 
@@ -93,7 +93,7 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
 
 
 def _qr_instead(level: Any, args: Any, kwargs: Any) -> Any:
-    """Of a wide matrix the first columns make Q; R alone has Q in its derivative nevertheless."""
+    """The first columns of a wide matrix make Q; the derivative of R alone contains Q nevertheless."""
     a, mode = args[0], args[1] if len(args) > 1 else kwargs.get("mode", "reduced")
     rows, columns = a.shape[-2:]
     if mode == "r":
@@ -157,7 +157,7 @@ def _eigh_back(
     out: Any, a: torch.Tensor, triangle: str = "L", vectors: bool = True
 ) -> Callable[[list[Any]], torch.Tensor]:
     """The cotangent of the Hermitian matrix, the same on both sides of its diagonal, whichever triangle was
-    looked at.
+    read.
     """
     values, v = out
 
@@ -172,7 +172,7 @@ def _eigh_back(
 
 
 def _with_vectors(level: Any, args: Any, kwargs: Any) -> Any:
-    """The derivative of the eigenvalues has the vectors in it, whether the function asked for them or not."""
+    """The derivative of the eigenvalues contains the vectors, whether or not the function asked for them."""
     a, triangle, vectors = (*args, "L", True)[:3] if len(args) < 3 else args
     if vectors and kwargs.get("compute_v", True):
         return None
@@ -187,7 +187,7 @@ define(aten._linalg_eigh.default, vjp={0: _eigh_back}, batch=_eigh_batch, instea
 
 
 def _eig_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
-    """The vectors have length one: what a change does to a vector along itself is taken away again."""
+    """The vectors have length one: the part of a change along the vector itself is removed."""
     values, v = out
     dtype = a.dtype
 
@@ -214,7 +214,7 @@ define(
 def _svd_back(
     out: Any, a: torch.Tensor, full: bool = False, vectors: bool = True, *, driver: Any = None
 ) -> Callable[[list[Any]], Any]:
-    """Of the vectors as many count as there are singular values; the others (`full`) are an arbitrary
+    """Only as many vectors as singular values have a derivative; the others (`full`) are an arbitrary
     basis.
     """
     s = out[1]
@@ -248,9 +248,7 @@ def _svd_back(
 
 
 def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
-    """What turns a pair of complex vectors against each other: one of them may turn freely, both together may
-    not.
-    """
+    """The phase between a pair of complex vectors: one of them may rotate freely, both together may not."""
     if not turned.is_complex():
         return 0
     diagonal = torch.imag(turned.diagonal(0, -2, -1)) / (2 * s)
@@ -258,8 +256,8 @@ def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
 
 
 def _svd_instead(level: Any, args: Any, kwargs: Any) -> Any:
-    """The derivative of the singular values has the vectors in it, whether the function asked for them or
-    not.
+    """The derivative of the singular values contains the vectors, whether or not the function asked for
+    them.
     """
     names = dict(zip(("A", "full_matrices", "compute_uv"), args, strict=False)) | kwargs
     if names.get("compute_uv", True):

@@ -15,7 +15,7 @@ from psgrad.engine.transforms.rules.registry import Maker, Op, Push, define
 
 def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
     """The transpose of broadcasting and of type promotion: `g` summed to `shape`, in `dtype`. None, a zero,
-    stays one.
+    stays None.
     """
     if g is None:
         return None
@@ -59,8 +59,8 @@ def stretching(make: Maker, position: int) -> Push:
     """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real
     tangent forward as well.
 
-    For complex values it is no maker: there the closure is the conjugate of what is wanted, if the operator
-    is holomorphic at all.
+    Not for complex values: there the closure is the conjugate of the JVP, if the operator is holomorphic at
+    all.
     """
 
     def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -89,8 +89,8 @@ def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> list[Any]:
-    """Logical scalars promote less than tensors with axes, yet mapped ones have an axis in truth: promote by
-    hand.
+    """The result in the type that PyTorch promotes one sample's arguments to: scalars of a sample have an
+    axis here, and would promote as tensors.
     """
     scalars = [t for t in tensors if t.dim() == 0]
     if not any(batch.is_mapped(t) for t in scalars):

@@ -1,142 +1,24 @@
-"""Indexing, gathering, scattering, embeddings, masks."""
+"""Indexing, gathering, scattering, masks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, innermost
+from psgrad.engine.transforms.rules.embedding import looked_up
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
-from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
-
-# -- embedding -----------------------------------------------------------------------------------------------
-
-
-def _embedding_back(
-    out: torch.Tensor,
-    weight: torch.Tensor,
-    index: torch.Tensor,
-    padding_idx: int = -1,
-    scale: bool = False,
-    sparse: bool = False,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    if scale:
-        _refuse_scale()
-    count = weight.shape[0]
-    return lambda g: aten.embedding_dense_backward.default(g, index, count, padding_idx, False)
-
-
-def _refuse_scale() -> NoReturn:
-    raise TransformError(
-        f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
-        cause=(
-            "its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a"
-            " function"
-        ),
-        next_step="build the embedding with scale_grad_by_freq=False",
-    )
-
-
-def _embedding_batch(
-    batch: Any,
-    op: Op,
-    weight: torch.Tensor,
-    index: torch.Tensor,
-    padding_idx: int = -1,
-    scale: bool = False,
-    sparse: bool = False,
-) -> torch.Tensor:
-    if scale and innermost(weight).requires_grad:
-        _refuse_scale()  # the caller's autograd would count all samples' tokens, or none of a mapped table's
-    if not batch.is_mapped(weight):
-        return op(weight, batch.raw(index), padding_idx, scale, sparse)
-    places = batch.physical(index).long()
-    out = _looked_up(batch.physical(weight), 1, places.reshape(batch.size, -1)).reshape(
-        *places.shape, weight.shape[1]
-    )
-    if padding_idx < 0:
-        return out
-    # Each sample has a padding row in a table of its own.
-    return torch.where((batch.raw(index) == padding_idx).unsqueeze(-1), _without_gradient(out), out)
-
-
-def _without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """The same values, which have a tangent but pass no cotangent on: a padding row of a table of one row."""
-    row = torch.zeros((), dtype=torch.long, device=x.device)
-    return aten.embedding.default(x.reshape(1, -1), row, 0).reshape(x.shape)
-
-
-def _looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """The slices of each sample's part of `x` [n, ...] along an axis, at its own `places` [n, k]."""
-    if (
-        state.attached
-    ):  # gather keeps `x` for its derivative, which needs no value of it: a write to `x` would be an error
-        x = x.movedim(dim, 1)
-        samples = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-        outside = x.shape[1]  # so that a negative place is an error, as it is in the operators that look up
-        return x[samples, torch.where(places < 0, outside, places)].movedim(1, dim)
-    behind = x.dim() - dim - 1
-    spread = places.reshape(places.shape[0], *(1,) * (dim - 1), -1, *(1,) * behind)
-    return torch.gather(x, dim, spread.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
-
-
-def _embedding_backward_batch(
-    batch: Any, op: Op, g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int, scale: bool
-) -> torch.Tensor:
-    return scatter_rows(batch.physical(g), batch.physical(index), count, padding_idx)
-
-
-def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int = -1) -> torch.Tensor:
-    """[n, count, d] from g [n, *t, d] and index [n, *t]: rows added where their index says; those of
-    `padding_idx` left out.
-    """
-    n, d = g.shape[0], g.shape[-1]
-    rows, places = g.reshape(n, -1, d), index.reshape(n, -1)
-    if padding_idx >= 0:
-        rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
-    flat = (places + torch.arange(n, device=g.device).unsqueeze(1) * count).reshape(-1)
-    tables = torch.zeros(n * count, d, dtype=g.dtype, device=g.device)
-    if isinstance(rows, Tracer) or isinstance(
-        flat, Tracer
-    ):  # there is another level below, which may have samples of its own
-        return tables.index_add(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
-    return tables.index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
-
-
-define(aten.embedding.default, vjp={0: _embedding_back}, linear=(0,), batch=_embedding_batch)
-define(
-    aten.embedding_dense_backward.default,
-    vjp={
-        0: lambda out, g, index, count, padding_idx, scale: (
-            lambda h: _embedding_without_padding(h, index, padding_idx)
-        )
-    },
-    batch=_embedding_backward_batch,
-)
-
-
-def _embedding_without_padding(h: torch.Tensor, index: torch.Tensor, padding_idx: int) -> torch.Tensor:
-    out = aten.embedding.default(h, index)
-    return (
-        out
-        if padding_idx < 0
-        else torch.where((index == padding_idx).unsqueeze(-1), torch.zeros_like(out), out)
-    )
-
-
-# -- gather and scatter --------------------------------------------------------------------------------------
 
 
 def along(
     batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Batching for operators that look up places along one axis."""
+    """Batching for operators that read places along one axis."""
     physical, places = batch.physical(x), batch.physical(index)
     source = [batch.physical(r) if isinstance(r, torch.Tensor) else r for r in rest]
     if x.dim() == 0:
@@ -186,7 +68,7 @@ define(
 
 
 def fit(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A source may be larger than the index; what the index does not reach has no derivative."""
+    """The source cut to the index; what the index does not reach has no derivative."""
     if g.shape == shape:
         return g
     pad: list[int] = []
@@ -201,7 +83,7 @@ def _index_select_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: to
     dim = wrap_dim(dim, x.dim())
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index)
-    return _looked_up(batch.physical(x), dim + 1, batch.raw(index).reshape(batch.size, -1))
+    return looked_up(batch.physical(x), dim + 1, batch.raw(index).reshape(batch.size, -1))
 
 
 def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
@@ -279,9 +161,8 @@ def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> t
 
 
 def _sample_places(batch: Any, x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
-    """Indices into the physical value: each sample looks up in its own part.
-
-    Where the indices are shared by all samples, the sample axis is simply taken whole.
+    """Indices into the physical value: each sample reads its own part. If all samples share the indices, the
+    sample axis is taken whole.
     """
     if not any(batch.is_mapped(index) for index in indices):
         return [None, *indices]
@@ -309,9 +190,7 @@ def _restore(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> torc
 
 
 def _counted(batch: Any, indices: Sequence[Any], *, all_masks: bool = False) -> list[Any]:
-    """The indices with the places where a mask is true instead of it: of masks of each sample's own, or of
-    all.
-    """
+    """The indices, with masks replaced by the places where they are true."""
 
     def is_mask(i: Any) -> bool:
         return i is not None and i.dtype in (torch.bool, torch.uint8) and (all_masks or batch.is_mapped(i))
@@ -331,7 +210,8 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
         lead = next(i for i, index in enumerate(indices) if index is not None)
         rank = max(i.dim() for i in indices if i is not None)
         moved = out.movedim(list(range(1, 1 + rank)), list(range(1 + lead, 1 + lead + rank)))
-        return moved.contiguous()  # as PyTorch lays out one sample's: `view` and `as_strided` go by it
+        # in the layout of one sample's result in PyTorch: `view` and `as_strided` depend on it
+        return moved.contiguous()
     return out
 
 
@@ -351,7 +231,7 @@ def _add_at_places(
     g: torch.Tensor, shape: torch.Size, dim: int, indices: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Zeros of this shape, with `g` added at the places that indices of neighbouring axes name, of which the
-    first is `dim`: as one axis with one index, which says more to whoever wants to keep the two apart.
+    first is `dim`: as one axis with one index, which a deferral policy can keep factored.
     """
     sizes = shape[dim : dim + len(indices)]
     place = indices[0] % sizes[0]
@@ -393,8 +273,8 @@ def _index_put_batch(
 def _by_mask(
     x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor | None:
-    """x[mask] = value, the same value wherever the mask is true: a choice at each place, which needs no count
-    of places.
+    """x[mask] = value, the same value wherever the mask is true: as a `where`, which needs no count of
+    places.
     """
     given = [i for i, index in enumerate(indices) if index is not None]
     mask = indices[given[0]] if len(given) == 1 else None
@@ -419,9 +299,7 @@ def _explicit_put(
     values: torch.Tensor,
     accumulate: bool,
 ) -> torch.Tensor:
-    """Every axis gets an index of its own, so that the sample index can join them without moving axes
-    about.
-    """
+    """Every axis gets an index of its own, so that the sample index can be added without moving axes."""
     given = [i for i, index in enumerate(indices) if index is not None]
     index_rank = max(full[i].dim() for i in given)
     sliced = [i for i in range(x.dim()) if i not in given]
@@ -468,8 +346,8 @@ define(
         ),
         2: _index_put_source,
     },
-    # Of values for one place the kernel takes one: the cotangent goes to all of them, as in PyTorch, the
-    # tangent comes from that one.
+    # If several values go to one place, the kernel takes one: the cotangent goes to all of them, as in
+    # PyTorch, the tangent comes from that one.
     jvp={
         2: lambda out, x, indices, values, accumulate=False: (
             lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
@@ -505,7 +383,7 @@ constant(aten.one_hot.default)
 
 
 def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample looks in its own
+    """Of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample searches its own
     boundaries.
     """
     x, boundaries = args if op is aten.bucketize.Tensor else args[::-1]
@@ -527,15 +405,13 @@ constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)
 def _nonzero_static_batch(
     batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
 ) -> torch.Tensor:
-    """The first `size` places of each sample that are not zero, in order: a stable sort brings them to the
-    front.
-    """
-    found = batch.physical(x).reshape(batch.size, -1) != 0
-    order = found.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
+    """The first `size` nonzero places of each sample, in order, by a stable sort."""
+    nonzero = batch.physical(x).reshape(batch.size, -1) != 0
+    order = nonzero.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
     order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
     places = torch.stack(torch.unravel_index(order, x.shape), -1) if x.dim() else order.unsqueeze(-1)[..., :0]
-    known = torch.arange(size, device=x.device) < found.sum(1, keepdim=True)
-    return torch.where(known.unsqueeze(-1), places, fill_value)
+    filled = torch.arange(size, device=x.device) < nonzero.sum(1, keepdim=True)
+    return torch.where(filled.unsqueeze(-1), places, fill_value)
 
 
 constant(aten.nonzero_static.default, batch=_nonzero_static_batch)

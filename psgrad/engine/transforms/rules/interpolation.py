@@ -53,7 +53,7 @@ for _name, _axes in (
     ("_upsample_bicubic2d_aa", 2),
     ("_upsample_lanczos2d_aa", 2),
 ):
-    if not hasattr(aten, _name):  # a kind that an older PyTorch does not have
+    if not hasattr(aten, _name):  # missing in older versions of PyTorch
         continue
     _forward, _backward = getattr(aten, _name), getattr(aten, f"{_name}_backward").default
     define(_forward.default, vjp={0: _upsample_back(_backward)}, batch=folded(0))
@@ -80,8 +80,8 @@ def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *how: Any) -> torch.Tenso
 def _grid_back(backward: Op) -> JointVJP:
     def make(out: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *how: Any) -> Any:
         def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
-            found = backward(g, x, grid, *how, [0 in positions, 1 in positions])
-            return {position: found[position] for position in positions}
+            grads = backward(g, x, grid, *how, [0 in positions, 1 in positions])
+            return {position: grads[position] for position in positions}
 
         return back
 
@@ -96,7 +96,7 @@ def _grid_backward_batch(batch: Any, op: Op, *args: Any) -> Any:
 def _grid_backward(
     g: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, align: bool, wanted: Any
 ) -> Any:
-    """What the backward kernels compute, for a derivative of it: the derivative of sampling as a sum over
+    """The function of the backward kernels, for its derivative: the derivative of sampling as a sum over
     corners.
     """
     from psgrad.engine.transforms.grad import vjp
@@ -110,7 +110,7 @@ def _grid_backward(
 
 
 def _by_corners(x: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, align: bool) -> torch.Tensor:
-    """Sampling spelled out: for each corner of the cell that a place lies in, its value times its share."""
+    """Sampling as a sum: for each corner of the cell of a place, its value times its share."""
     sizes = x.shape[2:]
     # the last axis of the grid counts the axes of the image from behind
     places = [_placed(grid[..., -1 - axis], size, padding, align) for axis, size in enumerate(sizes)]
@@ -136,7 +136,7 @@ def _by_corners(x: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, al
 
 
 def _placed(coordinate: torch.Tensor, size: int, padding: int, align: bool) -> torch.Tensor:
-    """From [-1, 1] to a place between the pixels; what lies outside is moved to the border, or mirrored
+    """From [-1, 1] to a place between the pixels; places outside are moved to the border, or mirrored
     there.
     """
     place = (coordinate + 1) / 2 * (size - 1) if align else ((coordinate + 1) * size - 1) / 2

@@ -18,9 +18,7 @@ Given = dict[str, Any]
 
 
 def _as_asked(given: Given) -> tuple[Any, torch.dtype, Any]:
-    """(shape, dtype, device) of what is drawn: by the arguments, or by those of a tensor that it is to be
-    like.
-    """
+    """(shape, dtype, device) of the draw: by the arguments, or by those of a tensor that it is like."""
     like = given.get("self")
     if like is None:
         return given["size"], given["dtype"] or torch.get_default_dtype(), given["device"] or "cpu"
@@ -68,7 +66,8 @@ def _integers(draw: Drawer, given: Given) -> torch.Tensor:
     else:
         shape, dtype, device = _as_asked(given)
     low, high = given.get("low", given.get("from")), given.get("high", given.get("to"))
-    if high is None:  # up to the largest number of the type, or that it tells from the next one
+    # up to the largest number of the type, or the largest whole number that it represents exactly
+    if high is None:
         high = 2 ** _BITS[dtype] if dtype in _BITS else torch.iinfo(dtype).max + 1
     return draw.integers(low or 0, high, shape, dtype, device)
 
@@ -130,7 +129,7 @@ _declare(
 
 
 def _by_standard_draws(op: Op) -> Program:
-    """As where all samples share a draw: what they share is then each one's own."""
+    """As if all samples shared a draw, but with each sample's own."""
 
     def program(draw: Drawer, given: Given) -> torch.Tensor:
         alike = shared_draw(op)
@@ -164,8 +163,8 @@ def _dropout(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     x, p = given["input"], given["p"]
     if given["train"] is False:
         return x, torch.ones_like(x, dtype=torch.bool)
-    kept = draw.below(1 - p, x.shape, x.device)
-    return x * (kept.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)), kept
+    mask = draw.below(1 - p, x.shape, x.device)
+    return x * (mask.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)), mask
 
 
 def _slopes(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Solving with matrices: inverses, determinants, linear systems, least squares, and functions of a matrix.
+"""Solving with matrices: linear systems, inverses, least squares, and functions of a matrix.
 
 All kernels take leading batch axes, so the sample axis is one more. The derivatives are those of Giles, "An
 extended collection of matrix derivative results for forward and reverse mode algorithmic differentiation"
@@ -8,22 +8,18 @@ exponential of Najfeld and Havel (1995).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
 
 
 def raised(batch: Any, x: torch.Tensor, rank: int) -> Any:
-    """The operand with `rank` logical axes behind that of the samples (of length one if not mapped): its
-    place says what an axis is.
-    """
+    """The operand with `rank` logical axes behind the sample axis, of length one if it is not mapped."""
     return batch.aligned(x, rank) if batch.is_mapped(x) else x.reshape(*(1,) * (rank + 1 - x.dim()), *x.shape)
 
 
@@ -41,7 +37,7 @@ def everywhere(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 def with_empty(
     batch: Any, results: Sequence[torch.Tensor], places: Iterable[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Results of a kernel, of which those at `places` were not asked for: an empty vector for all becomes one
+    """Results of a kernel, of which those at `places` were not requested: an empty vector for all becomes one
     a sample.
     """
     return tuple(x.new_empty(batch.size, 0) if i in places else x for i, x in enumerate(results))
@@ -78,12 +74,12 @@ def _triangular_back(
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         gb = torch.linalg.solve_triangular(h(a), g, upper=not upper, left=left, unitriangular=unitriangular)
-        found = {1: sum_to(gb, shapes[1], g.dtype)}
+        cotangents = {1: sum_to(gb, shapes[1], g.dtype)}
         if 0 in positions:
             ga = -(gb @ h(out) if left else h(out) @ gb)
             ga = ga.triu(int(unitriangular)) if upper else ga.tril(-int(unitriangular))
-            found[0] = sum_to(ga, shapes[0], g.dtype)
-        return found
+            cotangents[0] = sum_to(ga, shapes[0], g.dtype)
+        return cotangents
 
     return back
 
@@ -106,18 +102,18 @@ def _triangular_solve(
 def _cholesky_solve_back(
     out: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, upper: bool = False
 ) -> Callable[..., Any]:
-    """As in PyTorch, the factor is taken for any matrix with (factor factor^H) x = b: its cotangent is not
+    """As in PyTorch, the factor may be any matrix with (factor factor^H) x = b: its cotangent is not
     triangular.
     """
     shape = b.shape
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         gb = aten.cholesky_solve.default(g, factor, upper)
-        found = {0: sum_to(gb, shape, g.dtype)}
+        cotangents = {0: sum_to(gb, shape, g.dtype)}
         if 1 in positions:
             twice = gb @ h(out) + out @ h(gb)
-            found[1] = sum_to(-(factor @ twice if upper else twice @ factor), factor.shape, g.dtype)
-        return found
+            cotangents[1] = sum_to(-(factor @ twice if upper else twice @ factor), factor.shape, g.dtype)
+        return cotangents
 
     return back
 
@@ -164,15 +160,15 @@ def _lu_solve_batch(
         )
     else:
         factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
-    # The kernel reads factors in columns where they lie, by the stride of their last leading axis, which says
-    # nothing if its length is one.
+    # The kernel reads factors by columns, by the stride of their last leading axis, which is arbitrary if its
+    # length is one.
     return op(*(factor.contiguous() for factor in factors), raised(batch, b, rank), **kwargs)
 
 
 def _ldl_solve_batch(
     batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """The kernel says that its operands broadcast, and reads beyond their end: they are written out."""
+    """The kernel should broadcast its operands, but reads beyond their end: they are expanded in memory."""
     lead = torch.broadcast_shapes(ld.shape[:-2], b.shape[:-2])
     axes = [(ld, 2), (pivots, 1), (b, 2)]
     whole = [batch.physical(x.expand(*lead, *x.shape[x.dim() - own :])).contiguous() for x, own in axes]
@@ -197,16 +193,16 @@ def _solve_back(
     shapes, dtype = (a.shape, b.shape), a.dtype
 
     def back(gs: list[Any], positions: Sequence[int]) -> dict[int, Any]:
-        found = {}
+        cotangents = {}
         if gs[0] is not None:
             gb = aten.linalg_lu_solve.default(lu, pivots, gs[0], left=left, adjoint=True)
-            found[1] = sum_to(gb, shapes[1], dtype)
+            cotangents[1] = sum_to(gb, shapes[1], dtype)
             if 0 in positions:
-                found[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), shapes[0], dtype)
-        if gs[1] is not None:  # what another pass back made of the factors that this one solved with
+                cotangents[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), shapes[0], dtype)
+        if gs[1] is not None:  # another factorisation of the same matrix, from a second backward pass
             from_factors = lu_back(gs[1], lu, pivots)
-            found[0] = found[0] + from_factors if 0 in found else from_factors
-        return found
+            cotangents[0] = cotangents[0] + from_factors if 0 in cotangents else from_factors
+        return cotangents
 
     return back
 
@@ -272,8 +268,8 @@ def _plu_back(gl: Any, gu: Any, p: Any, lower: torch.Tensor, upper: torch.Tensor
 
 
 def lu_back(g: torch.Tensor, lu: torch.Tensor, pivots: torch.Tensor) -> torch.Tensor:
-    """The cotangent of a matrix from that of its packed factors; only the triangles that each factor has are
-    looked at.
+    """The cotangent of a matrix from that of its packed factors; only the triangles of each factor are
+    read.
     """
     p, lower, upper = aten.lu_unpack.default(lu, pivots)
     size = lower.shape[-1]
@@ -324,90 +320,6 @@ define(
 )
 define(aten.linalg_ldl_factor_ex.default, batch=leading)
 
-# -- determinants --------------------------------------------------------------------------------------------
-
-
-def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
-    def back(gs: list[Any]) -> torch.Tensor:
-        if a.shape[-1] < 2:
-            return diag_of(gs[0]).expand(a.shape)
-        exponents = _exponents_of_scales(a.detach().abs())
-        scaled = a * torch.exp2(-exponents)
-        # A cofactor lacks one row and one column, and so their scales.
-        others = exponents.diagonal(0, -2, -1).sum(-1, keepdim=True).unsqueeze(-1) - exponents
-        return diag_of(gs[0]) * (_cofactors(scaled) * torch.exp2(others))
-
-    return back
-
-
-def _exponents_of_scales(sizes: torch.Tensor) -> torch.Tensor:
-    """[..., n, n] whole numbers e_i + e_j: divided by the powers of two with these exponents, rows and
-    columns have numbers of size one.
-
-    Rows in units of their own make no matrix singular, though its pivots differ by as much as the units.
-    """
-    half = math.floor(-math.log2(torch.finfo(sizes.dtype).tiny)) / 2
-
-    def of_largest(largest: torch.Tensor) -> torch.Tensor:
-        usable = largest.isfinite() & (largest > 0)
-        return torch.where(usable, largest, 1).log2().floor().clamp(-half, half)
-
-    rows = of_largest(sizes.amax(-1)).unsqueeze(-1)
-    return rows + of_largest((sizes * torch.exp2(-rows)).amax(-2)).unsqueeze(-2)
-
-
-def _cofactors(a: torch.Tensor) -> torch.Tensor:
-    """From the inverse, or, where `a` hardly has one, from its singular values.
-
-    Each way is given matrices that it can deal with: nan would get from the way not taken into further
-    derivatives.
-    """
-    pivots = aten.linalg_lu_factor_ex.default(a)[0].diagonal(0, -2, -1).abs()
-    singular = diag_of(pivots.amin(-1) <= math.sqrt(torch.finfo(a.dtype).eps) * pivots.amax(-1))
-    regular = _cofactors_by_inverse(torch.where(singular, eye_like(a), a))
-    distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, device=a.device)).to(a.dtype)
-    return torch.where(singular, _cofactors_by_values(torch.where(singular, a, distinct)), regular)
-
-
-def _cofactors_by_inverse(a: torch.Tensor) -> torch.Tensor:
-    """conj(det(a)) a^-H, both from one factorisation: then what rounding did to the smallest pivot
-    cancels.
-    """
-    lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
-    swaps = (pivots != torch.arange(1, a.shape[-1] + 1, device=a.device)).sum(-1)
-    determinant = lu.diagonal(0, -2, -1).prod(-1) * (1 - 2 * (swaps % 2))
-    return aten.linalg_lu_solve.default(lu, pivots, diag_of(conj(determinant)) * eye_like(a), adjoint=True)
-
-
-def _cofactors_by_values(a: torch.Tensor) -> torch.Tensor:
-    """conj(det(U) det(V^H)) U diag(products of the other singular values) V^H."""
-    u, s, vh = torch.linalg.svd(a, full_matrices=False)
-    own = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)
-    others = torch.where(own, torch.ones((), dtype=s.dtype, device=s.device), s.unsqueeze(-2)).prod(-1)
-    return diag_of(conj(torch.linalg.det(u) * torch.linalg.det(vh))) * ((u * others.unsqueeze(-2)) @ vh)
-
-
-def _logarithm_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor | None]:
-    """d log det(a) is the trace of a^-1 da: its real part moves the logarithm of the size, its imaginary part
-    the sign's angle.
-    """
-    sign = out[0]
-
-    def back(gs: list[Any]) -> torch.Tensor | None:
-        scale = gs[1]
-        if gs[0] is not None and sign.is_complex():
-            turn = torch.imag(gs[0] * conj(sign))
-            scale = torch.complex(torch.zeros_like(turn) if scale is None else scale, turn)
-        if scale is None:  # a real sign moves nowhere
-            return None
-        return diag_of(scale) * h(aten.linalg_inv_ex.default(a)[0])
-
-    return back
-
-
-define(aten._linalg_det.default, vjp={0: _determinant_back}, batch=leading)
-define(aten._linalg_slogdet.default, vjp={0: _logarithm_back}, batch=leading)
-
 # -- pseudoinverse and least squares -------------------------------------------------------------------------
 
 
@@ -438,8 +350,8 @@ define(
 def _least_squares_back(
     out: Any, a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None
 ) -> Callable[..., Any]:
-    """The solution is a^+ b; a residual is the squared length of a column of a x - b, which x makes
-    stationary.
+    """The solution is a^+ b; a residual is the squared length of a column of a x - b, which is stationary in
+    x.
     """
     x = out[0]
 
@@ -467,7 +379,7 @@ def _least_squares_of_vectors(level: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _least_squares_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Which of the residuals, the rank and the singular values there are is the driver's to say."""
+    """The driver decides which of the residuals, the rank and the singular values are returned."""
     results = everywhere(batch, op, *args, **kwargs)
     return with_empty(batch, results, [i for i, x in enumerate(results) if x.shape == (0,)])
 

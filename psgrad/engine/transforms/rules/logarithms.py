@@ -18,10 +18,10 @@ def _times_log(g: torch.Tensor, x: torch.Tensor, y: Any, op: Any, lowest: int) -
     """g log(y) by `op`, but zero at x = 0 where y has no logarithm. PyTorch's tables have a zero at every x =
     0.
     """
-    found = op(g, y)
+    product = op(g, y)
     if isinstance(y, torch.Tensor):
-        return torch.where((x == 0) & (y <= lowest), 0, found)
-    return found if y > lowest else torch.where(x == 0, 0, found)
+        return torch.where((x == 0) & (y <= lowest), 0, product)
+    return product if y > lowest else torch.where(x == 0, 0, product)
 
 
 def _xlogy(out: torch.Tensor, x: torch.Tensor, y: Any) -> Any:
@@ -56,8 +56,8 @@ elementwise(
 
 
 def _logit_back(g: torch.Tensor, x: torch.Tensor, eps: float | None) -> torch.Tensor:
-    """Zero beyond the bounds, and for NaN, as where PyTorch keeps a graph; its kernel has NaN there, or zero,
-    by the place in memory.
+    """Zero beyond the bounds, and for NaN, as if PyTorch keeps a graph; its kernel gives NaN or zero there,
+    depending on the place in memory.
     """
     low, beyond = (0, torch.nan) if eps is None else (eps, 0)
     inside = (x >= low) & (x <= 1 - low)

@@ -126,47 +126,21 @@ define(
 )
 
 
-@replace(aten.addmm.default)
-def _addmm(
-    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    return _scaled_sum(bias, aten.mm.default(a, b), beta, alpha)
+def _added(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def scaled_sum(bias: torch.Tensor, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+        scaled = product(a, b) if alpha == 1 else product(a, b) * alpha
+        if beta == 0:  # the bias is not read: it may hold anything
+            return scaled
+        return (bias if beta == 1 else bias * beta) + scaled
+
+    return scaled_sum
 
 
-@replace(aten.baddbmm.default)
-def _baddbmm(
-    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    return _scaled_sum(bias, aten.bmm.default(a, b), beta, alpha)
-
-
-@replace(aten.addbmm.default)
-def _addbmm(
-    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    return _scaled_sum(bias, aten.bmm.default(a, b).sum(0), beta, alpha)
-
-
-@replace(aten.addmv.default)
-def _addmv(
-    bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    return _scaled_sum(bias, aten.mv.default(a, x), beta, alpha)
-
-
-@replace(aten.addr.default)
-def _addr(
-    bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    return _scaled_sum(bias, x.unsqueeze(1) * y.unsqueeze(0), beta, alpha)
-
-
-def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any) -> torch.Tensor:
-    product = product if alpha == 1 else product * alpha
-    if beta == 0:  # the bias is not even looked at: it may hold anything
-        return product
-    return (bias if beta == 1 else bias * beta) + product
-
+replace(aten.addmm.default)(_added(aten.mm.default))
+replace(aten.baddbmm.default)(_added(aten.bmm.default))
+replace(aten.addbmm.default)(_added(lambda a, b: aten.bmm.default(a, b).sum(0)))
+replace(aten.addmv.default)(_added(aten.mv.default))
+replace(aten.addr.default)(_added(lambda x, y: x.unsqueeze(1) * y.unsqueeze(0)))
 
 # -- matmul, whole -------------------------------------------------------------------------------------------
 
@@ -205,8 +179,8 @@ def _vector_matmul(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Physical operands broadcast over the sample axis; vectors become matrices first, as a sample axis would
-    make them one.
+    """Physical operands broadcast over the sample axis; vectors become matrices first, because a sample axis
+    would make them matrices.
     """
     if a.dim() == 1 and b.dim() == 1:
         return (batch.raw(a) * batch.raw(b)).sum(-1)
@@ -229,9 +203,8 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
         return op(a, batch.physical(b))
     if batch.is_mapped(a) and batch.is_mapped(b) and a.dim() == 2 and b.dim() == 2:
         left, right = batch.raw(a), batch.raw(b)
-        return (
-            left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)
-        )  # one position: an outer product
+        # one position: an outer product
+        return left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)
     rank = max(a.dim(), b.dim())
     left = batch.aligned(a, rank) if batch.is_mapped(a) else a
     right = batch.aligned(b, rank) if batch.is_mapped(b) else b
@@ -295,8 +268,8 @@ define(aten._cdist_backward.default, batch=_cdist_backward_batch)
 def _cdist_backward(
     g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor
 ) -> torch.Tensor:
-    """What the kernel sums, spelled out pair by pair, for its own derivative. At distance zero the derivative
-    is taken as zero.
+    """The sum of the kernel, pair by pair, for its own derivative. At distance zero the derivative is
+    zero.
     """
     apart = x.unsqueeze(-2) - y.unsqueeze(-3)
     g, distances = g.unsqueeze(-1), distances.unsqueeze(-1)
@@ -316,8 +289,8 @@ def _cdist_backward(
 
 @replace(aten._pdist_forward.default)
 def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """The pairs above the diagonal; by differences, as the way through a matrix product loses digits where
-    two points are close.
+    """The pairs above the diagonal, by differences: a matrix product would lose digits if two points are
+    close.
     """
     first, second = torch.triu_indices(len(x), len(x), 1, device=x.device).unbind()
     by_differences = 2

@@ -24,7 +24,7 @@ def _through_statistics(
     """The input's cotangent from those of its mean and reciprocal deviation, which only a second derivative
     has.
 
-    Takes x [m, k] and the rest as [m, 1]: m sets of k elements, each set normalised by itself.
+    Takes x [m, k] and the rest as [m, 1]: m sets of k elements, each normalised by itself.
     """
     total = torch.zeros_like(x)
     if gs[0] is not None:
@@ -88,7 +88,7 @@ def _layer_norm_weight(
     size, dtype = weight.shape, weight.dtype
     wide = torch.promote_types(
         x.dtype, torch.float32
-    )  # in halves, the sum over positions would be taken in halves
+    )  # in half precision, the sum over positions would be in half precision
     return lambda gs: (
         sum_to(cast(gs[0], wide) * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
     )
@@ -117,8 +117,8 @@ def _layer_norm_batch(
 def _layer_norm_of_halves(
     level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...] | None:
-    """In single precision on a CPU, whose kernel rounds means and deviations to the type of `x`: derivatives
-    of higher order magnify that. Other devices return them in single precision.
+    """In single precision on a CPU, whose kernel rounds means and deviations to the type of `x`, which
+    derivatives of higher order magnify. Other devices return them in single precision.
     """
     x, shape, weight, bias, eps = args
     if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cpu":
@@ -192,10 +192,10 @@ def _group_norm_back(
                 groups,
                 wanted,
             )
-        found = {position: grads[position] for position in positions}
-        if 0 in found:
-            found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
-        return found
+        cotangents = {position: grads[position] for position in positions}
+        if 0 in cotangents:
+            cotangents[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
+        return cotangents
 
     return back
 
@@ -252,8 +252,8 @@ def _group_norm_backward_batch(
     groups: int,
     mask: Any,
 ) -> Any:
-    """The samples become channels of a single image: then the kernel's sums over images leave them apart,
-    weights and all.
+    """The samples become channels of a single image: then the kernel's sums over images keep them apart, also
+    for the weights.
     """
     images = batch.size * b
     values = [batch.physical(t).reshape(1, images * c, hw) for t in (g, x)]
@@ -267,8 +267,8 @@ def _group_norm_backward_batch(
         )
     dx, dweight, dbias = op(*values, *statistics, each, 1, images * c, hw, images * groups, mask)
     of_parameters = [
-        (found.reshape(images, c) if b == 1 else found.reshape(batch.size, b, c).sum(1)) if wanted else None
-        for found, wanted in ((dweight, mask[1]), (dbias, mask[2]))
+        (grad.reshape(images, c) if b == 1 else grad.reshape(batch.size, b, c).sum(1)) if wanted else None
+        for grad, wanted in ((dweight, mask[1]), (dbias, mask[2]))
     ]
     return (dx.reshape(batch.physical(x).shape) if mask[0] else None, *of_parameters)
 
@@ -290,7 +290,7 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> torch.Tensor:
-    """With running statistics: an affine map per channel. With those of the batch: refused where the batch is
+    """With running statistics: an affine map per channel. With those of the batch: refused if the batch is
     one sample.
 
     A mapped value with several rows is a batch of the user's own (a vmap over models or over batches): its
@@ -317,13 +317,13 @@ def _batch_norm(
 
 
 def _as_kernels_lay_out(x: torch.Tensor) -> torch.Tensor:
-    """In the memory that PyTorch's kernel gives its result: channels last, or contiguous."""
+    """In the memory layout of PyTorch's kernel: channels last, or contiguous."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return x if channels_last is not None and x.is_contiguous(memory_format=channels_last) else x.contiguous()
 
 
 def _samples_are_mapped(x: Any) -> bool:
-    """Whether a sample axis is hidden under `x`, at whatever level."""
+    """Whether `x` has a hidden sample axis, at any level."""
     while isinstance(x, Tracer):
         if x.carries_samples:
             return True
@@ -358,9 +358,7 @@ def _instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> torch.Tensor:
-    """Statistics of one sample's channel; PyTorch's own way goes through a batch norm over a reshaped
-    batch.
-    """
+    """Statistics of one sample's channel; PyTorch's own definition is a batch norm over a reshaped batch."""
     if not use_input_stats:
         return _batch_norm(x, weight, bias, mean, var, False, momentum, eps, cudnn_enabled)
     dtype, x = x.dtype, _wide(x.contiguous())
@@ -372,7 +370,7 @@ def _instance_norm(
         if isinstance(x, Tracer)
         else isinstance(mean, Tracer) and isinstance(var, Tracer)
     )
-    if own:  # others, as a model's own buffers, stay as they are
+    if own:  # others, such as a model's own buffers, are not updated
         new_mean, new_var = centre.detach().flatten(1).mean(0), spread.detach().flatten(1).mean(0)
         _follow(mean, var, new_mean, new_var, x.numel() // (x.shape[0] * x.shape[1]), momentum)
     out = (x - centre) * torch.rsqrt(spread + eps)
@@ -382,7 +380,7 @@ def _instance_norm(
 
 
 def _has_levels_of(x: Any, statistic: Any) -> bool:
-    """Whether a statistic is traced wherever `x` is: what is found of `x` can be written to it."""
+    """Whether a statistic is traced at all levels of `x`, so that its new value can be written to it."""
     while isinstance(x, Tracer):
         if not isinstance(statistic, Tracer) or statistic.level is not x.level:
             return False
@@ -391,8 +389,8 @@ def _has_levels_of(x: Any, statistic: Any) -> bool:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In single precision if in halves: rounded to halves, means and deviations spoil what is normalised, and
-    derivatives magnify it.
+    """In single precision if in half: rounded means and deviations make the normalised values wrong, which
+    derivatives magnify.
     """
     return cast(x, torch.promote_types(x.dtype, torch.float32))
 

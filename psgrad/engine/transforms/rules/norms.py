@@ -24,7 +24,7 @@ def _var_back(
 
     def back(g: torch.Tensor) -> torch.Tensor:
         mean = x.mean(axes, keepdim=True)
-        if freedom <= 0 and (dims is None or not x.dim()):  # where it is over given axes, PyTorch divides
+        if freedom <= 0 and (dims is None or not x.dim()):  # over given axes PyTorch divides
             return spread(g, x.shape, dims, keepdim) * torch.where(x == mean, torch.nan, torch.inf).to(
                 x.dtype
             )
@@ -76,8 +76,8 @@ def norm_of_axes_back(
 ) -> torch.Tensor:
     """The cotangent of x from that of its norm over some axes; both of the latter have unit axes there.
 
-    The formulas are PyTorch's, as numbers may be infinite on the way. At zero the derivative is taken as
-    zero, and what is divided by, or raised to a power, as one: 0 / 0 must not enter a second derivative.
+    The formulas are PyTorch's, because intermediate numbers may be infinite. At zero the derivative is zero,
+    and divisors and bases of powers are replaced by one: 0 / 0 must not enter a second derivative.
     """
     if order == 0:
         return torch.zeros_like(x)
@@ -139,12 +139,12 @@ def _renorm_back(out: torch.Tensor, x: torch.Tensor, order: float, dim: int, max
     axes = [axis for axis in range(x.dim()) if axis != wrap_dim(dim, x.dim())]
     wide = torch.promote_types(
         x.dtype, torch.float64 if x.device.type == "cpu" else torch.float32
-    )  # what the kernel computes in
+    )  # the type of the kernel's computation
 
     def back(g: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, order, axes, keepdim=True, dtype=wide)
         large = norm > maxnorm
-        safe = torch.where(large, x, 0)  # a small slice's norm may have a derivative that is no number
+        safe = torch.where(large, x, 0)  # the derivative of a small slice's norm may be NaN
         product = safe.conj() * g
         product = cast(torch.real(product) if product.is_complex() else product, norm.dtype).sum(
             axes, keepdim=True

@@ -110,8 +110,8 @@ def _fractional_back(backward: Op) -> Any:
 
 
 def _fractional_batch(axes: int) -> Callable[..., Any]:
-    """Images may have a batch axis or none; the drawn places [b, c, axes], which only the way forward has,
-    always have one.
+    """Images may have a batch axis or none; the drawn places [b, c, axes], an argument of the forward
+    operator only, always have one.
     """
 
     def rule(batch: Any, op: Op, *args: Any) -> Any:
@@ -119,9 +119,8 @@ def _fractional_batch(axes: int) -> Callable[..., Any]:
             return batch.physical(x).reshape(-1, *x.shape[-(axes + 1) :])
 
         *given, last = args
-        last = (
-            images(last) if last.dtype == torch.long else batch.fold(last)
-        )  # the backward kernel's indices are images
+        # the backward kernel's indices are images
+        last = images(last) if last.dtype == torch.long else batch.fold(last)
         result = op(*[images(a) if isinstance(a, torch.Tensor) else a for a in given], last)
         return result if args[0].dim() == axes + 1 else batch.unfold(result)
 

@@ -1,8 +1,8 @@
-"""Recurrent layers as programs: one matrix product for the inputs of all times, then a step for each time.
+"""Recurrent layers: one matrix product for the inputs of all times, then the steps (recurrence.py).
 
 PyTorch's kernels for whole layers (oneDNN, cuDNN) do not return what a per-sample gradient needs. Here a
-recurrent weight is multiplied by each time's state in a product of its own, and those products collect as one
-term with a position for each time.
+recurrent weight is multiplied by the states of all times in one product, whose gradient is one term with a
+position for each time.
 
 Time is packed throughout: a piece for each time holds the sequences that are still running, the longest
 first, as PyTorch packs them. If all sequences have equal length, all pieces are alike.
@@ -10,7 +10,8 @@ first, as PyTorch packs them. If all sequences have equal length, all pieces are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,111 +20,151 @@ from torch import Tensor
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.recurrence import GRU, LSTM, RELU, TANH, recurrence
 from psgrad.engine.transforms.rules.registry import replace
 from psgrad.errors import TransformError
 
 State = tuple[Tensor, ...]  # of an LSTM its output and its memory, of the others the output
-Step = Callable[[Tensor, State], State]  # a time's projected inputs and the state before, to the state after
-Cell = Callable[..., tuple[Tensor, Step]]  # inputs of all times and the weights, to projected inputs and step
 
 
-def _lstm(x: Tensor, inner: Tensor, outer: Tensor, *rest: Tensor) -> tuple[Tensor, Step]:
-    """rest: two biases or none, then the projection of the output, if any."""
-    bias = rest[0] + rest[1] if len(rest) > 1 else None
-    projection = rest[-1] if len(rest) % 2 else None
+@dataclass(frozen=True)
+class Weights:
+    """Those of one layer in one direction.
 
-    def step(projected: Tensor, state: State) -> State:
-        hidden, memory = state
-        write, keep, value, show = (projected + F.linear(hidden, outer)).chunk(4, -1)
-        memory = torch.sigmoid(keep) * memory + torch.sigmoid(write) * torch.tanh(value)
-        hidden = torch.sigmoid(show) * torch.tanh(memory)
-        return hidden if projection is None else F.linear(hidden, projection), memory
+    Attributes:
+        inner, outer: of the inputs and of the states.
+        inner_bias, outer_bias: as the kernels add them; the second is apart where a gate stands between.
+        projection: of an LSTM's output, if it has one.
+    """
 
-    return F.linear(x, inner, bias), step
+    inner: Tensor
+    outer: Tensor
+    inner_bias: Tensor | None = None
+    outer_bias: Tensor | None = None
+    projection: Tensor | None = None
+
+    @classmethod
+    def of(cls, cell: str, inner: Tensor, outer: Tensor, *rest: Tensor) -> Weights:
+        """rest: two biases or none, then the projection, if any."""
+        projection = rest[-1] if len(rest) % 2 else None
+        if len(rest) < 2:
+            return cls(inner, outer, projection=projection)
+        if cell == GRU:
+            return cls(inner, outer, *rest)
+        return cls(inner, outer, rest[0] + rest[1], None, projection)
 
 
-def _gru(
-    x: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None, outer_bias: Tensor | None = None
-) -> tuple[Tensor, Step]:
-    def step(projected: Tensor, state: State) -> State:
-        (hidden,) = state
-        reset, update, value = projected.chunk(3, -1)
-        outer_reset, outer_update, outer_value = F.linear(hidden, outer, outer_bias).chunk(3, -1)
-        value = torch.tanh(value + torch.sigmoid(reset + outer_reset) * outer_value)
-        return (torch.lerp(value, hidden, torch.sigmoid(update + outer_update)),)
+def _steps(
+    cell: str, weights: Weights, x: Tensor, sizes: list[int], start: State, lengths: Tensor | None = None
+) -> State:
+    """The states after each time, packed. x: packed inputs; lengths: as for `layers`."""
+    projected = F.linear(x, weights.inner, weights.inner_bias)
+    if weights.projection is not None:
+        return _projected_steps(weights, projected, sizes, start)
+    hidden, *memory = start
+    memory = memory or [hidden[:, :0]]
+    found = recurrence(projected, hidden, *memory, weights.outer, weights.outer_bias, sizes, lengths, cell)
+    return tuple(found[: len(start)])
 
-    return F.linear(x, inner, bias), step
+
+def _projected_steps(weights: Weights, projected: Tensor, sizes: list[int], start: State) -> State:
+    """Of an LSTM whose output is projected before it is the next time's state."""
+    (hidden, memory), states = start, []
+    for piece in projected.split(sizes):
+        sums = piece + F.linear(hidden[: len(piece)], weights.outer)
+        write, keep, value, show = sums.chunk(4, -1)
+        memory = torch.sigmoid(keep) * memory[: len(piece)] + torch.sigmoid(write) * torch.tanh(value)
+        hidden = F.linear(torch.sigmoid(show) * torch.tanh(memory), weights.projection)  # type: ignore[arg-type]
+        states.append((hidden, memory))
+    return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
 
 
-def _elman(activation: Callable[[Tensor], Tensor]) -> Cell:
-    def cell(x: Tensor, inner: Tensor, outer: Tensor, *biases: Tensor) -> tuple[Tensor, Step]:
-        bias = biases[0] + biases[1] if biases else None
-        return F.linear(x, inner, bias), lambda projected, state: (
-            activation(projected + F.linear(state[0], outer)),
+@dataclass(frozen=True)
+class Packing:
+    """How many sequences run at each time, the longest first.
+
+    lengths: [1], where one sequence of each sample has an end of its own, and `sizes` are of the longest.
+    """
+
+    sizes: list[int]
+    lengths: Tensor | None = None
+
+    @property
+    def even(self) -> bool:
+        return self.sizes[0] == self.sizes[-1]
+
+    def reversed(self, x: Tensor) -> Tensor:
+        """Each sequence from its end to its beginning."""
+        if self.lengths is not None:
+            times = torch.arange(len(self.sizes), device=x.device)
+            lengths = self.lengths.to(x.device)
+            return x.index_select(0, torch.where(times < lengths, lengths - 1 - times, times))
+        if self.even:
+            return x.unflatten(0, (len(self.sizes), self.sizes[0])).flip(0).flatten(0, 1)
+        return x.index_select(0, self._places([list(range(length))[::-1] for length in self._lengths], x))
+
+    def ends(self, states: Tensor) -> Tensor:
+        """The last state of each sequence."""
+        if self.lengths is not None:
+            return states.index_select(0, self.lengths.to(states.device) - 1)
+        if self.even:
+            return states[len(states) - self.sizes[0] :]
+        starts = self._starts
+        places = [starts[length - 1] + row for row, length in enumerate(self._lengths)]
+        return states.index_select(0, torch.tensor(places, device=states.device))
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [sum(size > row for size in self.sizes) for row in range(self.sizes[0])]
+
+    @property
+    def _starts(self) -> list[int]:
+        return [sum(self.sizes[:time]) for time in range(len(self.sizes))]
+
+    def _places(self, times: list[list[int]], x: Tensor) -> Tensor:
+        """Where these times of each sequence stand, in the order of a packed sequence."""
+        starts = self._starts
+        return torch.tensor(
+            [starts[times[row][time]] + row for time, size in enumerate(self.sizes) for row in range(size)],
+            device=x.device,
         )
 
-    return cell
 
-
-def _over_time(
-    step: Step, pieces: Sequence[Tensor], start: State, backwards: bool
-) -> tuple[Sequence[Tensor], State]:
-    """The output at each time, and each sequence's state where it ends. Backwards, short sequences begin on
-    the way.
-    """
-    state = tuple(first[: len(pieces[-1])] for first in start) if backwards else start
-    outputs: list[Tensor] = []
-    ended: list[State] = []
-    for piece in reversed(pieces) if backwards else pieces:
-        before, running = len(state[0]), len(piece)
-        if running < before:
-            ended.append(tuple(value[running:] for value in state))
-            state = tuple(value[:running] for value in state)
-        elif running > before:
-            state = tuple(
-                torch.cat([value, first[before:running]]) for value, first in zip(state, start, strict=True)
-            )
-        state = step(piece, state)
-        outputs.append(state[0])
-    for stopped in reversed(ended):
-        state = tuple(torch.cat([value, other]) for value, other in zip(state, stopped, strict=True))
-    return outputs[::-1] if backwards else outputs, state
-
-
-def _layers(
-    cell: Cell,
+def layers(
+    cell: str,
     x: Tensor,
     sizes: list[int],
     starts: Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_biases: bool,
     count: int,
     dropout: float,
-    train: bool,
     bidirectional: bool,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The last layer's outputs, packed, and the states at the end, [layers * directions, b, width] each.
 
-    x: packed inputs [sum(sizes), width]; starts: the states to begin with, shaped as those at the end.
+    x: packed inputs [sum(sizes), width]; starts: the states to begin with, shaped as those at the end;
+    lengths: [1], where the only sequence ends before `sizes` do: its outputs are zero from there on.
     """
-    directions = 2 if bidirectional else 1
+    directions, packing = 2 if bidirectional else 1, Packing(sizes, lengths)
     each = len(weights) // (count * directions)
     ends: list[State] = []
     for layer in range(count):
-        if layer and dropout and train:
+        if layer and dropout:
             x = F.dropout(x, dropout)
         found = []
         for number in range(layer * directions, (layer + 1) * directions):
-            projected, step = cell(x, *weights[number * each : (number + 1) * each])
+            own = Weights.of(cell, *weights[number * each : (number + 1) * each])
             start = tuple(first[number] for first in starts)
-            outputs, end = _over_time(step, projected.split(sizes), start, backwards=number % directions == 1)
-            found.append(torch.cat(list(outputs)))
-            ends.append(end)
+            backwards = number % directions == 1
+            states = _steps(cell, own, packing.reversed(x) if backwards else x, sizes, start, lengths)
+            ends.append(tuple(packing.ends(value) for value in states))
+            found.append(packing.reversed(states[0]) if backwards else states[0])
         x = torch.cat(found, -1) if bidirectional else found[0]
     return x, [torch.stack(states) for states in zip(*ends, strict=True)]
 
 
-def _declare(name: str, cell: Cell, states: int) -> None:
+def _declare(name: str, cell: str) -> None:
     """The two operators of a kind of layer: on an array with an axis of time, and on a packed sequence."""
 
     def padded(x: Tensor, start: Any, weights: Sequence[Tensor], *rest: Any) -> tuple[Tensor, ...]:
@@ -134,65 +175,43 @@ def _declare(name: str, cell: Cell, states: int) -> None:
             raise TransformError(
                 f"{name} on sequences of length 0{diagnostics.where()}", expected="at least one time"
             )
-        out, ends = _layers(
-            cell, x.flatten(0, 1), [b] * times, start if states > 1 else (start,), weights, *options
-        )
+        out, *ends = of_sizes(x.flatten(0, 1), [b] * times, start, weights, *options)
         out = out.unflatten(0, (times, b))
         return out.transpose(0, 1) if batch_first else out, *ends
 
-    def packed(
-        x: Tensor, sizes: Tensor, start: Any, weights: Sequence[Tensor], *options: Any
+    def of_sizes(
+        x: Tensor,
+        sizes: list[int],
+        start: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        count: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
     ) -> tuple[Tensor, ...]:
-        out, ends = _layers(cell, x, sizes.tolist(), start if states > 1 else (start,), weights, *options)
+        starts = start if cell == LSTM else (start,)
+        out, ends = layers(cell, x, sizes, starts, weights, count, dropout if train else 0.0, bidirectional)
         return out, *ends
 
     layer = getattr(aten, name)
     replace(layer.input)(padded)
-    replace(layer.data)(packed)
+    replace(layer.data)(lambda x, sizes, *rest: of_sizes(x, sizes.tolist(), *rest))
 
 
-_declare("lstm", _lstm, states=2)
-_declare("gru", _gru, states=1)
-_declare("rnn_tanh", _elman(torch.tanh), states=1)
-_declare("rnn_relu", _elman(torch.relu), states=1)
+# By the names of the functions and operators.
+LAYERS = {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}
+for _name, _cell in LAYERS.items():
+    _declare(_name, _cell)
 
 
 @replace(aten.lstm_cell.default)
 def _lstm_cell(x: Tensor, state: Sequence[Tensor], *weights: Tensor | None) -> State:
-    projected, step = _lstm(x, *(weight for weight in weights if weight is not None))
-    return step(projected, tuple(state))
+    own = Weights.of(LSTM, *(weight for weight in weights if weight is not None))
+    return _steps(LSTM, own, x, [x.shape[0]], tuple(state))
 
 
 @replace(aten.gru_cell.default)
 def _gru_cell(x: Tensor, hidden: Tensor, *weights: Tensor | None) -> Tensor:
-    projected, step = _gru(x, *(weight for weight in weights if weight is not None))
-    return step(projected, (hidden,))[0]
-
-
-# -- packed sequences ----------------------------------------------------------------------------------------
-
-
-@replace(aten._pack_padded_sequence.default)
-def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The sequences of [times, b, ...], longest first, time after time without what lies behind their
-    ends.
-    """
-    running: list[int] = lengths.tolist()
-    x = x.transpose(0, 1) if batch_first else x
-    sizes = [sum(length > time for length in running) for time in range(running[0])]
-    return torch.cat([x[time, :size] for time, size in enumerate(sizes)]), torch.tensor(sizes)
-
-
-@replace(aten._pad_packed_sequence.default)
-def _unpack(
-    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
-) -> tuple[Tensor, Tensor]:
-    running: list[int] = sizes.tolist()
-    b, rest = running[0], data.shape[1:]
-    times = [
-        torch.cat([piece, piece.new_full((b - size, *rest), padding)]) if size < b else piece
-        for piece, size in zip(data.split(running), running, strict=True)
-    ]
-    times += [data.new_full((b, *rest), padding)] * (total - len(running))
-    lengths = torch.tensor([sum(size > place for size in running) for place in range(b)])
-    return torch.stack(times, 1 if batch_first else 0), lengths
+    own = Weights.of(GRU, *(weight for weight in weights if weight is not None))
+    return _steps(GRU, own, x, [x.shape[0]], (hidden,))[0]

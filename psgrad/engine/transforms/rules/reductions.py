@@ -153,9 +153,7 @@ for _whole, _kernel in (
 
 
 def _pick_back(dim_position: int) -> Any:
-    """For operators that return values and the places where they stood: the cotangent goes back to those
-    places.
-    """
+    """For operators that return values and their places: the cotangent goes back to those places."""
 
     def make(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
@@ -201,7 +199,9 @@ def _quantile(
     interpolation: str,
     ranks_of: Callable[[torch.Tensor, Any], torch.Tensor],
 ) -> torch.Tensor:
-    """Between two neighbours in the sorted values; `ranks_of` says where among them the fractions `q` lie."""
+    """Interpolated between two neighbours in the sorted values; `ranks_of` gives the ranks of the fractions
+    `q`.
+    """
     q = torch.scalar_tensor(q, dtype=x.dtype, device=x.device) if isinstance(q, float) else q
     rank, axis = x.dim(), 0 if dim is None else wrap_dim(dim, x.dim())
     values = (x.reshape(-1) if dim is None or not rank else x.movedim(axis, -1)).sort(-1)[0]
@@ -210,19 +210,19 @@ def _quantile(
         interpolation, lambda r: r
     )(ranks)
     below = ranks.floor()
-    found, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
+    lower, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
     if interpolation in ("linear", "midpoint"):
-        found = torch.lerp(
-            found, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
+        lower = torch.lerp(
+            lower, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
         )
-    found = found.movedim(-1, 0)
+    lower = lower.movedim(-1, 0)
     if keepdim and rank:
-        found = found.reshape(-1, *(1,) * rank) if dim is None else found.unsqueeze(axis + 1)
-    return found if q.dim() else found.squeeze(0)
+        lower = lower.reshape(-1, *(1,) * rank) if dim is None else lower.unsqueeze(axis + 1)
+    return lower if q.dim() else lower.squeeze(0)
 
 
 def _ranks(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Where a value is nan the result is, and nan stands last."""
+    """The ranks of the fractions; the result is nan if any value is, and nan is sorted last."""
     last = values.shape[-1] - 1
     return torch.where(values.isnan().any(-1, keepdim=True), last, q * last)
 
@@ -249,7 +249,7 @@ define(aten.cumsum.default, vjp={0: _cumsum_back}, linear=(0,), batch=shifted(1)
 
 
 def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
-    """cummax and cummin: each result's cotangent goes to the place where the record so far stood."""
+    """cummax and cummin: each result's cotangent goes to the place of the extreme value so far."""
     shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
     return lambda gs: (
         torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, gs[0])
@@ -262,10 +262,10 @@ define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=sh
 
 
 def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
-    """d out_k / d x_i is exp(x_i - out_k) for k >= i, never above 1: written out, quadratic in length.
+    """d out_k / d x_i is exp(x_i - out_k) for k >= i, never above 1: as a matrix, quadratic in length.
 
-    A cotangent that is NaN counts for nothing: PyTorch adds up logarithms of those above zero and of those
-    below, and NaN is neither.
+    A cotangent that is NaN counts as zero: PyTorch adds up logarithms of those above zero and of those below,
+    and NaN is neither.
     """
 
     def back(g: torch.Tensor) -> torch.Tensor:
@@ -275,8 +275,8 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
         earlier = torch.ones(size, size, dtype=torch.bool, device=x.device).tril(-1)  # [i, k]
         exponent = x.movedim(dim, -1).unsqueeze(-1) - out.movedim(dim, -1).unsqueeze(-2)
         share = exponent.masked_fill(earlier, -torch.inf).exp()
-        heard = torch.where(g.isnan(), 0, g).movedim(dim, -1).unsqueeze(-2)
-        return (conj(share) * heard).masked_fill(earlier, 0).sum(-1).movedim(-1, dim)
+        cotangent = torch.where(g.isnan(), 0, g).movedim(dim, -1).unsqueeze(-2)
+        return (conj(share) * cotangent).masked_fill(earlier, 0).sum(-1).movedim(-1, dim)
 
     return back
 
@@ -289,9 +289,9 @@ def _logcumsumexp_batch(batch: Any, op: Op, x: torch.Tensor, dim: int) -> torch.
 define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=_logcumsumexp_batch)
 
 
-# PyTorch divides a product by each factor, which is NaN for an infinite one. Where there is a zero anywhere
-# among a sample's numbers, it multiplies the others instead. The way that is not taken computes with ones, so
-# that its derivative is a number.
+# PyTorch divides a product by each factor, which is NaN for an infinite one. If a sample has a zero anywhere,
+# it multiplies the others instead. The branch that is not taken computes with ones, so that its derivative is
+# a number.
 
 
 def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:

@@ -38,7 +38,8 @@ Push = Callable[..., Callable[..., Any] | None]  # None: not for these arguments
 @dataclass(frozen=True)
 class JointVJP:
     """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) ->
-    {position: cotangent}`.
+    {position: cotangent}`. In the place of a cotangent may be a function without arguments that returns it: a
+    contraction that can stay un-run.
     """
 
     make: Maker
@@ -47,11 +48,11 @@ class JointVJP:
 @dataclass(frozen=True)
 class DerivativeRule:
     vjp: Mapping[int, Maker] | JointVJP
-    # May take the operator over, given tracers: returns its result, or None to go on with the VJP.
+    # May handle the operator, given tracers: returns its result, or None to use the VJP.
     instead: Callable[..., Any] | None = None
-    # Shortcuts for forward mode, which else transposes the VJP (see forward.py). By position, a maker of the
-    # closure from the argument's tangent to the result's; and the arguments in which the operator is linear
-    # while the others stay.
+    # Shortcuts for forward mode, which otherwise transposes the VJP (see forward.py). By position, a maker of
+    # the closure from the argument's tangent to the result's; and the arguments in which the operator is
+    # linear while the others stay.
     jvp: Mapping[int, Push] = field(default_factory=dict)
     linear: tuple[int, ...] = ()
 
@@ -68,7 +69,7 @@ class DerivativeRule:
 
 
 class _Table(dict[Op, Any]):
-    """Rules, by operator. What is known of operators is forgotten whenever one changes."""
+    """Rules, by operator. Any change clears the cache of `Known`."""
 
     def __setitem__(self, op: Op, rule: Any) -> None:
         super().__setitem__(op, rule)
@@ -89,12 +90,11 @@ _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
 _refused: set[Op] = set()
+_as_they_are: set[Op] = set()
 
 
 class Known(NamedTuple):
-    """All that is declared of an operator, and what its schema says: what a level asks for each operator that
-    it is handed.
-    """
+    """All rules of an operator and the facts of its schema, cached: a level reads them for each operator."""
 
     op: Op
     facts: OpFacts
@@ -102,7 +102,7 @@ class Known(NamedTuple):
     derivative: DerivativeRule | None
     batching: Callable[..., Any] | None
     constant: bool
-    taken_apart: bool
+    is_decomposed: bool
     tables: tuple[Any, Any, Any]  # from which this was read
 
 
@@ -110,19 +110,19 @@ _known: dict[int, Known] = {}  # by id, as are the facts
 
 
 def known(op: Op) -> Known:
-    found = _known.get(id(op))
-    if found is not None:
-        derivatives, batchings, constants = found.tables
+    cached = _known.get(id(op))
+    if cached is not None:
+        derivatives, batchings, constants = cached.tables
         if derivatives is _derivatives and batchings is _batchings and constants is _constants:
-            return found
-    said = facts(op)
-    writes = bool(said.mutated or said.mutated_kwargs)
+            return cached
+    schema = facts(op)
+    writes = bool(schema.mutated or schema.mutated_kwargs)
     tables = _derivatives, _batchings, _constants
-    found = Known(
-        op, said, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op), tables
+    cached = Known(
+        op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), is_decomposed(op), tables
     )
-    _known[id(op)] = found
-    return found
+    _known[id(op)] = cached
+    return cached
 
 
 def define(
@@ -158,7 +158,7 @@ def define(
 
 
 def _on_contiguous_memory(rule: Callable[..., Any], op: Op) -> Callable[..., Any]:
-    """A batching rule whose kernel finds contiguous memory where it reads it so."""
+    """A batching rule whose kernel gets contiguous memory where it reads memory as contiguous."""
     kernel = on_contiguous_memory(op, facts(op).contiguous)
     return lambda batch, _, *args, **kwargs: rule(batch, kernel, *args, **kwargs)
 
@@ -171,20 +171,23 @@ def constant(
     define(*ops, batch=batch, same=same)
 
 
-def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how an operator is written with others, where PyTorch's own way does not serve."""
+def replace(op: Op, *, as_it_is: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how an operator is written with others, where PyTorch's own way does not serve.
+
+    as_it_is: what the program returns is neither cloned, nor laid out as the kernel's result, nor traced.
+    """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         _decompositions[op] = function
+        if as_it_is:
+            _as_they_are.add(op)
         return function
 
     return declare
 
 
 def refuse(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare what to raise in place of an operator that can't be right sample by sample, with what to do
-    instead.
-    """
+    """Declare the error for an operator that can't be right sample by sample, with what to do instead."""
     _refused.add(op)
     return replace(op)
 
@@ -194,7 +197,7 @@ def is_refused(op: Op) -> bool:
 
 
 def operators() -> set[Op]:
-    """All operators that something is declared of."""
+    """All operators with a declaration."""
     return {*_derivatives, *_batchings, *_constants, *_decompositions}
 
 
@@ -225,13 +228,14 @@ def is_constant(op: Op) -> bool:
     return op in _constants
 
 
-def taken_apart(op: Op) -> bool:
-    """Whether `op` is a composite operator without a derivative of its own.
+def is_decomposed(op: Op) -> bool:
+    """Whether `op` is a composite operator without a derivative of its own, or is replaced by a program that
+    returns what no level may wrap.
 
-    Where no derivative is followed its pieces are handled one by one, too: they say what is a view and what
-    is written in place.
+    Its pieces are handled one by one also where no derivative is followed: they show which are views and
+    which write in place.
     """
-    return is_composite(op) and derivative_rule(op) is None and not is_constant(op)
+    return op in _as_they_are or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
@@ -246,7 +250,7 @@ def decomposition_of(op: Op) -> Callable[..., Any] | None:
 
 
 def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `op` as a program of other operators, on tracers; an error that names it where there is none."""
+    """Run `op` as a program of other operators, on tracers; an error that names it if there is none."""
     function = decomposition_of(op)
     if function is None:
         raise _without_rule(op, "psgrad never falls back to a slow loop in silence, nor guesses a derivative")
@@ -262,6 +266,7 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts(op).mutated
         or facts(op).is_view
         or state.going_back
+        or op in _as_they_are
         or (is_composite(op) and op not in _decompositions)
     ):
         return result
@@ -271,8 +276,8 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_memory_of_its_own(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a kernel returns is new memory; a program of other operators in its place may end with a view of
-    an argument.
+    """The result in new memory, as a kernel's is; a program of other operators may end with a view of an
+    argument.
     """
     taken = {memory_of(x) for x in tensors_in(args, kwargs)}
     return map_tracers(lambda x: x.clone() if memory_of(x) in taken else x, result)
@@ -307,16 +312,16 @@ class Coverage(NamedTuple):
 
 
 def coverage() -> list[Coverage]:
-    """All operators that return new tensors or views; an in-place one is carried out by its namesake without
-    the underscore.
+    """All operators that return new tensors or views; an in-place one is handled by its namesake without the
+    underscore.
     """
     return sorted(_covered(op) for op in _operators())
 
 
 def _operators() -> Iterator[Op]:
     """PyTorch's own operators, and those of other libraries that have rules."""
-    known = [_named(name) for name in operator_names() if name.startswith("aten::")]
-    for op in {*known, *operators()}:
+    own = [_named(name) for name in operator_names() if name.startswith("aten::")]
+    for op in {*own, *operators()}:
         schema, operator = schema_of(op), facts(op)
         takes_tensors = any("Tensor" in str(item.type) for item in (*schema.arguments, *schema.returns))
         if takes_tensors and not operator.mutated and not operator.mutated_kwargs:

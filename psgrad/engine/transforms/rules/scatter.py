@@ -25,12 +25,12 @@ def _reduce(
 
 
 def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What the index sends to each place, added up."""
+    """The sum of the elements that the index sends to each place."""
     return aten.scatter_add.default(torch.zeros_like(x), dim, index, source)
 
 
 def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums and means are linear: their derivatives are those of scatter_add."""
+    """Sums and means as scatter_add, whose derivatives are theirs, because they are linear."""
     x, dim, index, source, kind = args
     include_self = kwargs.get("include_self", True)
     if kind not in ("sum", "mean"):
@@ -57,9 +57,9 @@ def _back(
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         own, arriving = shares(out, x, dim, index, source, include_self)
-        kept = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
-        found = {0: kept, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
-        return {position: found[position] for position in positions}
+        own_part = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
+        cotangents = {0: own_part, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
+        return {position: cotangents[position] for position in positions}
 
     return back
 
@@ -90,7 +90,7 @@ def _product_shares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each factor the product of the others at its place: the whole divided by it, unless it is zero.
 
-    Then it is the product of what is not zero there, times the other zeros (nothing, where it is the only
+    Then it is the product of the nonzero factors there, times the other zeros (nothing, if it is the only
     one).
     """
     source = _reached(source, index)
@@ -151,7 +151,26 @@ def _index_reduce(
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}
 
 
-@replace(aten.segment_reduce.default)
+def _segments(
+    data: torch.Tensor,
+    lengths: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    axis: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each segment's length, the segment of each element in the data's shape). What lies behind the last
+    segment is sent to one more.
+    """
+    given, named = (lengths, "lengths") if lengths is not None else (offsets, "offsets")
+    _refuse_segments(data, axis, given, named)
+    lead, behind = data.shape[:axis], data.shape[axis + 1 :]
+    if lengths is None:
+        assert offsets is not None
+        lengths = offsets.diff(dim=-1)
+    positions = torch.arange(data.shape[axis], device=data.device).expand(*lead, -1)
+    segment = torch.searchsorted(lengths.cumsum(-1), positions.contiguous(), right=True)
+    return lengths, segment.reshape(*segment.shape, *(1,) * len(behind)).expand(data.shape)
+
+
 def _segment_reduce(
     data: torch.Tensor,
     kind: str,
@@ -163,37 +182,94 @@ def _segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> torch.Tensor:
-    """Each position is sent to its segment; what lies behind the last one is sent to a segment that is cut
-    off.
-    """
+    """Each position is sent to its segment; positions behind the last one go to a segment that is cut off."""
     axis = wrap_dim(axis, data.dim())
-    given, named = (lengths, "lengths") if lengths is not None else (offsets, "offsets")
-    _refuse_segments(data, axis, given, named)
-    lead, behind = data.shape[:axis], data.shape[axis + 1 :]
-    if lengths is None:
-        assert offsets is not None
-        lengths = offsets.diff(dim=-1)
+    lengths, index = _segments(data, lengths, offsets, axis)
     segments = lengths.shape[-1]
-    positions = torch.arange(data.shape[axis], device=data.device).expand(*lead, -1)
-    segment = torch.searchsorted(lengths.cumsum(-1), positions.contiguous(), right=True)
-    index = segment.reshape(*segment.shape, *(1,) * len(behind)).expand(data.shape)
-    start = torch.full(
-        (*lead, segments + 1, *behind),
-        _NEUTRAL[kind] if initial is None else initial,
-        dtype=data.dtype,
-        device=data.device,
-    )
-    reduce = {"mean": "sum", "max": "amax", "min": "amin"}.get(kind, kind)
-    out = _reduce(start, axis, index, data, reduce, True).narrow(axis, 0, segments)
+    sizes = [segments + 1 if d == axis else size for d, size in enumerate(data.shape)]
+    start = data.new_full(sizes, _NEUTRAL[kind] if initial is None else initial)
+    if kind == "prod":
+        out = _product_of_segments(start, axis, index, data)
+    else:
+        out = _reduce(
+            start, axis, index, data, {"mean": "sum", "max": "amax", "min": "amin"}.get(kind, kind), True
+        )
+    out = out.narrow(axis, 0, segments)
     if kind != "mean":
         return out
-    sizes = lengths.reshape(*lengths.shape, *(1,) * len(behind))
-    return torch.where(sizes > 0, out / sizes.clamp(min=1), torch.nan if initial is None else initial)
+    counts = lengths.reshape(*lengths.shape, *(1,) * (data.dim() - axis - 1))
+    return torch.where(counts > 0, out / counts.clamp(min=1), torch.nan if initial is None else initial)
+
+
+def _product_of_segments(
+    start: torch.Tensor, axis: int, index: torch.Tensor, data: torch.Tensor
+) -> torch.Tensor:
+    """The products, in which a NaN is a factor of its own: its derivative is the product of the others. What
+    is sent to the last segment has no factor.
+    """
+    inside = index < start.shape[axis] - 1
+    unknown = inside & data.isnan()
+    count = _scattered(start, axis, index, cast(unknown, data.dtype))
+    factor = _scattered(start, axis, index, torch.where(unknown, data, 0.0))
+    factor = torch.where(count == 0, 1.0, factor * torch.where(count > 1, torch.nan, 1.0))
+    known = torch.where(inside & ~unknown, data, 1.0)
+    return _reduce(start, axis, index, known, "prod", True) * factor
+
+
+def _segment_instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return None if args[1] in ("max", "min") else _segment_reduce(*args, **kwargs)
+
+
+def _segment_back(
+    out: torch.Tensor,
+    data: torch.Tensor,
+    kind: str,
+    *,
+    lengths: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    axis: int = 0,
+    **others: Any,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A segment's largest (smallest) elements, or those that are NaN, share its cotangent equally, and the
+    initial value has no share. All others have zero, whatever the cotangent.
+    """
+    axis = wrap_dim(axis, data.dim())
+    _, index = _segments(data, lengths, offsets, axis)
+    segments = out.shape[axis]
+    if not segments:
+        return lambda g: torch.zeros_like(data)
+    inside = index < segments
+    index = torch.where(inside, index, 0)
+    wins = inside & (data.isnan() | (data == aten.gather.default(out, axis, index)))
+    winners = _scattered(out, axis, index, cast(wins, out.dtype)).clamp(min=1)
+    return lambda g: torch.where(wins, aten.gather.default(g / winners, axis, index), 0.0)
+
+
+def _segment_batch(
+    batch: Any,
+    op: Op,
+    data: torch.Tensor,
+    kind: str,
+    *,
+    lengths: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    axis: int = 0,
+    **others: Any,
+) -> torch.Tensor:
+    """The sample axis is one more axis in front of that of the segments."""
+    axis = wrap_dim(axis, data.dim()) + 1
+    given = {
+        name: batch.physical(x) for name, x in (("lengths", lengths), ("offsets", offsets)) if x is not None
+    }
+    return _segment_reduce(batch.physical(data), kind, axis=axis, **given, **others)
+
+
+define(aten.segment_reduce.default, vjp={0: _segment_back}, instead=_segment_instead, batch=_segment_batch)
 
 
 def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, named: str) -> None:
-    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel itself can't be asked
-    without values.
+    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel can't run without
+    values.
     """
     if given is None:
         raise RuntimeError("segment_reduce(): Either lengths or offsets must be defined.")
@@ -227,19 +303,18 @@ def _put(
 
 @replace(aten.masked_scatter.default)
 def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The n-th place of the mask gets the n-th element of the source, looked up by counting."""
+    """The n-th place of the mask gets the n-th element of the source, by a cumulative sum."""
     x, mask = torch.broadcast_tensors(x, mask)
     number = mask.reshape(-1).cumsum(0) - 1
-    if (
-        not source.numel()
-    ):  # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+    # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+    if not source.numel():
         source, number = source.new_zeros(1), number + 1
     values = aten.index.Tensor(source.reshape(-1), [torch.where(mask, number.reshape(x.shape), 0)])
     return torch.where(mask, values, x)
 
 
 def _limits(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, 1]: from where to where each sample is counted: over its own extent where nothing is said."""
+    """[n, 1]: the range of each sample's histogram: its own extent if none is given."""
     if low == high == 0 and values.shape[1]:
         start, end = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     else:

@@ -15,7 +15,7 @@ from psgrad.errors import UnsupportedOperatorError
 
 
 def no_derivative(operator: str, argument: str) -> Maker:
-    """The VJP in an argument for which nobody has a formula: an error that says so, never a zero."""
+    """The VJP in an argument without a known formula: an error that says so, never a zero."""
 
     def maker(out: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedOperatorError(

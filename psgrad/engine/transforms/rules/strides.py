@@ -19,7 +19,7 @@ from psgrad.errors import TransformError
 
 
 def _positions(size: Sequence[int], stride: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[*size]: where in memory each element lies, counted from the first."""
+    """[*size]: the place of each element in memory, counted from the first."""
     total = torch.zeros(tuple(size), dtype=torch.long, device=device)
     for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
         total = total + torch.arange(length, device=device).reshape(-1, *(1,) * (len(size) - axis - 1)) * step
@@ -27,7 +27,7 @@ def _positions(size: Sequence[int], stride: Sequence[int], device: torch.device)
 
 
 def _lookup(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor:
-    """[*size]: which element of the flattened `x` lies at each place that is asked for."""
+    """[*size]: which element of the flattened `x` lies at each requested place."""
     if offset is not None and not _begins_its_memory(x):
         _refuse(
             f"storage_offset={offset} on a view",
@@ -43,15 +43,15 @@ def _lookup(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset:
         (max(int(own.max()) if own.numel() else 0, int(wanted.max())) + 1,), -1, device=x.device
     )
     table[own] = torch.arange(len(own), device=x.device)
-    found = table[wanted.clamp(min=0)]
-    if bool((found < 0).any()) or bool((wanted < 0).any()):
+    elements = table[wanted.clamp(min=0)]
+    if bool((elements < 0).any()) or bool((wanted < 0).any()):
         _refuse(
             f"size {tuple(size)} and strides {tuple(stride)} on shape {tuple(x.shape)}",
             "it reaches memory that is not the tensor's own",
         )
     if bool((table[own] != torch.arange(len(own), device=x.device)).any()):
         _refuse(f"an expanded tensor of shape {tuple(x.shape)}", "several of its elements lie at one place")
-    return found
+    return elements
 
 
 def _begins_its_memory(x: torch.Tensor) -> bool:
@@ -79,7 +79,7 @@ def _strided_copy(
 
 
 def _strided(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Under a gradient: looked up, and remembered as the view that it is."""
+    """Under a gradient: a lookup, recorded as the view that it is."""
     out = _strided_copy(*args, **kwargs)
     return level.remember_views(aten.as_strided.default, args, kwargs, out)  # type: ignore[no-any-return]
 
@@ -88,7 +88,7 @@ def _strided_batch(
     batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Any:
     """A view of every sample's own part."""
-    _lookup(x, size, stride, offset)  # refuses what reaches into another sample
+    _lookup(x, size, stride, offset)  # refuses places of another sample
     physical = batch.physical(x)
     return op(physical, [batch.size, *size], [physical.stride(0), *stride], offset)
 
@@ -117,7 +117,7 @@ def _strided_scatter(
 
 @replace(aten._has_compatible_shallow_copy_type.default)
 def _before_new_data(x: torch.Tensor, data: torch.Tensor) -> bool:
-    """What PyTorch asks before it gives a tensor the memory of another, `weight.data = ...`: done with a
-    traced one, it would crash.
+    """What PyTorch calls before a tensor takes another's memory, `weight.data = ...`: with a traced one, it
+    would crash.
     """
     refuse_new_data()

@@ -61,7 +61,7 @@ def write_through(
 def _write_by_place(
     op: Op, base: torch.Tensor, new: torch.Tensor, rest: tuple[Any, ...]
 ) -> torch.Tensor | None:
-    """For views in which a place of the base may show several times: right as long as none does."""
+    """For views in which a place of the base may occur several times: right as long as none does."""
     places = op(torch.arange(base.numel(), device=base.device).reshape(base.shape), *rest).reshape(-1)
     if places.unique().numel() != places.numel():
         return None

@@ -29,25 +29,24 @@ def _back_to_shape(
 def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     physical = batch.physical(x)
     if -1 in size:  # resolved for one sample: with no sample at all it would be ambiguous
-        known = 1
+        product = 1
         for s in size:
-            known *= s if s != -1 else 1
-        size = [x.numel() // max(known, 1) if s == -1 else s for s in size]
+            product *= s if s != -1 else 1
+        size = [x.numel() // max(product, 1) if s == -1 else s for s in size]
     return op(physical, [physical.shape[0], *size])
 
 
 def _along_shape(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tangent need not lie in memory as its value does."""
+    """A tangent need not have the memory layout of its value."""
     shape = out.shape
     return lambda t: t.reshape(shape)
 
 
 define(aten.view.default, vjp={0: _back_to_shape}, jvp={0: _along_shape}, batch=_view_batch)
-# Where derivatives are followed it is taken apart, which says whether it is a view; with the sample axis in
-# front it is one where it was.
+# With derivatives it is decomposed, which decides whether it is a view; with the sample axis in front it is a
+# view in the same cases.
 define(aten.reshape.default, batch=_view_batch)
-# Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a
-# view.
+# For a value without other users: its memory layout after batching may have no such view.
 define(
     aten._unsafe_view.default,
     vjp={0: _back_to_shape},
@@ -201,7 +200,7 @@ define(
 def _shuffle_batch(batch: Any, op: Op, x: torch.Tensor, groups: int) -> torch.Tensor:
     folded = batch.fold(x)
     out = op(folded, groups)
-    # the kernel of a CPU copies always; on other devices PyTorch may find that a view will do
+    # on a CPU the kernel always copies; on other devices PyTorch may return a view
     return batch.unfold(out.clone() if memory_of(out) == memory_of(folded) else out)  # type: ignore[no-any-return]
 
 
@@ -332,7 +331,7 @@ def _scatter_batch(
 
 
 def _scattered_back(view: Op) -> Callable[..., Any]:
-    """The cotangent of what is written into a view, which may have another dtype than the tensor has."""
+    """The cotangent of a value that is written into a view, which may have another dtype than the tensor."""
 
     def made(
         out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any
@@ -432,87 +431,3 @@ def _unbind_back(
 
 
 define(aten.unbind.int, vjp={0: _unbind_back}, linear=(0,), batch=shifted(1, defaults={1: 0}))
-
-# -- joining -------------------------------------------------------------------------------------------------
-
-
-def _cat_back(
-    out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
-    # PyTorch lets 1-d empty tensors take part in any concatenation
-    sizes = [t.shape[dim] if t.dim() == out.dim() else 0 for t in tensors]
-    shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
-
-    def at(place: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        start = sum(sizes[:place])
-
-        def back(g: torch.Tensor) -> torch.Tensor:
-            part = aten.slice.Tensor(g, dim, start, start + sizes[place])
-            return sum_to(part.reshape(shapes[place]), shapes[place], dtypes[place])
-
-        return back
-
-    return at
-
-
-def _cat_batch(batch: Any, op: Op, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    rank = max(t.dim() for t in tensors)
-    return op([batch.physical(t) for t in tensors if t.dim() == rank or t.numel()], wrap_dim(dim, rank) + 1)
-
-
-def _stack_back(
-    out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
-    dtypes = [t.dtype for t in tensors]
-    return lambda place: lambda g: aten.select.int(g, dim, place).to(dtypes[place])
-
-
-define(aten.cat.default, vjp={0: _cat_back}, linear=(0,), batch=_cat_batch)
-define(
-    aten.stack.default,
-    vjp={0: _stack_back},
-    linear=(0,),
-    batch=lambda batch, op, tensors, dim=0: op(
-        [batch.physical(t) for t in tensors], wrap_dim(dim, tensors[0].dim() + 1) + 1
-    ),
-)
-
-# -- padding -------------------------------------------------------------------------------------------------
-
-define(
-    aten.constant_pad_nd.default,
-    vjp={0: lambda out, x, pad, value=0: lambda g: aten.constant_pad_nd.default(g, [-p for p in pad], 0)},
-    batch=leading,
-)
-
-
-def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
-    """Kernels that accept one leading batch axis or none: all leading axes are folded into one."""
-
-    def rule(batch: Any, op: Op, *args: Any) -> torch.Tensor:
-        tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]
-        lead = tensors[0].shape[: tensors[0].dim() - axes]
-        folded = [
-            a.reshape(-1, 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a
-            for a in tensors
-        ]
-        out = op(*folded)
-        return out.reshape(*lead, *out.shape[2:])
-
-    return rule
-
-
-for _axes in (1, 2, 3):
-    for _kind in ("reflection", "replication"):
-        _forward = getattr(aten, f"{_kind}_pad{_axes}d").default
-        _backward = getattr(aten, f"{_kind}_pad{_axes}d_backward").default
-        define(
-            _forward,
-            vjp={0: lambda out, x, pad, backward=_backward: lambda g: backward(g, x, pad)},
-            batch=_pad_batch(_axes),
-        )
-        define(
-            _backward,
-            vjp={0: lambda out, g, x, pad, forward=_forward: lambda h: forward(h, pad)},
-            batch=_pad_batch(_axes),
-        )

@@ -1,14 +1,15 @@
-"""The weights in a folder as save_pretrained writes it: which file they are, and of which type. No torch, but
-for pickled ones.
+"""What a folder as save_pretrained writes it holds, before anything is loaded: its config, and the files of
+its weights. No torch, but for the type of pickled ones.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from psgrad.errors import CheckpointError
+from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import (
     TensorHeader,
     checkpoint_header,
@@ -26,7 +27,54 @@ NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_SHOWN = 8
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raises ConfigError for a folder without config.json, with what it holds instead, and for an adapter's
+    folder.
+    """
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            cause = "this is the folder of an adapter, which lies on top of another model"
+            step = "name the base model in model.pretrained, and this folder in model.adapter"
+        elif inner := [each.parent.name for each in sorted(folder.glob("*/config.json"))]:
+            cause = f"it holds folders of models: {', '.join(inner[:_SHOWN])}"
+            step = "name one of them"
+        else:
+            cause = "another folder, or a model that was not saved by save_pretrained"
+            step = "save it with model.save_pretrained(folder); for other weights, use model.factory"
+        raise ConfigError(
+            f"model.pretrained: the folder {folder} has no config.json",
+            expected="a folder as save_pretrained writes it",
+            cause=cause,
+            next_step=step,
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.pretrained: the folder {folder} holds a model and an adapter (adapter_config.json)",
+            cause="transformers would put the adapter in without a word",
+            next_step="move the adapter to a folder of its own, and name it in model.adapter",
+        )
+
+
+def saved_as(folder: Path) -> str | None:
+    """The class that a folder's model was saved as, such as BertForMaskedLM."""
+    found = config_of(folder).get("architectures")
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], str) else None
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}", cause="an interrupted copy") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}", expected="an object")
+    return content
 
 
 def weights_file(folder: Path) -> Path:
@@ -68,7 +116,8 @@ def dtype_of_weights(path: Path) -> torch.dtype:
     """
     import torch
 
-    from psgrad.inputs.models.checkpoints import read_torch, state_dict_in
+    from psgrad.inputs.models.checkpoints import state_dict_in
+    from psgrad.inputs.models.torch_files import read_torch
 
     headers = weight_headers(path)
     counts: Counter[str] = Counter()

@@ -1,0 +1,84 @@
+"""Exact products of float32 numbers, whatever the settings of PyTorch are.
+
+PyTorch lets a GPU round the factors of convolutions to TF32 (10 bits) by default, and those of matrix
+products where a setting says so; some CPUs then take bfloat16. A norm and the sum that it clips for are
+different products of the same factors: with rounded factors a record adds up to a thousandth more than its
+bound, which no margin of `Clipping` allows for. Autocast around a clipped sum has the same effect, only
+larger; it is applied to the loss alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The loss under the autocast that is on where this is called, if any, for callers that turn it off
+    around the loss.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return loss
+    dtype = torch.get_autocast_dtype(device.type)
+
+    def cast(*args: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            return loss(*args)
+
+    return cast
+
+
+@contextmanager
+def full_float32(device: torch.device) -> Iterator[None]:
+    """No autocast on this device, and no TF32 and no bfloat16 in place of float32. What was set before is set
+    again afterwards.
+    """
+    backends: Any = torch.backends
+    ops = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+        backends.mkldnn.rnn,
+    )
+    before = [op.fp32_precision for op in ops]
+    older = _older_switches()
+    with _frozen_switches_too():
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = False
+        for op in ops:
+            op.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        with _frozen_switches_too():
+            if older is not None:
+                torch.set_float32_matmul_precision(older[0])
+                backends.cudnn.allow_tf32 = older[1]
+            for op, value in zip(ops, before, strict=True):
+                op.fp32_precision = value
+
+
+def _frozen_switches_too() -> AbstractContextManager[Any]:
+    """The context in which switches can be set after `torch.backends.disable_global_flags()`, as PyTorch's
+    own tests call it.
+    """
+    switches: AbstractContextManager[Any] = getattr(
+        torch.backends, "__allow_nonbracketed_mutation", nullcontext
+    )()
+    return switches
+
+
+def _older_switches() -> tuple[str, bool] | None:
+    """The switches that PyTorch had before `fp32_precision`; None if both kinds were used: reading the older
+    ones is then an error.
+    """
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None

@@ -1,0 +1,268 @@
+"""Calls whose derivative is given by the user: custom_vjp, custom_jvp and autograd.Function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.calls import (
+    Call,
+    Cotangents,
+    Flat,
+    Mapped,
+    Recorded,
+    dispatch_call,
+    entered_again,
+    kind_of,
+    own_values,
+    without_adoption,
+)
+from psgrad.engine.transforms.derivatives import DerivativeLevel
+from psgrad.engine.transforms.forward import ForwardLevel, transpose
+from psgrad.engine.transforms.levels import users_program
+from psgrad.engine.transforms.private_torch import DelayedError
+from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.reverse import GradLevel
+from psgrad.engine.transforms.rules.families import cast
+from psgrad.engine.transforms.tape import pull_back
+from psgrad.errors import TransformError
+
+
+def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> TransformError:
+    what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
+    return TransformError(
+        f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape"
+        f" {tuple(shape)}",
+        expected="a cotangent shaped like the argument, or None for zero",
+        cause=(
+            "an argument that was broadcast: its cotangent is summed over the axes along which it was"
+            " repeated"
+        ),
+    )
+
+
+class Ruled(Call):
+    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the
+    other's transpose.
+
+    function: arguments -> results.
+    prepare: (arguments, results or None, which arguments need cotangents) -> (results, context of `pull`,
+        constant results).
+    pull: (context, cotangents of the results) -> cotangents of the arguments.
+    forward: (arguments, results or None, tangents) -> (results, tangents of the results).
+    value_first: whether `prepare` and `forward` are given the results, computed one level below by the call
+        itself; otherwise they compute them, as ordinary programs there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[Flat], Flat],
+        prepare: Callable[[Flat, Flat | None, list[int]], tuple[Flat, Any, frozenset[int]]] | None = None,
+        pull: Callable[[Any, Cotangents], Cotangents] | None = None,
+        forward: Callable[[Flat, Flat | None, Flat], tuple[Flat, Flat]] | None = None,
+        *,
+        value_first: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.function, self.prepare, self.pull, self.forward = function, prepare, pull, forward
+        self.value_first = value_first
+
+    def run(self, args: Flat) -> Flat:
+        followed = (
+            any(isinstance(x, torch.Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
+        )
+        with read_only(args):
+            if not followed:
+                return self.function(args)
+            with torch.no_grad():
+                return self._without_autograd(self.function(args))
+
+    def _without_autograd(self, outs: Flat) -> Flat:
+        """Results whose backward pass in PyTorch's autograd raises an error: it would differentiate the
+        function as it is written, which may be wrong.
+        """
+        message = (
+            f"{self.name} has a derivative of its own, which PyTorch's autograd does not know: differentiate"
+            " with psgrad's grad or vjp"
+        )
+        places = [
+            i
+            for i, x in enumerate(outs)
+            if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+        ]
+        refusal = DelayedError(message.encode(), len(places))
+        refused = refusal(*[outs[i].detach().requires_grad_() for i in places])
+        for i, x in zip(places, refused if isinstance(refused, tuple) else (refused,), strict=True):
+            outs[i] = x
+        return outs
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        args = [level.content(x) for x in args]
+        mapped = Mapped(level, [level.owns(x) for x in args])
+        outs = dispatch_call(self._for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
+        return mapped.up(outs, mapped.outs)
+
+    def _for_all_samples(self, mapped: Mapped) -> Ruled:
+        def function(args: Flat) -> Flat:
+            with entered_again(mapped.level):
+                results = self.function(mapped.up(args, mapped.args))
+            return mapped.down(results, self.name)
+
+        def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+            assert self.prepare is not None
+            with entered_again(mapped.level):
+                given = mapped.up(outs, mapped.outs) if outs is not None else None
+                results, context, constant = self.prepare(mapped.up(args, mapped.args), given, needed)
+            return mapped.down(results, self.name), context, constant
+
+        def pull(context: Any, cotangents: Cotangents) -> Cotangents:
+            assert self.pull is not None
+            with entered_again(mapped.level):
+                result = self.pull(context, mapped.up(cotangents, mapped.outs))
+            return mapped.cotangents_down(result)
+
+        def forward(args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
+            assert self.forward is not None
+            with entered_again(mapped.level):
+                given = mapped.up(outs, mapped.outs) if outs is not None else None
+                results, pushed = self.forward(
+                    mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args)
+                )
+            return mapped.down(results, self.name), mapped.tangents_down(pushed)
+
+        return Ruled(
+            self.name,
+            function,
+            prepare if self.prepare is not None else None,
+            pull if self.pull is not None else None,
+            forward if self.forward is not None else None,
+            value_first=self.value_first,
+        )
+
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+        with without_adoption(level), read_only(values):
+            if self.pull is not None:
+                outs, context, constant = self._prepared(level, values, needed)
+                return Recorded(
+                    outs,
+                    lambda cotangents: self._checked(self._pulled(context, cotangents), values),
+                    constant=constant,
+                )
+            outs, pull = self._transposed_forward(level, values, needed)
+            return Recorded(outs, pull)
+
+    def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
+        with without_adoption(level), read_only(values):
+            if self.forward is not None:
+                outs, pushed = self.forward(values, self._value(level, values), tangents)
+                return own_values(level, outs, self.name), own_values(level, pushed, self.name)
+            needed = [i for i, t in enumerate(tangents) if t is not None]
+            outs, context, constant = self._prepared(level, values, needed)
+
+            def backwards(leaves: Flat) -> Flat:
+                pulled = self._checked(self._pulled(context, leaves), values)
+                return [pulled[i] for i in needed]
+
+            varying = [None if i in constant else x for i, x in enumerate(outs)]
+            return outs, self._transposed_backward(backwards, varying, [tangents[i] for i in needed], level)
+
+    def _transposed_backward(
+        self, backwards: Callable[[Flat], Flat], outs: Flat, tangents: Flat, level: ForwardLevel
+    ) -> Flat:
+        """Forward mode from the backward rule. A rule that is not linear (it may clip) has no transpose; this
+        is checked at two points.
+        """
+        pushed = transpose(backwards, outs, tangents, above=level)
+        for elsewhere in (1e3, -1e3):
+            for here, there in zip(
+                pushed, transpose(backwards, outs, tangents, above=level, at=elsewhere), strict=True
+            ):
+                same = here is there or (
+                    here is not None
+                    and there is not None
+                    and torch.allclose(here, there, 1e-3, 1e-6, equal_nan=True)
+                )
+                if not same:
+                    raise TransformError(
+                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear in"
+                        " the cotangents",
+                        expected="a linear backward, of which forward mode is the transpose",
+                        cause="the backward clips, rounds or compares the cotangents that it is given",
+                        next_step=(
+                            "give the function a rule for forward mode as well, or differentiate it in"
+                            " reverse mode only"
+                        ),
+                    )
+        return pushed
+
+    def _value(self, level: DerivativeLevel, values: Flat) -> Flat | None:
+        return (
+            own_values(level, dispatch_call(self, values, below=level), self.name)
+            if self.value_first
+            else None
+        )
+
+    def _prepared(
+        self, level: DerivativeLevel, values: Flat, needed: list[int]
+    ) -> tuple[Flat, Any, frozenset[int]]:
+        if self.prepare is None or self.pull is None:
+            raise self.without_rule()
+        outs, context, constant = self.prepare(values, self._value(level, values), needed)
+        return own_values(level, outs, self.name), context, constant
+
+    def _pulled(self, context: Any, cotangents: Cotangents) -> Cotangents:
+        assert self.pull is not None
+        with users_program(), read_only(cotangents):
+            return self.pull(context, cotangents)
+
+    def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
+        """The cotangents that the user's rule gave, in the arguments' dtypes; an error if a shape is
+        wrong.
+        """
+        checked: Cotangents = []
+        for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
+            differentiable = isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+            if g is None or not differentiable:
+                checked.append(None)
+                continue
+            if not isinstance(g, torch.Tensor) or g.shape != x.shape:
+                raise wrong_cotangent(self.name, g, position, x.shape)
+            checked.append(cast(g, x.dtype))
+        return checked
+
+    def _transposed_forward(
+        self, level: GradLevel, values: Flat, needed: list[int]
+    ) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
+        """Reverse mode from the forward rule: its tangents are recorded as a linear function, which is
+        transposed.
+        """
+        if self.forward is None:
+            raise self.without_rule()
+        outs = self._value(level, values)
+        tape = GradLevel()
+        with tape.active(above=level), torch.set_grad_enabled(True):
+            leaves = {i: tape.leaf(torch.zeros_like(values[i])) for i in needed}
+            outs, tangents = self.forward(values, outs, [leaves.get(i) for i in range(len(values))])
+            outs = [tape.unwrap(x) for x in outs]
+            ends = [(place, t) for place, t in enumerate(tangents) if tape.owns(t) and t.varies]
+        starts = [leaves[i].node for i in needed]
+
+        def pull(cotangents: Cotangents) -> Cotangents:
+            seeds = [(end, cotangents[place]) for place, end in ends]
+            result = dict(
+                zip(needed, pull_back(seeds, starts, keep=True, attached=tape.attached), strict=True)
+            )
+            return [result.get(i) for i in range(len(values))]
+
+        return own_values(level, outs, self.name), pull
+
+    def without_rule(self) -> TransformError:
+        return TransformError(
+            f"{self.name} has no rule for its derivative{diagnostics.where()}",
+            next_step="give it one: defvjp or defjvp, or the backward or jvp of the Function",
+        )

@@ -1,0 +1,165 @@
+"""Packed sequences, and those whose lengths the samples do not agree on.
+
+How much memory a packed sequence takes is data. Where samples disagree on it, the function would have to run
+once for each length. What most functions do with a packed sequence does not depend on its memory: they give
+it to recurrent layers, and use the states at the ends. So the two tensors of such a sequence are stand-ins.
+Recurrent layers take them for all samples at once. Any other use, also a look at their shape, asks for the
+lengths, and the function then runs for the samples of each length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import Divergence
+from psgrad.engine.transforms.private_torch import DisableTorchFunction, make_wrapper, tree_map
+from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.recurrent import LAYERS, layers
+from psgrad.engine.transforms.rules.registry import replace
+from psgrad.errors import TransformError
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One sequence a sample, each of its own length.
+
+    Attributes:
+        rows: [t, width], as many as the longest of them may have.
+        lengths: [1], on the CPU.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+
+    def stand_ins(self) -> tuple[Tensor, Tensor]:
+        """The data, and the sizes of the batch at each time."""
+        data = make_wrapper(StandIn, self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+        sizes = make_wrapper(StandIn, self.rows.shape[:1], dtype=torch.int64, device=self.lengths.device)
+        data.ragged = sizes.ragged = self
+        return data, sizes
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """The data and sizes for samples that agree on the length; Divergence if they do not."""
+        return _packed(self.rows.unsqueeze(1), self.lengths.tolist())
+
+
+class StandIn(torch.Tensor):
+    """A tensor whose shape the samples do not agree on."""
+
+    ragged: Ragged
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _SAME_FOR_ALL:
+            with DisableTorchFunction():
+                return function(*args, **kwargs)
+        first = args[0]
+        if function is torch.Tensor.size and args[1:] == (-1,) and first.dim() == 2:
+            return first.ragged.rows.shape[1]
+        if function is torch.Tensor.__getitem__ and type(args[1]) is int and first.dim() == 1 and not args[1]:
+            return torch.ones((), dtype=torch.int64)  # each sample has one sequence
+        cell = _LAYERS.get(function)
+        if cell is not None and isinstance(first, cls) and isinstance(args[1], cls) and not kwargs:
+            found = _recurrent(cell, first.ragged, *args[2:])
+            if found is not None:
+                return found
+        return function(*tree_map(_settled, tuple(args)), **tree_map(_settled, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return op(*tree_map(_settled, args), **tree_map(_settled, kwargs or {}))
+
+
+_LAYERS = {getattr(torch, name): cell for name, cell in LAYERS.items()}
+_SAME_FOR_ALL = (
+    torch.Tensor.dim,
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+)
+
+
+def _settled(x: Any) -> Any:
+    return x.ragged.packed()[2 - x.dim()] if isinstance(x, StandIn) else x
+
+
+def _recurrent(
+    cell: str,
+    ragged: Ragged,
+    start: Any,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    count: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, ...] | None:
+    """What the operator of the layers returns; None where it has to run for each length: a mask that is drawn
+    for as many rows as the longest sample has would be another for each batch.
+    """
+    projected = len(weights) % (4 if has_biases else 2) != 0
+    if projected or (dropout and train and count > 1):
+        return None
+    sizes = [1] * ragged.rows.shape[0]
+    starts = tuple(start) if isinstance(start, (tuple, list)) else (start,)
+    out, ends = layers(
+        cell, ragged.rows, sizes, starts, weights, count, 0.0, bidirectional, lengths=ragged.lengths
+    )
+    return Ragged(out, ragged.lengths).stand_ins()[0], *ends
+
+
+@replace(aten._pack_padded_sequence.default, as_it_is=True)
+def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    x = x.transpose(0, 1) if batch_first else x
+    try:
+        running = lengths.tolist()
+    except Divergence as divergence:
+        wrong = [n for n in divergence.outcomes if not 0 < n <= x.shape[0]]
+        if wrong:
+            divergence.level.diverged = None
+            raise TransformError(
+                f"a packed sequence with a length of {wrong[0]} for {x.shape[0]} times{diagnostics.where()}",
+                expected="lengths from 1 to the number of times",
+            ) from None
+        if x.shape[1] != 1 or x.dim() != 3:
+            raise
+        divergence.level.diverged = None
+        return Ragged(x.squeeze(1), lengths).stand_ins()
+    return _packed(x, running)
+
+
+def _packed(x: Tensor, running: list[int]) -> tuple[Tensor, Tensor]:
+    """The sequences of [times, b, ...], longest first, time after time without what lies behind their
+    ends.
+    """
+    sizes = [sum(length > time for length in running) for time in range(running[0])]
+    if running[0] == running[-1]:
+        return x[: running[0]].flatten(0, 1), torch.tensor(sizes)
+    return torch.cat([x[time, :size] for time, size in enumerate(sizes)]), torch.tensor(sizes)
+
+
+@replace(aten._pad_packed_sequence.default)
+def _unpack(
+    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    running: list[int] = sizes.tolist()
+    b, rest = running[0], data.shape[1:]
+    if b == running[-1]:
+        times = [data.unflatten(0, (len(running), b))]
+    else:
+        times = [
+            torch.cat([piece, piece.new_full((b - size, *rest), padding)]) if size < b else piece
+            for piece, size in zip(data.split(running), running, strict=True)
+        ]
+        times = [torch.stack(times)]
+    if total > len(running):
+        times.append(data.new_full((total - len(running), b, *rest), padding))
+    out = torch.cat(times)
+    lengths = torch.tensor([sum(size > place for size in running) for place in range(b)])
+    return out.transpose(0, 1) if batch_first else out, lengths

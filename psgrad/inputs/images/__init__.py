@@ -1,0 +1,1 @@
+"""Images: read by Pillow, prepared as the model wants them."""

@@ -1,0 +1,109 @@
+"""A dataset of images: read when they are asked for, prepared for the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from psgrad.config import DataConfig
+from psgrad.errors import DataError
+from psgrad.inputs.images.preparation import Preparation
+from psgrad.inputs.images.reading import (
+    BrokenImage,
+    channels_of,
+    content_of,
+    decoded,
+    notes_on,
+    opened,
+)
+from psgrad.inputs.labels import Labels
+from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.columns import Told
+from psgrad.inputs.sources.table_samples import TableSamples
+from psgrad.inputs.sources.tables import Rows
+
+_ROWS_PER_PART = 256
+
+
+class ImageSamples(TableSamples):
+    """Rows of a table with a column of images: paths, bytes, or datasets' {bytes, path}.
+
+    The headers of all images are read once, with their fingerprint; pixels are decoded when a row is read.
+
+    Args:
+        folder: paths are relative to it.
+        prepared: how an image becomes an input.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        config: DataConfig,
+        labels: Labels,
+        unit: str | None,
+        *,
+        folder: Path,
+        prepared: Preparation,
+    ) -> None:
+        assert config.image is not None
+        self._image, self._folder, self._prepared = config.image, folder, prepared
+        modes, digest = self._looked_at(rows)
+        first = next(iter(modes), "RGB")
+        self._channels = prepared.channels or channels_of(first)
+        self._shape: tuple[int, ...] | None = None
+        super().__init__(rows, config, unit, labels)
+        self.notes += notes_on(modes, self._channels)
+        said = f"{rows.fingerprint} {digest} {prepared.described} {self._channels}"
+        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+
+    def picture(self, row: int) -> Any:
+        """The image of a row as it is in the data, for people: of Pillow, as colours or grey."""
+        content, named = self._content(self._rows.read(row, row + 1), 0, self._rows.told(row))
+        return decoded(content, named, self._channels)
+
+    def _is_number(self, name: str) -> bool:
+        return name != self._image
+
+    def _input(self, table: pa.Table, name: str, told: Told) -> Tensor:
+        if name != self._image:
+            return super()._input(table, name, told)
+        return torch.stack([self._tensor(table, place, told) for place in range(table.num_rows)])
+
+    def _tensor(self, table: pa.Table, place: int, told: Told) -> Tensor:
+        content, named = self._content(table, place, told(place))
+        found = self._prepared.tensor(decoded(content, named, self._channels), named)
+        shape = tuple(found.shape)
+        self._shape = shape if self._shape is None else self._shape
+        if shape != self._shape:
+            raise DataError(
+                f"{named} has the shape {list(shape)} once it is prepared, the first one {list(self._shape)}",
+                expected="images of one size",
+                next_step="set data.size to [height, width], or data.size and data.crop",
+            )
+        return found
+
+    def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
+        return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
+
+    def _looked_at(self, rows: Rows) -> tuple[Counter[str], str]:
+        """(how many images have which mode, a SHA-256 of all of them). Images that are broken count as such:
+        whoever comes to that row says so.
+        """
+        modes: Counter[str] = Counter()
+        digest = hashlib.sha256()
+        for start in range(0, rows.count, _ROWS_PER_PART):
+            table = rows.read(start, min(start + _ROWS_PER_PART, rows.count)).select([self._image])
+            for place in range(table.num_rows):
+                try:
+                    content, named = self._content(table, place, rows.told(start + place))
+                    digest.update(hashlib.sha256(content).digest())
+                    modes[opened(content, named).mode] += 1
+                except BrokenImage as error:
+                    digest.update(f"{start + place} {error}".encode())
+        return modes, digest.hexdigest()

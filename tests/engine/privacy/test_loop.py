@@ -1,0 +1,237 @@
+"""make_private: the loop of a user, against Opacus, one-sample autograd and closed forms."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from psgrad.engine.privacy import make_generator
+from psgrad.engine.privacy.loop import PrivateParts, make_private
+from psgrad.errors import ConfigError, LossError, ModelError, PsgradError
+
+ROWS, RATE = 24, 0.5
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (ROWS,), generator=generator))
+
+
+def parts_of(model: nn.Module, batch_size: int = ROWS, **options: Any) -> PrivateParts:
+    settings: dict[str, Any] = {
+        "criterion": nn.CrossEntropyLoss(),
+        "noise_multiplier": 0.0,
+        "max_grad_norm": 0.3,
+        "generator": make_generator("aes", seed=5),
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(dataset(), batch_size=batch_size, shuffle=True)
+    return make_private(model, optimizer, loader, **{**settings, **options})
+
+
+def trained(parts: PrivateParts, epochs: int = 1) -> list[int]:
+    """Train; the size of each batch."""
+    model, optimizer, criterion, loader = parts
+    sizes = []
+    for _ in range(epochs):
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), target)
+            loss.backward()
+            optimizer.step()
+            sizes.append(len(target))
+    return sizes
+
+
+def clipped_mean(model: nn.Module, bound: float) -> list[torch.Tensor]:
+    """The sum of clipped gradients over all rows, one row at a time by autograd, by their number."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for inputs, target in dataset():
+        loss = nn.functional.cross_entropy(model(inputs[None]), target[None])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        for each, gradient in zip(total, gradients, strict=True):
+            each += gradient * min(1.0, bound / float(norm))
+    return [each / ROWS for each in total]
+
+
+def test_step_without_noise_is_the_clipped_sum_by_autograd() -> None:
+    model = network()
+    before, expected = [p.detach().clone() for p in model.parameters()], clipped_mean(network(), 0.3)
+    assert trained(parts_of(model)) == [ROWS]
+    for old, new, mean in zip(before, model.parameters(), expected, strict=True):
+        torch.testing.assert_close(old - new, mean, rtol=1e-6, atol=1e-12)
+
+
+def test_steps_without_noise_are_those_of_opacus() -> None:
+    opacus = pytest.importorskip("opacus")
+    theirs, ours = network(), network()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    model, optimizer, loader = opacus.PrivacyEngine().make_private(
+        module=theirs,
+        optimizer=optimizer,
+        data_loader=DataLoader(dataset(), batch_size=ROWS),
+        noise_multiplier=0.0,
+        max_grad_norm=0.3,
+    )
+    for _ in range(3):
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+    trained(parts_of(ours), epochs=3)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)  # it divides by norm + 1e-6
+
+
+def test_epsilon_is_that_of_opacus_and_never_below_the_closed_form() -> None:
+    parts = parts_of(network(), batch_size=ROWS // 2, noise_multiplier=2.0)
+    assert len(parts.data_loader) == 2
+    sizes = trained(parts, epochs=10)
+    assert len(set(sizes)) > 3, "Poisson batches differ in size"
+    assert np.mean(sizes) == pytest.approx(ROWS * RATE, abs=3)
+    found = parts.optimizer.epsilon(1e-5)
+    accountants = pytest.importorskip("opacus.accountants")
+    prv = accountants.PRVAccountant()
+    prv.history = [(2.0, RATE, 20)]
+    assert found == pytest.approx(prv.get_epsilon(1e-5, eps_error=0.001), rel=0.01)
+
+
+def test_epsilon_of_whole_batches_is_that_of_the_gaussian_mechanism() -> None:
+    parts = parts_of(network(), noise_multiplier=4.0)
+    trained(parts, epochs=4)  # as one release with noise 4 / sqrt(4)
+    epsilon = parts.optimizer.epsilon(1e-5)
+
+    def delta(eps: float, sigma: float = 2.0) -> float:
+        phi = torch.distributions.Normal(0.0, 1.0).cdf
+        below, above = 1 / (2 * sigma) - eps * sigma, -1 / (2 * sigma) - eps * sigma
+        return float(phi(torch.tensor(below)) - math.exp(eps) * phi(torch.tensor(above)))
+
+    assert delta(epsilon) <= 1.02e-5
+    assert delta(0.99 * epsilon) > 1e-5
+
+
+@pytest.mark.parametrize(("poisson", "sensitivity"), [(True, 0.3), (False, 0.6)])
+def test_noise_has_the_stated_deviation(poisson: bool, sensitivity: float) -> None:
+    model = nn.Linear(4, 5000).double()
+    before = model.weight.detach().clone()
+    parts = parts_of(
+        model,
+        criterion=lambda output, target: (0 * output).sum(),
+        noise_multiplier=2.0,
+        poisson_sampling=poisson,
+    )
+    trained(parts)
+    noise = (model.weight.detach() - before) * ROWS
+    assert float(noise.std()) == pytest.approx(2.0 * sensitivity, rel=0.03)
+
+
+def test_fixed_batches_have_one_size_and_are_accounted_without_amplification() -> None:
+    parts = parts_of(network(), batch_size=8, noise_multiplier=2.0, poisson_sampling=False)
+    assert trained(parts) == [8, 8, 8]
+    event = parts.optimizer.events[0]
+    assert (event.sampling.scheme, event.relation) == ("fixed", "replace_one")
+    poisson = parts_of(network(), batch_size=8, noise_multiplier=2.0)
+    trained(poisson)
+    assert parts.optimizer.epsilon(1e-5) > 1.5 * poisson.optimizer.epsilon(1e-5)
+
+
+def test_empty_batches_are_steps_of_noise_alone() -> None:
+    model = network()
+    loader = DataLoader(TensorDataset(*(each[:2] for each in dataset().tensors)), batch_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parts = make_private(
+        model, optimizer, loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    before = copy.deepcopy(model.state_dict())
+    sizes = trained(parts, epochs=10)
+    assert 0 in sizes
+    assert len(parts.optimizer.events) == 20
+    assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_loop_keeps_what_loops_use() -> None:
+    parts = parts_of(network(), batch_size=12, noise_multiplier=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, step_size=1, gamma=0.5)
+    trained(parts)
+    scheduler.step()
+    assert parts.optimizer.param_groups[0]["lr"] == 0.5
+    parts.module.eval()
+    assert parts.module(dataset().tensors[0]).requires_grad, "outside of training the model is itself"
+    parts.module.train()
+    inputs, target = next(iter(parts.data_loader))
+    loss = parts.criterion(parts.module(inputs), target)
+    assert "NOT PRIVATE" in repr(loss)
+    assert loss.item() == pytest.approx(
+        float(nn.functional.cross_entropy(parts.module.module(inputs), target))
+    )
+
+
+def misused(kind: str) -> None:
+    model, optimizer, criterion, loader = parts_of(network(), batch_size=12)
+    inputs, target = next(iter(loader))
+    if kind == "changed output":
+        criterion(model(inputs) * 2, target)
+    loss = criterion(model(inputs), target)
+    if kind == "no batch":
+        optimizer.step()
+    if kind == "other rows":
+        criterion(model(torch.cat([inputs, inputs])), torch.cat([target, target])).backward()
+    loss.backward()
+    if kind == "accumulated":
+        criterion(model(inputs), target).backward()
+    optimizer.step()
+    if kind == "used twice":
+        criterion(model(inputs), target).backward()
+    if kind == "closure":
+        optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("changed output", LossError, "the loss was given another output than the model's last one"),
+        ("no batch", ConfigError, "optimizer.step\\(\\) was called without a batch"),
+        ("other rows", ConfigError, "the model was called with .* rows, and the loader drew"),
+        ("accumulated", ConfigError, "a batch that was not drawn for it"),
+        ("used twice", ConfigError, "a batch that was not drawn for it"),
+        ("closure", ConfigError, "step was given a closure"),
+    ],
+)
+def test_loop_that_would_void_the_guarantee_is_refused(
+    kind: str, error: type[PsgradError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        misused(kind)
+
+
+def test_model_that_mixes_records_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    with pytest.raises(ModelError, match="BatchNorm1d"):
+        trained(parts_of(model))
+
+
+def test_optimizer_of_other_parameters_is_refused() -> None:
+    other = network()
+    with pytest.raises(ConfigError, match="the optimiser has 4 trainable parameters that are not among"):
+        make_private(
+            network(),
+            torch.optim.SGD(other.parameters(), lr=1.0),
+            DataLoader(dataset(), batch_size=4),
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )

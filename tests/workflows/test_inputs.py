@@ -1,0 +1,89 @@
+"""Runs on data as people have them: images of which one is broken, weights, names of classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from tests.workplace import Workplace
+
+IMAGES = """
+def Model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))
+"""
+
+
+@pytest.fixture
+def images(workplace: Workplace) -> Workplace:
+    generator = np.random.default_rng(0)
+    for row in range(12):
+        path = workplace.folder / "images" / ("cat" if row % 2 else "dog") / f"{row:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    workplace.use_model(IMAGES)
+    workplace.config["data"] = {"images": "images", "id": "file_name"}
+    return workplace
+
+
+def test_analyze_an_image_folder(images: Workplace) -> None:
+    images.succeeded()
+    samples = images.samples()
+    assert samples["target"].tolist() == [0] * 6 + [1] * 6
+    assert (samples["status"] == "ok").all()
+
+
+def test_analyze_goes_on_at_a_broken_image(images: Workplace) -> None:
+    images.succeeded()
+    before = images.samples()
+    path = images.folder / "images" / "dog" / "04.png"
+    path.write_bytes(path.read_bytes()[:90])
+    outcome = images.succeeded("--overwrite")
+    samples = images.samples()
+    broken = samples["id"] == "dog/04.png"
+    assert samples["status"].tolist() == ["nonfinite" if each else "ok" for each in broken]
+    np.testing.assert_allclose(samples["grad_norm"][~broken], before["grad_norm"][~broken], rtol=1e-5)
+    assert "row 8 is not finite: the image " in outcome.err
+    assert "dog/04.png in row 8 can't be read: " in outcome.err
+
+
+def test_influence_refuses_a_broken_image(images: Workplace) -> None:
+    path = images.folder / "images" / "dog" / "04.png"
+    path.write_bytes(path.read_bytes()[:90])
+    images.config["influence"] = {"queries": {"rows": [0]}}
+    images.analyze()  # writes the config
+    outcome = images.command("influence", "config.yaml", "--overwrite")
+    outcome.refused(3, "dog/04.png in row 8 can't be read")
+
+
+def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: Path) -> None:
+    weights = np.linspace(0, 3, len(workplace.arrays["y"])).astype(np.float32)
+    workplace.save(w=weights)
+    workplace.succeeded()
+    before = workplace.samples()
+    workplace.config["data"]["weight"] = "w"
+    workplace.succeeded("--overwrite")
+    after = workplace.samples()
+    np.testing.assert_allclose(after["loss"], weights * before["loss"], rtol=1e-5)
+    np.testing.assert_allclose(after["grad_norm"], weights * before["grad_norm"], rtol=1e-5, atol=1e-7)
+    workplace.config["influence"] = {"queries": {"rows": [0]}}
+    workplace.analyze("--overwrite")
+    workplace.command("influence", "config.yaml", "--overwrite").refused(
+        2, "influence is not computed for losses with weights"
+    )
+
+
+def test_names_of_classes_are_in_the_manifest_and_the_report(workplace: Workplace) -> None:
+    x, y = workplace.arrays["x"], workplace.arrays["y"]
+    frame = pd.DataFrame({f"x{place}": x[:, place] for place in range(x.shape[1])})
+    frame.assign(y=np.array(["emu", "cat", "dog"])[y]).to_csv(workplace.folder / "data.csv", index=False)
+    workplace.config["data"] = {"path": "data.csv", "inputs": list(frame), "target": "y"}
+    workplace.succeeded()
+    manifest = workplace.manifest()
+    assert "y: labels in sorted order: 0 cat, 1 dog, 2 emu" in manifest["model"]["notes"]
+    assert manifest["config"]["data"]["class_names"] == ["cat", "dog", "emu"]
+    assert workplace.samples()["target"].tolist() == [[2, 0, 1][label] for label in y]

@@ -1,0 +1,154 @@
+"""Objects of a program in place of sections of a config."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import psgrad
+from tests.workplace import ROWS, Workplace
+
+
+def plain_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def tensors_of(place: Workplace) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(place.arrays["x"]), torch.from_numpy(place.arrays["y"])
+
+
+def norms(place: Workplace) -> list[float]:
+    """Of each row's gradient, by autograd one at a time."""
+    found = []
+    for x, y in zip(*tensors_of(place), strict=True):
+        loss = nn.functional.cross_entropy(place.model(x[None]), y[None])
+        gradients = torch.autograd.grad(loss, list(place.model.parameters()))
+        found.append(float(torch.cat([each.flatten() for each in gradients]).norm()))
+    return found
+
+
+@pytest.mark.parametrize("form", ["dataset", "arrays", "path"])
+def test_analyze_of_objects_is_that_of_autograd_and_leaves_them_alone(
+    workplace: Workplace, form: str
+) -> None:
+    inputs, target = tensors_of(workplace)
+    data: Any = {
+        "dataset": TensorDataset(inputs, target),
+        "arrays": (workplace.arrays["x"], workplace.arrays["y"]),
+        "path": {"path": "data.npz", "inputs": "x", "target": "y"},
+    }[form]
+    model = workplace.model.train()
+    before = copy.deepcopy(model.state_dict())
+    run = psgrad.analyze(model=model, data=data, loss=plain_loss, report=False)
+    assert run.samples["grad_norm"].to_numpy() == pytest.approx(norms(workplace), rel=1e-4)
+    assert run.folder.is_dir()
+    assert not run.folder.is_relative_to(workplace.folder)
+    assert model.training
+    assert all(torch.equal(each, model.state_dict()[name]) for name, each in before.items())
+    assert psgrad.load_run(run.folder).samples.shape == run.samples.shape
+
+
+def test_config_has_the_keys_that_objects_leave_open(workplace: Workplace) -> None:
+    workplace.config["analyze"] = {"measures": ["el2n"]}
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    by_file = psgrad.analyze("config.yaml", model=workplace.model, output="live", report=False)
+    assert by_file.folder == Path("live")
+    assert "el2n" in by_file.samples
+    assert by_file.samples["id"].tolist() == workplace.arrays["uid"].tolist()
+    plain = {"analyze": {"measures": ["el2n"]}, "data": workplace.config["data"], "loss": "cross_entropy"}
+    by_mapping = psgrad.analyze(plain, model=lambda: copy.deepcopy(workplace.model), report=False)
+    assert by_mapping.samples["el2n"].tolist() == by_file.samples["el2n"].tolist()
+
+
+def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None:
+    objects: dict[str, Any] = {
+        "model": workplace.model,
+        "data": TensorDataset(*tensors_of(workplace)),
+        "loss": plain_loss,
+    }
+    queries = TensorDataset(torch.ones(2, 4), torch.tensor([0, 2]))
+    section = {"influence": {"method": "gradient_dot", "measurement": "loss"}}
+    found = psgrad.influence(section, queries=queries, report=False, **objects)
+    assert len(found.queries) == 2
+    with torch.no_grad():
+        losses = nn.functional.cross_entropy(
+            workplace.model(torch.ones(2, 4)), torch.tensor([0, 2]), reduction="none"
+        )
+    assert found.queries["measurement"].to_numpy() == pytest.approx(losses.numpy(), rel=1e-5)
+    assert psgrad.plan(**objects).rows == ROWS
+    privacy = {
+        "epochs": 1,
+        "batch_size": 12,
+        "delta": 0.01,
+        "sampling": {"scheme": "poisson", "dataset_size": ROWS},
+        "clipping": {"norm": 1.0},
+        "noise": {"multiplier": 2.0},
+        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
+    }
+    step = psgrad.dp_step({"privacy": privacy}, steps="all", **objects)
+    assert len(step.steps) == 2
+    assert (step.folder / "public" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("objects", "words"),
+    [
+        ({"data": 3}, "data is of type int"),
+        ({"data": (np.ones((3, 4)), np.ones(2))}, "the arrays have 3, 2 rows"),
+        ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss"),
+        ({"model": 3}, "model is of type int"),
+        ({"resume": True}, "resume was given together with objects"),
+        ({"loss": None}, "loss: missing; it is required"),
+    ],
+)
+def test_objects_that_do_not_fit_are_told(workplace: Workplace, objects: dict[str, Any], words: str) -> None:
+    given = {"model": workplace.model, "data": TensorDataset(*tensors_of(workplace)), "loss": plain_loss}
+    with pytest.raises(psgrad.PsgradError, match=words):
+        psgrad.analyze(**{**given, **objects})
+
+
+def test_loader_is_refused_by_the_name_of_its_dataset(workplace: Workplace) -> None:
+    loader = DataLoader(TensorDataset(*tensors_of(workplace)))
+    with pytest.raises(psgrad.PsgradError, match=r"data=loader\.dataset"):
+        psgrad.analyze(model=workplace.model, data=loader, loss=plain_loss)
+
+
+def test_run_of_objects_is_judged_again_but_not_run_again(workplace: Workplace) -> None:
+    objects: Any = {"model": workplace.model, "data": tensors_of(workplace), "loss": plain_loss}
+    run = psgrad.analyze(report=False, **objects)
+    assert psgrad.check(run.folder).exit_code == 0
+    again = {**run.manifest["config"], "output": "again"}
+    with pytest.raises(psgrad.PsgradError, match="objects that were given to psgrad in Python"):
+        psgrad.analyze(again)
+
+
+def test_results_are_short_as_text_and_tables_in_notebooks(workplace: Workplace) -> None:
+    ids = np.array([f"<b>{row}" for row in range(ROWS)])
+    workplace.save(uid=ids)
+    run = psgrad.analyze(workplace.config, report=False)
+    assert len(repr(run)) < 1000
+    html = run._repr_html_()
+    assert "<caption>AnalyzeResult</caption>" in html
+    assert "grad_norm" in html or "fingerprint" in html
+    assert "<b>" not in html
+    assert "&lt;b&gt;0" in html
+    assert len(html) < 20_000
+
+
+def test_engine_names_come_with_torch_only_when_asked_for() -> None:
+    script = (
+        "import sys, psgrad; before = 'torch' in sys.modules; f = psgrad.per_sample_gradients;"
+        " print(before, f.__module__, psgrad.make_private.__name__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False psgrad.engine.gradients.per_sample make_private True\n"
