@@ -265,7 +265,7 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (
         facts(op).mutated
         or facts(op).is_view
-        or state.going_back
+        or state.in_backward_pass
         or op in _as_they_are
         or (is_composite(op) and op not in _decompositions)
     ):
