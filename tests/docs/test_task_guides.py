@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import psgrad
-from tests.docs.test_readme import DOCS, blocks
+from tests.docs.test_readme import DOCS, README, blocks
 from tests.hugging_face import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from tests.workflows.test_text_commands import write_adapter
 
@@ -22,6 +22,8 @@ EXAMPLES = [
         zip(*(blocks(page.read_text(encoding="utf-8"), kind) for kind in ("json", "yaml")), strict=True)
     )
 ]
+CLASSIFIED = blocks((GUIDES / "text-classification.md").read_text(encoding="utf-8"), "json")[0]
+EXAMPLES.append(pytest.param(CLASSIFIED, blocks(README, "yaml")[0], id="README"))
 TOKENIZERS = {"causal-lm": "gpt", "seq2seq-lm": "t5"}
 
 
