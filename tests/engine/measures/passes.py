@@ -50,8 +50,8 @@ class Rows:
         for i in range(len(self.inputs)):
             output = self.model(self.inputs[i : i + 1])[0]
             loss = self.criterion(output, None if self.targets is None else self.targets[i])
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+            result = torch.autograd.grad(loss, parameters, allow_unused=True)
+            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(result, parameters, strict=True)]
             rows.append(torch.cat([part.flatten() for part in parts]).double())
         return torch.stack(rows).numpy()
 
@@ -129,13 +129,13 @@ class _Run:
     def take(
         self, run: Callable[[_Run, int], Any], interrupted_at: int | None, name: str
     ) -> dict[str, Tensor]:
-        found: list[Columns] = []
+        result: list[Columns] = []
         which = "first" if name == "first" else "again"
         for columns in run(self, 0):
-            found.append(columns)
+            result.append(columns)
             if interrupted_at is not None and columns.stop >= interrupted_at:
                 break
-        if interrupted_at is not None and found[-1].stop < len(self.rows.inputs):
+        if interrupted_at is not None and result[-1].stop < len(self.rows.inputs):
             states, size = [measure.state() for measure in getattr(self, which)], self.stream.chunk_size
             before = dict(self.states)
             self.make()
@@ -146,12 +146,12 @@ class _Run:
                 for measure in self.again:
                     measure.between()
             _restore(getattr(self, which), states)
-            found += list(run(self, found[-1].stop))
+            result += list(run(self, result[-1].stop))
         self.states[name] = [
             {key: value.clone() for key, value in measure.state().items()} for measure in getattr(self, which)
         ]
-        keys = found[0].values
-        return {key: torch.cat([columns.values[key] for columns in found]) for key in keys}
+        keys = result[0].values
+        return {key: torch.cat([columns.values[key] for columns in result]) for key in keys}
 
 
 def _restore(measures: Sequence[Measure], states: Sequence[dict[str, Tensor]]) -> None:
