@@ -237,6 +237,11 @@ def samples_of(
     others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight", "task")
     cleared = {name: None for name in others if name in DataConfig.model_fields}
     columns = load_data(data.model_copy(update={**cleared, **alone}), base, allow_download=allow_download)
+    if len(columns) != len(found):
+        raise ConfigError(
+            f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples",
+            expected="one row a sample: a loss with columns does not go with data.group",
+        )
     return SamplesWithColumns(found, columns, criterion.columns)
 
 
