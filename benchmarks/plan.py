@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from psgrad.engine.gradients import machine, per_sample_gradients, per_sample_sq
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.sources.load import load_data
+from psgrad.ragged import Block
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Bars: how far a prediction may be off, as a share of what happens.
@@ -109,7 +109,7 @@ def seconds(subject: Subject, chunk: int, rounds: int, device: torch.device) -> 
     stream = Stream(
         subject.objective.loss,
         subject.objective.params,
-        lambda start, stop: SimpleNamespace(inputs=(inputs[start:stop],), target=target[start:stop]),
+        lambda start, stop: Block((inputs[start:stop],), target[start:stop]),
         chunk_size=chunk,
         capture="off",
     )

@@ -1,11 +1,11 @@
 """Rows of unequal length beside rows of one length, and beside the library's own forward and backward pass.
 
-    python benchmarks/ragged.py [--rows 256] [--rounds 5] [--json FILE]
+    python benchmarks/ragged.py [--rows 256] [--rounds 5] [--padded] [--json FILE]
     python benchmarks/ragged.py --models bert gpt2 [--layers 12] [--model-rows 4] [--rounds 5]
 
 The first comparison: gradient norms of ragged texts of 8 to 512 tokens, through psgrad's stream as
 `psgrad analyze` uses it, and of as many texts that all have the mean length. Both have the same number of
-tokens; that of the squared lengths, which attention takes, differs, and is printed. `padded` computes the
+tokens; the sum of squared lengths, which attention takes, differs, and is printed. With --padded also the
 ragged texts in chunks padded to their longest row, without buckets.
 
 The second: norms of transformers' BERT and GPT-2 of their published widths, random weights, beside the plain
@@ -100,7 +100,7 @@ def lengths_of(rows: int) -> tuple[Tensor, Tensor]:
     return spread, torch.full((rows,), round(float(spread.double().mean())))
 
 
-def ragged_contest(rows: int, width: int, layers: int) -> dict[str, Callable[[], Any]]:
+def ragged_contest(rows: int, width: int, layers: int, with_padded: bool) -> dict[str, Callable[[], Any]]:
     """The ways through the same model, after a check that buckets change no number."""
     torch.manual_seed(0)
     objective = Objective(bert(width, layers), F.cross_entropy, forward=FORWARD)
@@ -111,12 +111,13 @@ def ragged_contest(rows: int, width: int, layers: int) -> dict[str, Callable[[],
     few = block.at(slice(0, 8))
     alone = [norms_of(objective, few.at(slice(row, row + 1)))() for row in range(8)]
     torch.testing.assert_close(norms_of(objective, few)(), torch.cat(alone), rtol=1e-4, atol=0)
-    padded = replace(block, lengths=None, ragged=None)
-    return {
+    ways = {
         "plain": norms_of(objective, replace(texts(equal), lengths=None, ragged=None)),
         "ragged": norms_of(objective, block),
-        "padded": norms_of(objective, padded),
     }
+    if with_padded:
+        ways["padded"] = norms_of(objective, replace(block, lengths=None, ragged=None))
+    return ways
 
 
 def model_contest(kind: str, layers: int, rows: int, tokens: int) -> dict[str, Callable[[], Any]]:
@@ -154,6 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256, help="texts (default: %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the ragged model (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="its layers (default: %(default)s)")
+    parser.add_argument("--padded", action="store_true", help="time the texts without buckets, too")
     parser.add_argument("--models", nargs="*", choices=("bert", "gpt2"), default=["bert", "gpt2"])
     parser.add_argument("--layers", type=int, default=12, help="of those models (default: %(default)s)")
     parser.add_argument("--model-rows", type=int, default=4, help="their batch (default: %(default)s)")
@@ -173,7 +175,7 @@ def main() -> None:
     if arguments.rows:
         title = f"{arguments.rows} texts, BERT {arguments.depth} x {arguments.width}"
         print(title)
-        ways = ragged_contest(arguments.rows, arguments.width, arguments.depth)
+        ways = ragged_contest(arguments.rows, arguments.width, arguments.depth, arguments.padded)
         found[title] = time_in_turn(ways, arguments.rounds, device, time.process_time)
         print_table(found[title])
     for kind in arguments.models:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.transforms import functional_call
@@ -27,10 +27,11 @@ VOCABULARY, CLASSES = 1000, 5
 
 
 class Recurrent(nn.Module):
-    """Words to logits by the last state of packed sequences."""
+    """Words to logits by the last state of packed sequences, or by the mean of all states, unpacked."""
 
-    def __init__(self, layer: type[nn.RNNBase], width: int = 64) -> None:
+    def __init__(self, layer: type[nn.RNNBase], unpack: bool = False, width: int = 64) -> None:
         super().__init__()
+        self.unpack = unpack
         self.words = nn.Embedding(VOCABULARY, width)
         self.layer = layer(width, width, batch_first=True)
         self.head = nn.Linear(width, CLASSES)
@@ -39,7 +40,9 @@ class Recurrent(nn.Module):
         packed = pack_padded_sequence(
             self.words(words), lengths.cpu(), batch_first=True, enforce_sorted=False
         )
-        end = self.layer(packed)[1]
+        states, end = self.layer(packed)
+        if self.unpack:
+            return self.head(pad_packed_sequence(states, batch_first=True)[0].mean(1))
         return self.head((end[0] if isinstance(end, tuple) else end)[-1])
 
 
@@ -67,6 +70,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU),
     "rnn": lambda: Recurrent(nn.RNN),
+    "unpacked": lambda: Recurrent(nn.LSTM, unpack=True),
     "bert": Bert,
 }
 # How many lengths there are: all of 5 to 100, some, one.

@@ -8,11 +8,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from psgrad.config import DataConfig
+from psgrad.config.model import Task
+from psgrad.errors import PsgradError
+from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.rows import Samples
+from psgrad.inputs.sources.load import load_data
 from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer
 
 Row = dict[str, Any]
@@ -143,6 +150,42 @@ def _unmasked(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
     return tensors(encoding, labels=labels)
 
 
+def samples_of(
+    folder: Path,
+    task: str,
+    rows: Sequence[Row],
+    *,
+    kind: str = "bert",
+    config: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    kept: Path | None = None,
+    **data: Any,
+) -> Samples:
+    """The samples of rows for a tiny model of a task. kind, options: of the tokenizer; config: of the model;
+    data: keys of the data section. A folder that has the model keeps it, and its tokenizer.
+    """
+    if not (folder / "model").exists():
+        tiny_model(task, folder / "model", **(config or {}))
+        tiny_tokenizer(folder / "model", kind=kind, **(options or {}))
+    import transformers
+
+    settings = transformers.AutoConfig.from_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataConfig.model_validate({"path": Path("rows.jsonl"), **data})
+    pretrained = Pretrained(folder / "model", cast(Task, task), settings)
+    return load_data(section, folder, pretrained=pretrained, kept=kept)
+
+
+def refusal_of(error_kind: type[PsgradError], *arguments: Any, **options: Any) -> str:
+    """What `samples_of`, or reading all of its rows, is refused with."""
+    try:
+        samples = samples_of(*arguments, **options)
+        samples.read(0, len(samples))
+    except error_kind as error:
+        return str(error)
+    pytest.fail("not refused")
+
+
 NAMED = {"id2label": LABELS, "label2id": {name: place for place, name in LABELS.items()}, "num_labels": 3}
 _TYPES = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
 _CONTEXT = "the cat sat on the mat, and a dog ran over the hill"
@@ -243,4 +286,4 @@ CASES: dict[str, TextCase] = {
     ),
 }
 
-__all__ = ["CASES", "LABELS", "LONGER", "NAMED", "TextCase", "tensors"]
+__all__ = ["CASES", "LABELS", "LONGER", "NAMED", "TextCase", "refusal_of", "samples_of", "tensors"]

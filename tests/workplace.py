@@ -64,6 +64,19 @@ class Outcome:
         return self.err
 
 
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> Outcome:
+    """`psgrad` with these arguments, in this process."""
+    monkeypatch.setattr("sys.argv", ["psgrad", *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as leave:
+        main()
+    out, err = capfd.readouterr()
+    assert isinstance(leave.value.code, int)
+    return Outcome(leave.value.code, out, err)
+
+
 class Workplace:
     """The folder, which is the current one too. `config` is written to config.yaml before each run."""
 
@@ -109,13 +122,7 @@ class Workplace:
         return self.command("analyze", "config.yaml", *options)
 
     def command(self, *arguments: str) -> Outcome:
-        self._monkeypatch.setattr("sys.argv", ["psgrad", *arguments])
-        self._capfd.readouterr()
-        with pytest.raises(SystemExit) as leave:
-            main()
-        out, err = self._capfd.readouterr()
-        assert isinstance(leave.value.code, int)
-        return Outcome(leave.value.code, out, err)
+        return run_command(self._monkeypatch, self._capfd, *arguments)
 
     def refused(self, code: int, *words: str, options: tuple[str, ...] = ()) -> str:
         """Run, and see it end with this exit code and these words on stderr, on one screen and without a

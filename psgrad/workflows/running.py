@@ -24,6 +24,7 @@ import torch
 
 from psgrad.config import Config
 from psgrad.engine.execution.self_check import SelfCheck
+from psgrad.inputs.images.folder import folder_rows
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.inputs.sources.source import data_files
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
@@ -153,7 +154,11 @@ def describe_run(
 
 
 def _hashes_of_files(config: Config) -> list[str] | None:
-    """The SHA-256 of each file of the dataset; None where it is not in files."""
+    """The SHA-256 of each file of the dataset, of a folder of images that of its listing; None where the
+    dataset is not in files.
+    """
+    if config.data.images is not None:
+        return [folder_rows(config.data, config.base).fingerprint]
     if config.data.path is None:
         return None
     return [sha256_of(file) for file in data_files(config.data, config.base)]

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
+from psgrad.inputs.images.folder import folder_rows, metadata_of, with_names
 from psgrad.inputs.sources.files import sha256_of
-from psgrad.inputs.sources.selection import require_format, write_selected
+from psgrad.inputs.sources.selection import require_format, require_list_format, write_list, write_selected
 from psgrad.inputs.sources.source import data_files
 from psgrad.results.conditions import rows_where
 from psgrad.storage.files import written_atomically
@@ -39,8 +41,13 @@ def select(run: Path, where: str, *, output: Path, drop: bool = False, overwrite
     those of the run.
     """
     manifest = finished_manifest(run)
-    files = _unchanged_files(run, manifest)
-    require_format(files, output)
+    data, base = _dataset(run, manifest)
+    listing = data.images is not None and metadata_of(base / data.images) is None
+    files = _unchanged_files(run, manifest, data, base)
+    if listing:
+        require_list_format(output)
+    else:
+        require_format(files, output)
     if output.exists() and not overwrite:
         raise OutputExistsError(
             f"{output} exists", next_step="name another file, or replace it with --overwrite"
@@ -54,10 +61,20 @@ def select(run: Path, where: str, *, output: Path, drop: bool = False, overwrite
     kept[frame["dataset_row" if "dataset_row" in frame else "index"][chosen]] = True
     try:
         with written_atomically(output) as file:
-            write_selected(files, kept, output, file)
+            if listing:
+                write_list(_images(data, base).filter(pa.array(kept)), output, file)
+            else:
+                write_selected(files, kept, output, file)
     except OSError as error:
         raise OutputError(f"{output} can't be written: {error.strerror or error}") from error
     return Selection(output, int(chosen.sum()), len(frame), count)
+
+
+def _images(data: DataConfig, base: Path) -> pa.Table:
+    """The rows of a folder of images, their paths in the first column."""
+    rows, image = folder_rows(data, base), with_names(data, base).image
+    table = rows.read(0, rows.count)
+    return table.select([image, *(name for name in table.column_names if name != image)])
 
 
 def _samples(path: Path) -> pd.DataFrame:
@@ -71,40 +88,42 @@ def _samples(path: Path) -> pd.DataFrame:
     return frame.assign(label=frame["target"]) if "target" in frame and "label" not in frame else frame
 
 
-def _unchanged_files(run: Path, manifest: dict[str, Any]) -> list[Path]:
-    """The files of a run's dataset. Raises ConfigError where it is no dataset of files, DataError where they
-    are not as they were.
-    """
-    about = manifest.get("data") or {}
+def _dataset(run: Path, manifest: dict[str, Any]) -> tuple[DataConfig, Path]:
+    """(the dataset of a run, what its paths are relative to). Raises ConfigError where it is not in files."""
     try:
         data = DataConfig.model_validate((manifest.get("config") or {}).get("data"), strict=False)
     except ValidationError as error:
-        raise DataError(
-            f"the dataset of the run in {run} is not known: {error.errors()[0]['msg']}"
-        ) from error
-    if data.path is None:
+        reason = error.errors()[0]["msg"]
+        raise DataError(f"the dataset of the run in {run} is not known: {reason}") from error
+    if data.path is None and data.images is None:
         raise ConfigError(
             f"the rows of the run in {run} come from {data.source}, which is no file",
-            expected="a run on data.path: files whose rows can be copied",
+            expected="a run on data.path or data.images: files whose rows can be copied",
             next_step="take ids or indices from samples.parquet, and select by them where the rows are made",
         )
-    if about.get("files") is None:
+    if (manifest.get("data") or {}).get("files") is None:
         raise DataError(
             f"the run in {run} is of an older psgrad, which kept no hashes of the dataset's files",
             next_step="run psgrad analyze again",
         )
-    base = Path(str(manifest.get("config_folder") or "."))
-    files = data_files(data, base)
-    missing = [file for file in files if not file.is_file()]
+    return data, Path(str(manifest.get("config_folder") or "."))
+
+
+def _unchanged_files(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path) -> list[Path]:
+    """The files of a run's dataset; of a folder of images its metadata file, or the folder. Raises DataError
+    where they are not as they were.
+    """
+    where = base / data.images if data.images is not None else None
+    files = data_files(data, base) if where is None else [metadata_of(where) or where]
+    missing = [file for file in [*files, *([where] if where else [])] if not file.exists()]
     if missing:
         raise DataError(
             f"the dataset's file {missing[0]} is not there",
-            cause=None
-            if base.is_absolute()
-            else "the run's config was named by a path relative to another folder",
+            cause=None if base.is_absolute() else "the run's config was named by a relative path",
             next_step="call psgrad select in the folder where psgrad analyze was called",
         )
-    if [sha256_of(file) for file in files] != about["files"]:
+    now = [sha256_of(file) for file in files] if where is None else [folder_rows(data, base).fingerprint]
+    if now != manifest["data"]["files"]:
         raise DataError(
             f"the files of the dataset, {', '.join(map(str, files[:3]))}, are not those of the run in {run}",
             expected="the files as they were: rows are matched by their place",

@@ -176,11 +176,11 @@ def test_comparison_number_format(tmp_path: Path) -> None:
     moved = finished(
         tmp_path / "c", table(400).assign(grad_norm=lambda frame: np.roll(frame["grad_norm"], 7))
     )
-    found = diff(a, moved)
-    cells = [row.cells for table in tables(found) for row in table.rows]
+    result = diff(a, moved)
+    cells = [row.cells for table in tables(result) for row in table.rows]
     assert cells
     assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in cells for cell in row[3:5])
-    known = {str(row["id"]): row for row in found.changes.to_dict("records")}
+    known = {str(row["id"]): row for row in result.changes.to_dict("records")}
     for row in cells:
         change = known[row[0]]
         assert list(row[1:3]) == [number(change["score_a"]), number(change["score_b"])]
@@ -191,10 +191,10 @@ def test_comparison_number_format(tmp_path: Path) -> None:
 def test_comparison_of_different_scores_uses_norms(tmp_path: Path) -> None:
     a = finished(tmp_path / "a", table(5))
     b = finished(tmp_path / "b", table(5), config={"analyze": {"outliers": {"score": "loss"}}})
-    found = diff(a, b)
+    result = diff(a, b)
     assert (
-        found.score,
-        "judged by different scores, grad_norm (upper) and loss (upper)" in found.warnings[0],
+        result.score,
+        "judged by different scores, grad_norm (upper) and loss (upper)" in result.warnings[0],
     ) == ("grad_norm", True)
 
 

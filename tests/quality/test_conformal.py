@@ -51,8 +51,8 @@ def test_p_values_by_hand() -> None:
 
 @given(SCORES, SCORES, st.sampled_from(["upper", "lower"]))
 def test_p_values_equal_the_count(scores: list[float], reference: list[float], tail: str) -> None:
-    found = p_values(np.array(scores), np.array(reference), tail)
-    np.testing.assert_array_equal(found, [counted(score, reference, tail) for score in scores])
+    result = p_values(np.array(scores), np.array(reference), tail)
+    np.testing.assert_array_equal(result, [counted(score, reference, tail) for score in scores])
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12))
@@ -85,9 +85,9 @@ def test_p_values_by_group() -> None:
     st.sampled_from([0.05, 0.1, 0.3]),
 )
 def test_q_values_equal_step_up_procedure(p: list[float], q: float) -> None:
-    found = q_values(np.array(p))
-    assert np.isnan(found).tolist() == np.isnan(p).tolist()
-    assert (found <= q * (1 + 1e-12)).tolist() == step_up(p, q)
+    result = q_values(np.array(p))
+    assert np.isnan(result).tolist() == np.isnan(p).tolist()
+    assert (result <= q * (1 + 1e-12)).tolist() == step_up(p, q)
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,9 +112,11 @@ def test_resolution_limit_of_reference(sizes: list[tuple[int, int]], q: float) -
         ]
         for group in set(flagged):
             possible[group].append(len(flagged))
-    found = resolution(tested, reference, q)
-    assert dict(found.smallest_of) == {group: min(counts, default=None) for group, counts in possible.items()}
-    assert found.smallest == min((min(counts) for counts in possible.values() if counts), default=None)
+    result = resolution(tested, reference, q)
+    assert dict(result.smallest_of) == {
+        group: min(counts, default=None) for group, counts in possible.items()
+    }
+    assert result.smallest == min((min(counts) for counts in possible.values() if counts), default=None)
 
 
 @pytest.mark.parametrize(

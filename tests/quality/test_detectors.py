@@ -47,8 +47,8 @@ def mean_distances(
         table = np.linalg.norm(rows[:, None] - usual[None], axis=2)
     if own:
         np.fill_diagonal(table, np.inf)
-    found = np.sort(table, 1)[:, :neighbours]
-    return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in found])
+    result = np.sort(table, 1)[:, :neighbours]
+    return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in result])
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
@@ -64,11 +64,11 @@ def test_nearest_neighbours_equal_all_distances(
     metric: str, n: int, m: int, k: int, neighbours: int, seed: int
 ) -> None:
     rows, reference = drawn(n, k, seed), drawn(m, k, seed + 1) if m else None
-    found = detect("nearest_neighbours", {"neighbours": neighbours, "metric": metric}, rows, reference, 0)
+    result = detect("nearest_neighbours", {"neighbours": neighbours, "metric": metric}, rows, reference, 0)
     expected = mean_distances(
         rows, rows if reference is None else reference, neighbours, reference is None, metric
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_nearest_neighbours_duplicate_rows() -> None:
@@ -79,11 +79,11 @@ def test_nearest_neighbours_duplicate_rows() -> None:
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_isolation_forest_equals_scikit_learn(with_reference: bool) -> None:
     rows, reference = drawn(300, 5), drawn(400, 5, 1) if with_reference else None
-    found = detect("isolation_forest", {"trees": 20, "samples_per_tree": 64}, rows, reference, 7)
+    result = detect("isolation_forest", {"trees": 20, "samples_per_tree": 64}, rows, reference, 7)
     forest = IsolationForest(n_estimators=20, max_samples=64, random_state=7).fit(
         rows if reference is None else reference
     )
-    np.testing.assert_array_equal(found, -forest.score_samples(rows))
+    np.testing.assert_array_equal(result, -forest.score_samples(rows))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,10 +102,10 @@ def test_detector_by_direction_ignores_length(name: str, options: dict[str, Any]
     random = np.random.default_rng(3)
     rows = np.array([1.0, 0.2, 0.1]) + 0.05 * random.normal(size=(100, 3))
     rows[4] = [-1, 0.2, 0.1]
-    found = detect(name, options, rows, None, 0)
+    result = detect(name, options, rows, None, 0)
     lengths = 2.0 ** random.integers(-20, 20, (100, 1))
-    np.testing.assert_allclose(detect(name, options, rows * lengths, None, 0), found, rtol=1e-9)
-    assert found.argmax() == 4
+    np.testing.assert_allclose(detect(name, options, rows * lengths, None, 0), result, rtol=1e-9)
+    assert result.argmax() == 4
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_detector_by_direction_ignores_length(name: str, options: dict[str, Any]
 def test_detector_by_direction_zero_rows(name: str, options: dict[str, Any]) -> None:
     rows = drawn(20, 3)
     rows[[2, 9]] = 0
-    found = detect(name, options, rows, None, 0)
-    assert np.flatnonzero(np.isnan(found)).tolist() == [2, 9]
+    result = detect(name, options, rows, None, 0)
+    assert np.flatnonzero(np.isnan(result)).tolist() == [2, 9]
     np.testing.assert_array_equal(
-        found[~np.isnan(found)], detect(name, options, np.delete(rows, [2, 9], 0), None, 0)
+        result[~np.isnan(result)], detect(name, options, np.delete(rows, [2, 9], 0), None, 0)
     )
 
 
@@ -129,10 +129,10 @@ def test_detector_nonfinite_rows(name: str, with_reference: bool) -> None:
     spoilt = np.insert(rows, [5, 20], [[np.nan, 1, 1], [1, np.inf, 1]], axis=0)
     reference = drawn(50, 3, 1) if with_reference else None
     torn = np.insert(reference, [0], [[1, -np.inf, 1]], axis=0) if reference is not None else None
-    found = detect(name, FEW[name], spoilt, torn, 0)
-    assert np.flatnonzero(np.isnan(found)).tolist() == [5, 21]
+    result = detect(name, FEW[name], spoilt, torn, 0)
+    assert np.flatnonzero(np.isnan(result)).tolist() == [5, 21]
     np.testing.assert_allclose(
-        found[~np.isnan(found)], detect(name, FEW[name], rows, reference, 0), rtol=1e-6
+        result[~np.isnan(result)], detect(name, FEW[name], rows, reference, 0), rtol=1e-6
     )
 
 
@@ -148,9 +148,9 @@ def test_detector_magnitude_of_rows(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_detector_equal_rows(name: str) -> None:
-    found = detect(name, FEW[name], np.ones((12, 3)), None, 0)
-    assert len(np.unique(found)) == 1
-    assert np.isfinite(found).all()
+    result = detect(name, FEW[name], np.ones((12, 3)), None, 0)
+    assert len(np.unique(result)) == 1
+    assert np.isfinite(result).all()
 
 
 def test_detector_one_row_and_no_rows() -> None:
@@ -173,11 +173,11 @@ def test_detector_seed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nearest_neighbours_large_reference_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest_neighbours, "LARGEST_REFERENCE", 30)
     rows = drawn(100, 3)
-    found = detect("nearest_neighbours", {"neighbours": 3}, rows, None, 5)
+    result = detect("nearest_neighbours", {"neighbours": 3}, rows, None, 5)
     chosen = np.random.default_rng(5).choice(100, 30, replace=False)
     table = np.linalg.norm(rows[:, None].astype(np.float64) - rows[None, chosen], axis=2)
     table[chosen, np.arange(30)] = np.inf
-    np.testing.assert_allclose(found, np.sort(table, 1)[:, :3].mean(1), rtol=1e-5)
+    np.testing.assert_allclose(result, np.sort(table, 1)[:, :3].mean(1), rtol=1e-5)
 
 
 def test_nearest_neighbours_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ def test_gate_small_reference_with_baseline() -> None:
 
 @pytest.mark.parametrize(("rule", "outcome"), [("error", "failed"), ("warning", "passed"), ("ignore", None)])
 def test_gate_nonfinite(rule: Any, outcome: str | None) -> None:
-    found = outcomes(table(nonfinite=(2,)), GateConfig(nonfinite=rule)).get("nonfinite")
-    assert (found.outcome if found else None) == outcome
+    result = outcomes(table(nonfinite=(2,)), GateConfig(nonfinite=rule)).get("nonfinite")
+    assert (result.outcome if result else None) == outcome
 
 
 # -- The ignore list -----------------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ def test_ignore_list_number_as_id(tmp_path: Path) -> None:
     ],
 )
 def test_ignore_list_invalid_entry(tmp_path: Path, entry: str, words: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         read_ignore_list(ignore_list(tmp_path, f"- {entry}\n"))
-    assert words in str(told.value)
-    assert "ignore.yaml:1" in str(told.value)
+    assert words in str(caught.value)
+    assert "ignore.yaml:1" in str(caught.value)
 
 
 def test_ignore_list_missing_or_invalid(tmp_path: Path) -> None:
@@ -229,6 +229,6 @@ def test_baseline_round_trip(tmp_path: Path) -> None:
 )
 def test_baseline_invalid_file(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "b.json").write_text(text)
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as caught:
         read_baseline(tmp_path / "b.json")
-    assert words in str(told.value)
+    assert words in str(caught.value)

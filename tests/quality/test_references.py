@@ -198,9 +198,9 @@ def test_detector_fitted_to_half_of_reference() -> None:
     detectors = [{"name": "nearest_neighbours", "neighbours": 5}]
     given = config(detectors=detectors, score="nearest_neighbours_score", fdr=0.3)
     done = judge(samples(np.ones(30)), given, trusted(np.ones(200), rows=known), rows)
-    (found,) = detector_scores(given, trusted(np.arange(200.0), rows=known), rows)
-    assert found.reference is not None
-    held = np.array([int(each.split()[1]) for each in found.reference.fingerprints])
+    (result,) = detector_scores(given, trusted(np.arange(200.0), rows=known), rows)
+    assert result.reference is not None
+    held = np.array([int(each.split()[1]) for each in result.reference.fingerprints])
     fitted = np.setdiff1d(np.arange(200), held)
     assert len(held) == len(fitted) == 100
     search = NearestNeighbors(n_neighbors=5, algorithm="brute").fit(known[fitted])

@@ -86,18 +86,18 @@ def test_false_discovery_rate_of_verdict_in_groups() -> None:
 
 def test_p_values_valid_within_groups() -> None:
     random = np.random.default_rng(2)
-    found = []
+    result = []
     for _ in range(SIMULATIONS):
         known = random.choice(3, size=150)
         labels = np.arange(3).astype(str).astype(object)
         scores = 10.0 ** np.arange(3) * random.exponential(size=3)
-        found.append(
+        result.append(
             grouped_p_values(
                 scores, labels, 10.0**known * random.exponential(size=150), known.astype(str).astype(object)
             )
         )
     for t in (0.05, 0.1, 0.5):
-        share = pd.DataFrame(found).le(t).mean()
+        share = pd.DataFrame(result).le(t).mean()
         assert (share <= t + 3 * np.sqrt(t * (1 - t) / SIMULATIONS)).all()
         assert (share >= t - 0.03 - 3 * np.sqrt(t * (1 - t) / SIMULATIONS)).all(), (
             "and not needlessly careful"

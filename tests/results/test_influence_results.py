@@ -46,7 +46,7 @@ def _pairs(scores: list[list[float]], k: int, **options: Any) -> pd.DataFrame:
     st.integers(1, 7),
 )
 def test_ranked_pairs_equal_a_sort(scores: list[list[float]], k: int) -> None:
-    found = _pairs(scores, k)
+    result = _pairs(scores, k)
     expected = []
     for query, row in enumerate(scores):
         helps = sorted((-score, place) for place, score in enumerate(row) if score > 0)[:k]
@@ -54,25 +54,25 @@ def test_ranked_pairs_equal_a_sort(scores: list[list[float]], k: int) -> None:
         expected += [(10 + query, rank, place, -score) for rank, (score, place) in enumerate(helps, 1)]
         expected += [(10 + query, -rank, place, score) for rank, (score, place) in enumerate(hurts, 1)]
     assert (
-        list(found[["query_index", "rank", "train_index", "score"]].itertuples(index=False, name=None))
+        list(result[["query_index", "rank", "train_index", "score"]].itertuples(index=False, name=None))
         == expected
     )
-    assert list(found["query_id"]) == [f"q{query - 10}" for query, *_ in expected]
-    assert list(found["train_id"]) == [f"t{place}" for _, _, place, _ in expected]
+    assert list(result["query_id"]) == [f"q{query - 10}" for query, *_ in expected]
+    assert list(result["train_id"]) == [f"t{place}" for _, _, place, _ in expected]
 
 
 def test_ranked_pairs_extras_and_column_order() -> None:
     values, rows = strongest(np.array([[3.0, -1.0, 2.0]]), 2)
     spread = np.where(rows >= 0, rows / 10, NAN)
-    found = ranked_pairs(
+    result = ranked_pairs(
         ["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread}, layer="2.weight"
     )
-    assert list(found) == [
+    assert list(result) == [
         column for column in SCORE_COLUMNS if column not in ("rank_stability", "beyond_loss")
     ]
-    assert found["score_std"].tolist() == [0.0, 0.2, 0.1]
-    assert found["train_id"].tolist() == [7, 9, 8]
-    assert set(found["layer"]) == {"2.weight"}
+    assert result["score_std"].tolist() == [0.0, 0.2, 0.1]
+    assert result["train_id"].tolist() == [7, 9, 8]
+    assert set(result["layer"]) == {"2.weight"}
 
 
 def test_ranked_pairs_query_ids_are_text() -> None:
@@ -131,5 +131,5 @@ def test_cumulative_influence_of_proponents() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 9])
 def test_ranked_pairs_fewer_than_k(k: int) -> None:
-    found = _pairs([[2.0, 1.0, -1.0, 0.0]], k)
-    assert found["rank"].tolist() == [*range(1, min(k, 2) + 1), -1]
+    result = _pairs([[2.0, 1.0, -1.0, 0.0]], k)
+    assert result["rank"].tolist() == [*range(1, min(k, 2) + 1), -1]

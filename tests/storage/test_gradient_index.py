@@ -30,8 +30,8 @@ DESCRIPTION: dict[str, Any] = {
 
 
 def arrays(checkpoint: int, rows: range) -> dict[str, np.ndarray]:
-    found = np.array(rows, dtype=np.float32) + 100 * checkpoint
-    return {"rows": np.stack([found, -found], 1), "loss": found.astype(np.float64)}
+    result = np.array(rows, dtype=np.float32) + 100 * checkpoint
+    return {"rows": np.stack([result, -result], 1), "loss": result.astype(np.float64)}
 
 
 def fill(index: GradientIndex, tell: Tell = lambda told: None) -> None:
@@ -45,7 +45,7 @@ def fill(index: GradientIndex, tell: Tell = lambda told: None) -> None:
 
 
 def all_rows(index: GradientIndex, checkpoint: int) -> np.ndarray:
-    return np.concatenate([found["rows"] for _, found in index.blocks(checkpoint, 100)])
+    return np.concatenate([result["rows"] for _, result in index.blocks(checkpoint, 100)])
 
 
 # -- Kills ---------------------------------------------------------------------------------------------------
@@ -120,13 +120,13 @@ def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
 def test_gradient_index_blocks_in_order(tmp_path: Path, most: int) -> None:
     index = GradientIndex.create(tmp_path, DESCRIPTION)
     fill(index)
-    starts, found = zip(
+    starts, result = zip(
         *[(start, block["rows"]) for start, block in GradientIndex.open(tmp_path).blocks(1, most)],
         strict=True,
     )
-    np.testing.assert_array_equal(np.concatenate(found), arrays(1, range(5))["rows"])
+    np.testing.assert_array_equal(np.concatenate(result), arrays(1, range(5))["rows"])
     assert list(starts) == [start for rows in index.shards for start in range(rows.start, rows.stop, most)]
-    assert max(map(len, found)) <= most
+    assert max(map(len, result)) <= most
     assert {name for _, block in index.blocks(1, most, ["loss"]) for name in block} == {"loss"}
 
 
@@ -137,9 +137,9 @@ def test_gradient_index_dtypes(tmp_path: Path) -> None:
         for name in ("float64", "float32", "float16", "uint16", "int16")
     }
     index.write(0, 0, given | {"columns": np.arange(6.0).reshape(2, 3).T})  # not contiguous
-    found = index.read(0, 0)
-    np.testing.assert_array_equal(found.pop("columns"), np.arange(6.0).reshape(2, 3).T)
-    assert {name: array.dtype.name for name, array in found.items()} == {name: name for name in given}
+    result = index.read(0, 0)
+    np.testing.assert_array_equal(result.pop("columns"), np.arange(6.0).reshape(2, 3).T)
+    assert {name: array.dtype.name for name, array in result.items()} == {name: name for name in given}
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def test_gradient_index_unfinished_refused(tmp_path: Path) -> None:
     index.write(0, 0, arrays(0, index.shards[0]))
     index.write(0, 2, arrays(0, index.shards[2]))
     words = f"the index {tmp_path} is half built: 2 of 8 files are written"
-    with pytest.raises(OutputError, match=re.escape(words)) as told:
+    with pytest.raises(OutputError, match=re.escape(words)) as caught:
         GradientIndex.open(tmp_path)
-    assert "psgrad influence index CONFIG --resume" in str(told.value)
+    assert "psgrad influence index CONFIG --resume" in str(caught.value)
     assert index.unwritten()[:2] == [(0, 1), (0, None)]
 
 
@@ -237,9 +237,9 @@ def test_gradient_index_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_all", full)
-        with pytest.raises(OutputError, match="No space left on device") as told:
+        with pytest.raises(OutputError, match="No space left on device") as caught:
             index.write(0, 0, arrays(0, index.shards[0]))
-    assert "free some space, then psgrad influence index CONFIG --resume" in str(told.value)
+    assert "free some space, then psgrad influence index CONFIG --resume" in str(caught.value)
     assert len(index.unwritten()) == 8
     assert not list(tmp_path.rglob("*.tmp"))
 

@@ -80,15 +80,15 @@ def test_kill_check_finds_planted_mistake(tmp_path: Path, mistake: type[Run], wo
 def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"old")
-    found = []
+    result = []
     for at in range(1, 8):
         target.write_bytes(b"old")
         ended = in_a_child(lambda _: files.write_atomically(target, b"new content"), at)
         temporary = [path.read_bytes() for path in files.leftovers_of(target)]
-        found.append((ended.killed, target.read_bytes(), temporary))
+        result.append((ended.killed, target.read_bytes(), temporary))
         for path in files.leftovers_of(target):
             path.unlink()
-    assert found == [
+    assert result == [
         (True, b"old", []),  # before the temporary file is opened
         (True, b"old", [b""]),  # before it is written
         (True, b"old", [b"new c"]),  # in the middle of it

@@ -135,30 +135,30 @@ def cuts(path: Path) -> list[tuple[Tree, list[Any]]]:
     each once.
     """
     told: list[Any] = []
-    found: dict[str, tuple[Tree, list[Any]]] = {}
+    result: dict[str, tuple[Tree, list[Any]]] = {}
     rng = random.Random(0)
 
     def cut(disk: Disk) -> None:
         for choose in (lambda fates: fates[0], lambda fates: fates[-1], rng.choice, rng.choice):
             tree = disk.after_a_cut(choose)
-            found.setdefault(repr((tree, told)), (tree, list(told)))
+            result.setdefault(repr((tree, told)), (tree, list(told)))
 
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(path, cut, patch)
         go(path / "run", told.append)
         cut(disk)
-    return list(found.values())
+    return list(result.values())
 
 
 def test_write_atomically_is_durable(tmp_path: Path) -> None:
-    found: list[Tree] = []
+    result: list[Tree] = []
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(tmp_path, lambda disk: found.append(disk.after_a_cut(lambda fates: fates[0])), patch)
+        disk = Disk(tmp_path, lambda disk: result.append(disk.after_a_cut(lambda fates: fates[0])), patch)
         files.make_folder(tmp_path / "a" / "b")
         files.write_atomically(tmp_path / "a" / "b" / "c", b"old")
         files.write_atomically(tmp_path / "a" / "b" / "c", b"new")
     assert disk.after_a_cut(lambda fates: fates[0]) == {"a": None, "a/b": None, "a/b/c": b"new"}
-    assert {tree.get("a/b/c") for tree in found} == {None, b"old"}
+    assert {tree.get("a/b/c") for tree in result} == {None, b"old"}
 
 
 def lay_out(tree: Tree, path: Path) -> None:

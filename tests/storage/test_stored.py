@@ -63,9 +63,9 @@ def test_stored_run_diff_with_a_run_of_today(stored: Workplace) -> None:
     assert stored.command("analyze", "config.yaml", "--output", "today").code == 0
     outcome = stored.command("diff", "analyze", "today")
     assert outcome.code == 0, outcome.err
-    found = psgrad.diff("analyze", "today")
-    assert found.counts["common"] == ROWS
-    assert found.spearman == pytest.approx(1)
+    result = psgrad.diff("analyze", "today")
+    assert result.counts["common"] == ROWS
+    assert result.spearman == pytest.approx(1)
     then, now = pd.read_parquet("analyze/samples.parquet"), pd.read_parquet("today/samples.parquet")
     assert list(then) == list(now)
     pd.testing.assert_frame_equal(then, now, rtol=1e-4, atol=1e-6)

@@ -144,6 +144,34 @@ def test_arrays_come_back(workplace: Workplace) -> None:
     assert np.array_equal(load_file("clean.safetensors")["x"], workplace.arrays["x"][kept])
 
 
+def test_images_of_a_folder_come_back_as_a_list(workplace: Workplace) -> None:
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for number in range(8):
+        folder = workplace.folder / "pictures" / ("cat" if number < 5 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 255, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    workplace.use_model(
+        "class Model(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(48, 2))\n"
+    )
+    workplace.config["data"] = {"images": "pictures", "size": [4, 4]}
+    workplace.succeeded("--no-report")
+    assert len(workplace.samples()) == 8
+    selected(workplace, "label == 1", "dogs.txt")
+    assert (workplace.folder / "dogs.txt").read_text().split() == ["dog/5.png", "dog/6.png", "dog/7.png"]
+    selected(workplace, "label == 1", "cats.csv", "--drop")
+    cats = pd.read_csv("cats.csv")
+    assert cats.columns.tolist() == ["file_name", "label"]
+    assert cats["file_name"].tolist() == [f"cat/{number}.png" for number in range(5)]
+    workplace.command("select", "out", "--where", "label == 1", "--output", "a.npz").refused(2, "a .txt file")
+    (workplace.folder / "pictures" / "dog" / "5.png").unlink()
+    outcome = workplace.command("select", "out", "--where", "label == 1", "--output", "more.txt")
+    outcome.refused(3, "are not those of the run in out")
+
+
 def test_rows_that_were_not_measured_are_left_out_and_told(workplace: Workplace) -> None:
     workplace.succeeded("--no-report", "--limit", "9")
     outcome = workplace.command("select", "out", "--where", "label >= 0", "--output", "some.npz")

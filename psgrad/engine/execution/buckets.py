@@ -17,7 +17,7 @@ from torch import nn
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.groups import in_order
 from psgrad.engine.transforms.private_torch import tree_map
-from psgrad.ragged import RaggedAxes
+from psgrad.ragged import Block, RaggedAxes
 
 Numbers = npt.NDArray[np.int64]
 
@@ -69,6 +69,14 @@ def positions_of(lengths: Numbers, ragged: RaggedAxes) -> Numbers:
     for columns in kinds:
         found += lengths[:, sorted(columns)].prod(1)
     return found
+
+
+def share_of_positions(block: Block) -> float:
+    """The share of a block's positions that is no padding; 1 where rows are alike."""
+    if block.ragged is None or block.lengths is None or not len(block):
+        return 1.0
+    positions = positions_of(block.lengths.numpy(), block.ragged)
+    return float(positions.mean() / max(positions.max(), 1))
 
 
 def plan_buckets(

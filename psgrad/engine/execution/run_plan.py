@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.buckets import share_of_positions
 from psgrad.engine.execution.chunk_plan import (
     ChunkPlan,
     chunk_for,
@@ -97,12 +98,14 @@ class RunPlan:
 
 def plan_run(stream: Stream, rows: int) -> RunPlan:
     """What the stream's run over `rows` rows for norms will take. Reads and runs the first few rows, and no
-    more.
+    more. Of rows that differ in length, sizes are for rows as long as the longest of these, and times for
+    rows of their mean length.
 
     Raises PsgradError, with the row, where the model or the loss fails on them.
     """
     stream.gradients_at([0])  # a model that fails says so, in a person's words
-    inputs, target = stream.load(0, min(_MORE, rows))
+    block = stream.load_block(0, min(_MORE, rows))
+    inputs, target = block.inputs, block.target
     norms = stream.pass_of(per_sample_square_norms)
     at, obstacle = _costs_at(norms, stream, inputs, target)
     size = _chunk_size(stream, rows, at, inputs, target)
@@ -113,7 +116,9 @@ def plan_run(stream: Stream, rows: int) -> RunPlan:
     chunk_seconds = fitted(chunk.seconds)
     chunks = -(-rows // size)
     why = _why_not_replayed(stream, rows // size, obstacle)
-    seconds = rows / size * chunk_seconds
+    if block.ragged is not None:
+        why = "rows differ in length"
+    seconds = rows / size * chunk_seconds * share_of_positions(block)
     if why is None:
         replayed = seconds_of(
             costs_of_pass(norms, stream.params, inputs, target, size, replayed=True)[0],

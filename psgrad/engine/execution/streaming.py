@@ -70,6 +70,18 @@ class Columns:
     values: dict[str, torch.Tensor]
 
 
+# From so many runs of the loss on one chunk, for fewer rows than that each, a loop over rows may be as fast.
+_MANY_PASSES = 8
+
+
+def _split_words(passes: int, rows: int) -> str:
+    return (
+        f"the loss ran {passes} times for a chunk of {rows} rows, as they disagree on a length or a branch; a"
+        " loop over rows may be as fast. torch.where in place of the branch, a mask in place of an unpacked"
+        " sequence, or rows of equal length let it run once"
+    )
+
+
 class Stream:
     """The gradients of rows of a dataset, in chunks that fit in memory.
 
@@ -131,6 +143,7 @@ class Stream:
         self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
+        self._said_split = False
         self._read, self._reading = read, threading.Lock()
         self.draws: Any = getattr(read, "draws", None)
         replays = {
@@ -204,9 +217,20 @@ class Stream:
             params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
         ) -> Any:
             in_dims = (0, None if target is None else 0)
-            return how(
-                self.loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
+            passes = 0
+
+            def loss(*args: Any) -> Any:
+                nonlocal passes
+                passes += 1
+                return self.loss(*args)
+
+            result = how(
+                loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
             )
+            if passes > max(_MANY_PASSES, len(inputs[0]) / _MANY_PASSES) and not self._said_split:
+                self._said_split = True
+                self.say(_split_words(passes, len(inputs[0])))
+            return result
 
         return found
 

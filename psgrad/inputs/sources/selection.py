@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 
 from psgrad.config.data import data_format
@@ -38,6 +39,24 @@ def require_format(files: Sequence[Path], output: Path) -> None:
             f"{output} ends in .{wanted}, and the rows are those of .{source} files",
             expected=f"a file that ends in .{source}{also}: columns are copied, and not converted",
         )
+
+
+def require_list_format(output: Path) -> None:
+    """Raises ConfigError where a list of images can't be written to a file of this name."""
+    if output.suffix.lower() not in (".txt", ".csv"):
+        raise ConfigError(
+            f"{output} ends in {output.suffix}, and the rows are images of a folder",
+            expected="a .txt file of their paths in it, or a .csv file with file_name and label",
+        )
+
+
+def write_list(rows: pa.Table, output: Path, file: BinaryIO) -> None:
+    """Write the paths of images in their folder; to a csv file as the metadata file of such a folder."""
+    names = ["file_name", *rows.column_names[1:]]
+    if output.suffix.lower() == ".txt":
+        file.write("".join(f"{path}\n" for path in rows.column(0).to_pylist()).encode())
+    else:
+        pyarrow.csv.write_csv(rows.rename_columns(names), file)
 
 
 def write_selected(files: Sequence[Path], kept: Kept, output: Path, file: BinaryIO) -> None:

@@ -12,8 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from psgrad.engine.execution.buckets import ModelSize, plan_buckets, positions_of
+from psgrad.engine.execution.buckets import ModelSize, plan_buckets, positions_of, share_of_positions
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
 from psgrad.engine.gradients import Gaussian, PerSampleGradients, Rademacher, Sparse, SquareNorms, TwoSided
 from psgrad.engine.gradients.flat import as_gradients
@@ -336,6 +337,17 @@ def test_bucket_that_runs_out_of_memory_is_halved_and_others_stay_done(
     assert stream.retries == 1 + factors
     assert stream.ragged.tokens == 36
     assert "8 rows of up to 9 positions" in said[-1]
+
+
+def test_plan_of_ragged_rows_counts_their_own_positions() -> None:
+    """Times are for rows of the mean length, sizes for rows of the longest."""
+    ragged = case("lstm")
+    lengths = [8, 8, 2, 2, 2, 2, 4, 4]
+    rows = ragged.rows(lengths)
+    assert share_of_positions(ragged.block(rows)) == 0.5
+    plan = plan_run(ragged.stream(rows, chunk_size=4), 80)
+    assert plan.seconds == pytest.approx(0.5 * 80 / 4 * plan.chunk_seconds)
+    assert plan.why == "rows differ in length"
 
 
 def test_ragged_row_that_fails_is_named() -> None:

@@ -5,7 +5,6 @@ nothing is run on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from psgrad.engine.execution.pass_costs import Like, NotCapturable, observe_pass
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
+from psgrad.ragged import Block
 from tests.models import ARCHITECTURES, Architecture
 
 # How far a predicted peak may be off, as a share of the measured one.
@@ -240,7 +240,7 @@ def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) 
 
     def read(start: int, stop: int) -> Any:
         assert stop <= len(inputs), "a row beyond the first few is read"
-        return SimpleNamespace(inputs=(inputs[start:stop],), target=target[start:stop])
+        return Block((inputs[start:stop],), target[start:stop])
 
     return Stream(objective.loss, objective.params, read, **options)
 

@@ -453,6 +453,28 @@ def test_a_model_that_fails_on_batches_alone_is_told_so() -> None:
         columns_of(Stream(objective.loss, objective.params, Table().read, chunk_size=8))
 
 
+class AsManyTimes(nn.Linear):
+    """The layer is applied as often as a row's first input says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x[0, 0].long())):
+            x = super().forward(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize(("lengths", "said"), [(12, True), (4, False)])
+def test_many_runs_of_the_loss_for_one_chunk_are_said_once(lengths: int, said: bool) -> None:
+    table, words = Table(), []
+    table.inputs[:, 0] = torch.arange(ROWS) % lengths + 1
+    stream = stream_of(AsManyTimes(6, 6), table.read, chunk_size=ROWS, say=words.append)
+    list(stream.run(ROWS, [GradientNorms()]))
+    list(stream.run(ROWS, [GradientNorms()]))
+    assert len(words) == int(said)
+    assert not said or words[0].startswith(
+        f"the loss ran 13 times for a chunk of {ROWS} rows, as they disagree"
+    )
+
+
 def test_what_the_reader_finds_wrong_is_passed_on_as_it_is(model: nn.Module) -> None:
     def read(start: int, stop: int) -> Block:
         raise DataError("row 3 is ragged")

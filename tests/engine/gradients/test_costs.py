@@ -162,13 +162,13 @@ def test_norm_order_of_every_term() -> None:
 
 def test_machine_measured_within_seconds() -> None:
     start = time.perf_counter()
-    found = measure(CPU)
+    result = measure(CPU)
     assert time.perf_counter() - start < 30  # on a machine that does nothing else, 3
-    assert found.origin == "measured"
-    again = machine_of(json.loads(json.dumps(found.to_json())), "a file")
-    assert again.to_json() == found.to_json() | {"origin": "a file"}
-    assert found.product_rate(torch.float32) > found.product_rate(torch.float64) / 2
-    assert 0 < found.call_seconds < 1e-3
+    assert result.origin == "measured"
+    again = machine_of(json.loads(json.dumps(result.to_json())), "a file")
+    assert again.to_json() == result.to_json() | {"origin": "a file"}
+    assert result.product_rate(torch.float32) > result.product_rate(torch.float64) / 2
+    assert 0 < result.call_seconds < 1e-3
 
 
 def test_machine_cache_round_trip(tmp_path: Path) -> None:

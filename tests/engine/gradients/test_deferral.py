@@ -554,9 +554,9 @@ PROGRAMS: dict[str, Program] = {
 
 def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> PerSampleGradients:
     """The gradients after the backward pass, before small ones are materialised."""
-    found: dict[str, DeferredGradient] = {}
-    losses, _ = Pass(program.loss, params, batch, 0, False, "error").run(found.__setitem__)
-    return PerSampleGradients({name: found[name] for name in params}, losses)
+    result: dict[str, DeferredGradient] = {}
+    losses, _ = Pass(program.loss, params, batch, 0, False, "error").run(result.__setitem__)
+    return PerSampleGradients({name: result[name] for name in params}, losses)
 
 
 IN_FLOAT32 = [
@@ -614,9 +614,13 @@ def assert_queries_agree(
     every = torch.cat([value.reshape(N, -1) for value in expected.values()], 1)
     close(grads.gram(), every @ every.T, single)
     close(grads.inner(grads), every @ every.T, single)
-    found, sums, norms = grads.materialise(), grads.weighted_sum(weights), grads.square_norms(per="parameter")
+    result, sums, norms = (
+        grads.materialise(),
+        grads.weighted_sum(weights),
+        grads.square_norms(per="parameter"),
+    )
     for key, value in expected.items():
-        close(found[key], value, single)
+        close(result[key], value, single)
         close(sums[key], torch.einsum("n,n...->...", weights, value), single)
         close(norms[key], value.flatten(1).square().sum(1) if value.dim() > 1 else value.square(), single)
         close(grads.second_moment()[key], value.square().mean(0), single)
@@ -756,9 +760,9 @@ def test_deferral_empty_slice_of_weight() -> None:
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return (x @ params["w"][4:].t()).sum() + (x @ params["w"].t()).square().sum()
 
-    found = per_sample_gradients(loss, weight, rows).materialise()["w"]
+    result = per_sample_gradients(loss, weight, rows).materialise()["w"]
     torch.testing.assert_close(
-        found, torch.einsum("nta,ntb->nab", 2 * rows @ weight["w"].t(), rows), rtol=1e-10, atol=1e-10
+        result, torch.einsum("nta,ntb->nab", 2 * rows @ weight["w"].t(), rows), rtol=1e-10, atol=1e-10
     )
 
 

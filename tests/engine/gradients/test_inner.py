@@ -275,10 +275,10 @@ def test_inner_products_samples_of_all_magnitudes(way: str) -> None:
         one, other = (Product(left, right),), (Product(right, left.flip(0)),)
         other = (Product(left.flip(0), right),)
         with in_way(way):
-            found = gradients_of(one, (4, 5)).inner(gradients_of(other, (4, 5)))
-        assert error(found, one, other) <= 1e-5
-        assert not found[0].any()
-        assert not found[:, -1].any()
+            result = gradients_of(one, (4, 5)).inner(gradients_of(other, (4, 5)))
+        assert error(result, one, other) <= 1e-5
+        assert not result[0].any()
+        assert not result[:, -1].any()
 
 
 @pytest.mark.parametrize("way", [GRAM, VALUES])
@@ -312,10 +312,10 @@ def test_inner_products_cancelling_positions(way: str, rest: float, most: float,
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
 def test_inner_products_cancelling_uses_of_a_tied_table(way: str, rest: float) -> None:
-    index, found = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
+    index, result = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
     one_hot = torch.nn.functional.one_hot(index, 4).float()
-    back = Product(-(one_hot + rest * torch.randn(3, 2, 4)).unsqueeze(1), found.unsqueeze(1))
-    one, other = (Rows(index, found, 4), back), (Rows(index, torch.randn(3, 2, 6), 4),)
+    back = Product(-(one_hot + rest * torch.randn(3, 2, 4)).unsqueeze(1), result.unsqueeze(1))
+    one, other = (Rows(index, result, 4), back), (Rows(index, torch.randn(3, 2, 6), 4),)
     x, y = gradients_of(one, (4, 6)), gradients_of(other, (4, 6))
     with in_way(way):
         assert error(x.inner(y), one, other) <= 1e-5
@@ -335,16 +335,16 @@ def test_inner_products_nonfinite_samples(kind: str) -> None:
         factor[1, *[0] * ones], factor[3, *[-1] * ones] = math.nan, math.inf
     for way in ways_of(gradient):
         with in_way(way):
-            found, sound = (
+            result, sound = (
                 gradients_of(broken, shape).inner(gradients_of(gradient, shape)),
                 gradients_of(gradient, shape).gram(),
             )
             gram = gradients_of(broken, shape).gram()
         whole = [0, 2, 4]
-        assert not torch.isfinite(found[[1, 3]]).any()
+        assert not torch.isfinite(result[[1, 3]]).any()
         assert not torch.isfinite(gram[[1, 3]]).any()
         assert not torch.isfinite(gram[:, [1, 3]]).any()
-        torch.testing.assert_close(found[whole], sound[whole], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[whole], sound[whole], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gram[whole][:, whole], sound[whole][:, whole], rtol=1e-5, atol=1e-5)
 
 

@@ -37,15 +37,15 @@ def test_layout_reshape_and_permute_as_torch(shape: list[int], data: st.DataObje
     for _ in range(data.draw(st.integers(0, 4))):
         if data.draw(st.booleans()):
             dims = data.draw(st.permutations(range(plain.dim())))
-            found, plain = layout.permute(dims), plain.permute(dims)
-            assert found is not None  # axes can always be put in another order
+            result, plain = layout.permute(dims), plain.permute(dims)
+            assert result is not None  # axes can always be put in another order
         else:
             wanted = data.draw(other_shapes(plain.numel()))
-            found = layout.reshape(wanted)
-            if found is None:
+            result = layout.reshape(wanted)
+            if result is None:
                 continue
             plain = plain.reshape(wanted)
-        layout = found
+        layout = result
         assert layout.shape == tuple(plain.shape)
         assert torch.equal(layout.apply(value), plain)
         assert torch.equal(layout.invert(plain, shape), value)
@@ -55,13 +55,13 @@ def test_layout_reshape_and_permute_as_torch(shape: list[int], data: st.DataObje
 def test_layout_reshape_refused_where_axes_overlap(shape: list[int], data: st.DataObject) -> None:
     value = numbered(shape)
     wanted = data.draw(other_shapes(value.numel()))
-    found = Layout.identity(shape).reshape(wanted)
+    result = Layout.identity(shape).reshape(wanted)
     # Both shapes cut the elements into runs; a common refinement exists where each run is a multiple of the
     # next.
     cuts = sorted({math.prod(s[k:]) for s in (shape, wanted) for k in range(len(s) + 1)}, reverse=True)
-    assert (found is not None) == all(a % b == 0 for a, b in pairwise(cuts))
-    if found is not None:
-        assert torch.equal(found.apply(value), value.reshape(wanted))
+    assert (result is not None) == all(a % b == 0 for a, b in pairwise(cuts))
+    if result is not None:
+        assert torch.equal(result.apply(value), value.reshape(wanted))
 
 
 @given(
@@ -114,7 +114,7 @@ def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(["permute", "reshape", "embed"]))
         if kind == "permute":
             dims = data.draw(st.permutations(range(plain.dim())))
-            found, plain = layout.permute(dims), plain.permute(dims)
+            result, plain = layout.permute(dims), plain.permute(dims)
         elif kind == "embed" and plain.numel() < 200:
             dim = data.draw(st.integers(0, plain.dim() - 1))
             step, start, more = (
@@ -124,15 +124,15 @@ def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
             )
             stop = start + (plain.shape[dim] - 1) * step + 1
             wider = [stop + more if d == dim else size for d, size in enumerate(plain.shape)]
-            found = layout.embed(dim, start, step, stop + more)
+            result = layout.embed(dim, start, step, stop + more)
             plain = torch.zeros(wider, dtype=plain.dtype).slice_scatter(plain, dim, start, stop, step)
         else:
             wanted = data.draw(other_shapes(plain.numel()))
-            found = layout.reshape(wanted)
-            plain = plain if found is None else plain.reshape(wanted)
-        if found is None:
+            result = layout.reshape(wanted)
+            plain = plain if result is None else plain.reshape(wanted)
+        if result is None:
             continue
-        layout = found
+        layout = result
         assert layout.shape == tuple(plain.shape)
         assert torch.equal(layout.apply(value), plain)
         assert torch.equal(layout.invert(plain, shape), value)
@@ -157,13 +157,13 @@ def test_layout_run_within_run(start: int, step: int, length: int, data: st.Data
     run = Run(start, step, start + (length - 1) * step + 1 + data.draw(st.integers(0, 2)))
     first, other = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     count = data.draw(st.integers(0, 4))
-    found = run.narrow(length, first, other, count)
+    result = run.narrow(length, first, other, count)
     own, wanted = [start + k * step for k in range(length)], [first + k * other for k in range(count)]
-    if found is None:
+    if result is None:
         assert step > 1
         assert other > 1
         return
-    at, inside = found
+    at, inside = result
     kept = own[at]
     assert kept == [place for place in own if place in wanted]
     assert [wanted[inside.start + k * inside.step] for k in range(len(kept))] == kept
@@ -175,16 +175,16 @@ def test_layout_run_along_merged_axes(sizes: list[int], data: st.DataObject) -> 
     whole = math.prod(sizes)
     start, step = data.draw(st.integers(0, whole - 1)), data.draw(st.integers(1, 4))
     length = data.draw(st.integers(1, (whole - 1 - start) // step + 1))
-    found = split_run(start, step, length, sizes)
+    result = split_run(start, step, length, sizes)
     marked = torch.zeros(whole)
     marked[start : start + (length - 1) * step + 1 : step] = 1
     marked = marked.reshape(sizes)
     places = marked.nonzero()
     is_box = math.prod(len(places[:, d].unique()) for d in range(len(sizes))) == len(places)
-    if found is None:
+    if result is None:
         assert not is_box
         return
     box = torch.zeros(sizes)
-    box[tuple(slice(run.start, run.end(count), run.step) for run, count in found)] = 1
+    box[tuple(slice(run.start, run.end(count), run.step) for run, count in result)] = 1
     assert torch.equal(box, marked)
-    assert [run.size for run, _ in found] == sizes
+    assert [run.size for run, _ in result] == sizes

@@ -128,11 +128,11 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
     gradients = deferred_gradients(model, loss, (tokens,), target)
     kinds = {type(placed.term) for gradient in gradients.gradients.values() for placed in gradient.terms}
     assert kinds >= {Product, Rows, Convolution, Dense, Hadamard}
-    found = gradients.project(projection)
+    result = gradients.project(projection)
     expected = projected(projection, exact)
-    assert_close(found, expected)
+    assert_close(result, expected)
     for name, columns in projection.columns(exact).items():  # each parameter by itself, the small ones too
-        alone = found if projection.per == "total" else found[:, columns]
+        alone = result if projection.per == "total" else result[:, columns]
         assert_close(
             alone, expected if projection.per == "total" else projected(projection, {name: exact[name]})
         )
@@ -238,8 +238,8 @@ def test_projection_empty_inputs() -> None:
             Product(torch.zeros(0, 1, 2, 3), torch.zeros(0, 1, 2, 4)),
             Product(torch.zeros(2, 1, 0, 3), torch.zeros(2, 1, 0, 4)),
         ):
-            found = gradients_of([Placed.plain(term)], term.samples).project(projection)
-            assert torch.equal(found, torch.zeros(term.samples, projection.width))
+            result = gradients_of([Placed.plain(term)], term.samples).project(projection)
+            assert torch.equal(result, torch.zeros(term.samples, projection.width))
         empty = Rows(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, 3), 5)
         assert torch.equal(
             gradients_of([Placed.plain(empty)], 2).project(projection), torch.zeros(2, projection.width)
@@ -302,13 +302,13 @@ def matrix_of(projection: Projection, name: str = "p") -> Tensor:
 
 
 def test_projection_differs_by_seed_name_and_kind() -> None:
-    found = [
+    result = [
         matrix_of(projection)
         for projection in (Rademacher(40), Rademacher(40, seed=1), Gaussian(40), Sparse(40), TwoSided(4, 10))
     ]
-    found += [matrix_of(Rademacher(40), "q"), matrix_of(Rademacher(40, seed=10**30))]
-    for place, one in enumerate(found):
-        for other in found[:place]:
+    result += [matrix_of(Rademacher(40), "q"), matrix_of(Rademacher(40, seed=10**30))]
+    for place, one in enumerate(result):
+        for other in result[:place]:
             # 1,600 products of independent entries of mean zero and variance 1/40: a standard deviation of 1
             assert abs((one * other).sum().item()) < 5
 
@@ -318,9 +318,9 @@ def test_projection_half_precision(dtype: torch.dtype) -> None:
     term = Product(torch.randn(3, 1, 20, 9).to(dtype), torch.randn(3, 1, 20, 8).to(dtype))
     exact = torch.einsum("ngta,ngtb->ngab", term.left.double(), term.right.double())
     for projection in PROJECTIONS:
-        found = gradients_of([Placed.plain(term)], 3).project(projection)
-        assert found.dtype == torch.float32
-        assert_close(found, projected(projection, {"p": exact}), 1e-5)
+        result = gradients_of([Placed.plain(term)], 3).project(projection)
+        assert result.dtype == torch.float32
+        assert_close(result, projected(projection, {"p": exact}), 1e-5)
 
 
 # -- What they estimate --------------------------------------------------------------------------------------
@@ -346,10 +346,10 @@ def estimates(projection: Projection) -> tuple[Tensor, Tensor]:
         },
         torch.zeros(2),
     )
-    found = torch.stack(
+    result = torch.stack(
         [torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)]
     )
-    return found, torch.dot(X, Y) + torch.dot(*LEFTS.unbind()) * torch.dot(*RIGHTS.unbind())
+    return result, torch.dot(X, Y) + torch.dot(*LEFTS.unbind()) * torch.dot(*RIGHTS.unbind())
 
 
 def errors_in_mean(found: Tensor, exact: Tensor) -> float:
@@ -415,25 +415,25 @@ VARIANCES = [
 def test_projection_inner_products_unbiased_with_stated_variance(
     projection: Projection, variance: object
 ) -> None:
-    found, exact = estimates(projection)
-    assert errors_in_mean(found, exact) < 4
-    assert errors_in_mean(1.2 * found, exact) > 4  # a wrong scale is seen
+    result, exact = estimates(projection)
+    assert errors_in_mean(result, exact) < 4
+    assert errors_in_mean(1.2 * result, exact) > 4  # a wrong scale is seen
     if callable(variance):
         claimed = variance(*whole())
-        assert errors_in_variance(found, claimed) < 4
-        assert errors_in_variance(found, 2 * claimed) > 4
+        assert errors_in_variance(result, claimed) < 4
+        assert errors_in_variance(result, 2 * claimed) > 4
 
 
 def test_projection_moments_of_entries() -> None:
     places = torch.arange(1 << 14)
     for kind, fourth in (("rademacher", 1.0), ("gaussian", 3.0)):
-        found = Entries(kind, 7, 64, torch.device("cpu")).at(places).double()  # type: ignore[arg-type]
-        count = found.numel()
-        assert abs(found.mean().item()) < 4 / math.sqrt(count)
-        assert abs(found.square().mean().item() - 1) < 4 * math.sqrt(max(fourth - 1, 1e-12) / count)
-        assert abs(found.pow(4).mean().item() - fourth) < 4 * math.sqrt(96 / count) * (fourth > 1) + 1e-12
+        result = Entries(kind, 7, 64, torch.device("cpu")).at(places).double()  # type: ignore[arg-type]
+        count = result.numel()
+        assert abs(result.mean().item()) < 4 / math.sqrt(count)
+        assert abs(result.square().mean().item() - 1) < 4 * math.sqrt(max(fourth - 1, 1e-12) / count)
+        assert abs(result.pow(4).mean().item() - fourth) < 4 * math.sqrt(96 / count) * (fourth > 1) + 1e-12
         for shift in (1, 2, 32, 64 * 16):  # neighbours in a row, in a word, in a column
-            flat = found.flatten()
+            flat = result.flatten()
             assert abs((flat[shift:] * flat[:-shift]).mean().item()) < 4 / math.sqrt(count - shift)
 
 
@@ -461,10 +461,10 @@ def test_projection_large_weight_memory(projection: Projection, positions: int) 
     rows, columns, n = 4096, 5000, 4
     term = Product(torch.randn(n, 1, positions, rows), torch.randn(n, 1, positions, columns))
     gradients = PerSampleGradients({"p": DeferredGradient.of(term, (rows, columns))}, torch.zeros(n))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
         out = gradients.project(projection)
     assert out.shape == (n, projection.width)
-    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = result.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     now = peak = 0
     for _, change in changes:
@@ -498,8 +498,8 @@ def test_projection_description_round_trip() -> None:
 
 def test_projection_two_sided_short_vector_is_exact() -> None:
     vectors = torch.randn(5, 12, dtype=torch.float64)
-    found = gradients_of([Placed.plain(Dense(vectors))], 5).project(TwoSided(3, 4))
-    torch.testing.assert_close(found @ found.t(), vectors @ vectors.t())
+    result = gradients_of([Placed.plain(Dense(vectors))], 5).project(TwoSided(3, 4))
+    torch.testing.assert_close(result @ result.t(), vectors @ vectors.t())
 
 
 def test_projection_columns_of_parameters() -> None:
@@ -536,9 +536,9 @@ def test_projection_columns_of_parameters() -> None:
 )
 def test_projection_arguments_refused(make: object, words: str) -> None:
     assert callable(make)
-    with pytest.raises(TransformArgumentError) as refused:
+    with pytest.raises(TransformArgumentError) as caught:
         make()
-    assert str(refused.value).startswith(words)
+    assert str(caught.value).startswith(words)
 
 
 def test_projection_oracle_matrices() -> None:

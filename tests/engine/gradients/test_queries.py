@@ -247,13 +247,13 @@ def lengths(gradients: Gradients) -> Tensor:
 
 def assert_norms(grads: PerSampleGradients, exact: Gradients, tolerance: float) -> None:
     for per in ("total", "parameter", "module"):
-        found = by_label(grads.square_norms(per), per)
+        result = by_label(grads.square_norms(per), per)
         groups = grouped_by(per, list(exact))
-        assert found.keys() == groups.keys()
+        assert result.keys() == groups.keys()
         for label, names in groups.items():
             norms = lengths({name: exact[name] for name in names})
             scale = torch.maximum(norms, SMALLEST_SHARE * lengths(exact))
-            assert_close(f"norms per {per} {label}", found[label].sqrt(), norms, scale, tolerance)
+            assert_close(f"norms per {per} {label}", result[label].sqrt(), norms, scale, tolerance)
 
 
 def assert_products(found: Any, per: str, one: Gradients, other: Gradients, tolerance: float) -> None:
@@ -339,8 +339,8 @@ def assert_every_query(
         )
         return state
 
-    found = grads.reduce(largest, torch.zeros_like(grads.losses))
-    assert_close("reduce", found, flat(exact).abs().amax(1) if len(grads) else whole, whole, tolerance)
+    result = grads.reduce(largest, torch.zeros_like(grads.losses))
+    assert_close("reduce", result, flat(exact).abs().amax(1) if len(grads) else whole, whole, tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)

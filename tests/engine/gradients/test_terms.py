@@ -213,10 +213,10 @@ def exact_norms(*terms: Term, shape: tuple[int, ...] | None = None) -> Tensor:
 
 
 def assert_norms(*terms: Term, shape: tuple[int, ...] | None = None, error: float = 1e-5) -> None:
-    found = gradients_of(*terms, shape=shape).square_norms().sqrt()
+    result = gradients_of(*terms, shape=shape).square_norms().sqrt()
     expected = exact_norms(*terms, shape=shape)
-    assert torch.isfinite(found).all()
-    assert ((found - expected).abs() / expected).max().item() <= error
+    assert torch.isfinite(result).all()
+    assert ((result - expected).abs() / expected).max().item() <= error
 
 
 def cancelling(positions: int, rest: float) -> tuple[Tensor, Tensor]:
@@ -238,9 +238,9 @@ def test_term_norms_cancelling_positions(positions: int, rest: float, error: flo
 
 @pytest.mark.parametrize(("rest", "error"), RESTS)
 def test_term_norms_cancelling_lookups(rest: float, error: float) -> None:
-    index, found = torch.randint(4, (5, 6)), torch.randn(5, 6, 3)
+    index, result = torch.randint(4, (5, 6)), torch.randn(5, 6, 3)
     assert_norms(
-        Rows(torch.cat([index, index], 1), torch.cat([found, -(1 + rest) * found], 1), 4), error=error
+        Rows(torch.cat([index, index], 1), torch.cat([result, -(1 + rest) * result], 1), 4), error=error
     )
 
 
@@ -259,12 +259,12 @@ def test_term_norms_cancelling_positions_of_convolution(rest: float, error: floa
 
 @pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
 def test_term_norms_cancelling_uses_of_a_tied_table(rest: float) -> None:
-    index, found = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
+    index, result = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
     # The output head's product that takes back what was looked up, but for a share.
     left = -F.one_hot(index, 4).float().unsqueeze(1)
-    right = found.unsqueeze(1) * (1 + rest * torch.rand(3, 1, 2, 1))
-    assert_norms(Rows(index, found, 4), Product(left, right), shape=(4, 6))
-    assert_norms(Dense(found.flatten(1)), Dense(-found.flatten(1) * (1 + rest)))
+    right = result.unsqueeze(1) * (1 + rest * torch.rand(3, 1, 2, 1))
+    assert_norms(Rows(index, result, 4), Product(left, right), shape=(4, 6))
+    assert_norms(Dense(result.flatten(1)), Dense(-result.flatten(1) * (1 + rest)))
 
 
 def kinds(scale: float) -> dict[str, tuple[Term, ...]]:

@@ -66,18 +66,18 @@ def clipped(objective: Objective, inputs: Tensor, target: Tensor, **options: obj
 @pytest.mark.parametrize("name", list(networks()))
 def test_weighted_sum_clipped_equals_the_loop(name: str, memory: float | None) -> None:
     objective, inputs, target = objective_of(name)
-    found = clipped(objective, inputs, target, memory=memory)
-    assert found.recomputed == (memory is not None)
+    result = clipped(objective, inputs, target, memory=memory)
+    assert result.recomputed == (memory is not None)
     gradients = one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target)
     norms = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0).sqrt()
     assert (norms > BOUND).any()
     weights = (BOUND / norms).clamp(max=1)
-    torch.testing.assert_close(found.norms.square_norms().sqrt(), norms, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.weights, weights, rtol=1e-10, atol=0)
+    torch.testing.assert_close(result.norms.square_norms().sqrt(), norms, rtol=1e-10, atol=0)
+    torch.testing.assert_close(result.weights, weights, rtol=1e-10, atol=0)
     for key, value in gradients.items():
         expected = torch.einsum("n,n...->...", weights, value)
         torch.testing.assert_close(
-            found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
+            result.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
         )
 
 
@@ -92,15 +92,15 @@ def test_weighted_sum_weights_by_parameter(name: str, memory: float | None) -> N
             for key, value in norms.square_norms(per="parameter").items()
         }
 
-    found = clipped(objective, inputs, target, weights=each, memory=memory)
-    assert found.recomputed == (memory is not None)
+    result = clipped(objective, inputs, target, weights=each, memory=memory)
+    assert result.recomputed == (memory is not None)
     for key, value in one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target).items():
         weights = (BOUND / value.flatten(1).norm(dim=1)).clamp(max=1)
         expected = torch.einsum("n,n...->...", weights, value)
         torch.testing.assert_close(
-            found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
+            result.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
         )
-        torch.testing.assert_close(found.weights[key], weights, rtol=1e-10, atol=0)
+        torch.testing.assert_close(result.weights[key], weights, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("memory", [None, 0])
@@ -113,21 +113,21 @@ def test_weighted_sum_weight_zero_of_nonfinite_sample(memory: float | None) -> N
         weights = clipping(norms)
         return torch.where(torch.isfinite(norms.square_norms()), weights, 0.0)
 
-    found = clipped(objective, spoilt, target, weights=finite_only, memory=memory)
+    result = clipped(objective, spoilt, target, weights=finite_only, memory=memory)
     rest = [0, 2, 3, 4]
     expected = clipped(objective, inputs[rest], target[rest])
-    assert found.weights[1] == 0
+    assert result.weights[1] == 0
     for key, value in expected.sums.items():
-        torch.testing.assert_close(found.sums[key], value, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(result.sums[key], value, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("memory", [None, 0])
 def test_weighted_sum_all_samples_nonfinite(memory: float | None) -> None:
     objective, inputs, target = objective_of("mlp")
-    found = clipped(
+    result = clipped(
         objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)), memory=memory
     )
-    assert all(not value.any() for value in found.sums.values())
+    assert all(not value.any() for value in result.sums.values())
 
 
 def test_weighted_sum_second_pass_same_draws() -> None:
@@ -135,13 +135,13 @@ def test_weighted_sum_second_pass_same_draws() -> None:
     model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double().train()
     objective = Objective(model, F.cross_entropy)
     inputs, target = torch.randn(7, 6, dtype=torch.float64), torch.randint(3, (7,))
-    found, left = [], []
+    result, left = [], []
     for memory in (None, 0):
         torch.manual_seed(1)
-        found.append(clipped(objective, inputs, target, randomness="different", memory=memory))
+        result.append(clipped(objective, inputs, target, randomness="different", memory=memory))
         left.append(torch.rand(3))
-    for key, value in found[0].sums.items():
-        torch.testing.assert_close(found[1].sums[key], value, rtol=1e-12, atol=1e-14)
+    for key, value in result[0].sums.items():
+        torch.testing.assert_close(result[1].sums[key], value, rtol=1e-12, atol=1e-14)
     assert torch.equal(*left)  # and leaves the generator where it was
 
 
@@ -153,11 +153,11 @@ def test_weighted_sum_branching_model() -> None:
         value = params["w"] @ row
         return value.square() if bool(value > 0) else -3 * value
 
-    found = per_sample_weighted_sum(loss, weight, rows, weights=clipping)
+    result = per_sample_weighted_sum(loss, weight, rows, weights=clipping)
     value = rows @ weight["w"]
     gradients = torch.where(value > 0, 2 * value, torch.full_like(value, -3)).unsqueeze(1) * rows
     weights = (BOUND / gradients.norm(dim=1)).clamp(max=1)
-    torch.testing.assert_close(found.sums["w"], weights @ gradients, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.sums["w"], weights @ gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("memory", [None, 0])
@@ -177,7 +177,7 @@ def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) ->
         place[4] = 0
         return {"w": place, "v": 10 * place}
 
-    found = per_sample_weighted_sum(loss, params, rows, weights=own, memory=memory).sums
+    result = per_sample_weighted_sum(loss, params, rows, weights=own, memory=memory).sums
     expected = {"w": torch.zeros(3, dtype=torch.float64), "v": torch.zeros((), dtype=torch.float64)}
     for sample in [0, 1, 2, 3, 5, 6, 7, 8]:
         gradient = grad(loss)(params, rows[sample])
@@ -185,7 +185,7 @@ def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) ->
             "w": expected["w"] + (sample + 1) * gradient["w"],
             "v": expected["v"] + 10 * (sample + 1) * gradient["v"],
         }
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_weighted_sum_factors_beyond_memory_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +205,9 @@ def test_weighted_sum_factors_beyond_memory_dropped(monkeypatch: pytest.MonkeyPa
 
 def test_weighted_sum_wrong_shape_of_weights_refused() -> None:
     objective, inputs, target = objective_of("mlp")
-    with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(5, 1\) for 5 samples") as raised:
+    with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(5, 1\) for 5 samples") as caught:
         clipped(objective, inputs, target, weights=lambda norms: clipping(norms)[:, None])
-    assert "shape (5,)" in str(raised.value)
+    assert "shape (5,)" in str(caught.value)
 
 
 def test_weighted_sum_weights_of_unknown_parameters_refused() -> None:

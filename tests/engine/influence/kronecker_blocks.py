@@ -49,7 +49,7 @@ def blocks_of(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: to
         handle.remove()
     model.zero_grad()
     places = _places(model)
-    found: list[Dense] = []
+    result: list[Dense] = []
     covered: set[str] = set()
     for name, module in _layers(model).items():
         groups = getattr(module, "groups", 1)
@@ -63,13 +63,13 @@ def blocks_of(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: to
                     [columns, places[f"{name}.bias"].reshape(groups, -1)[group][:, None]], 1
                 )
             left, right = _factors(seen[name], module, group, groups)
-            found.append(_block(name, rows, columns, left, right))
+            result.append(_block(name, rows, columns, left, right))
     for name, columns in places.items():
         if name not in covered:
             own = rows[:, columns]
             values, vectors = np.linalg.eigh(own.T @ own / len(own))
-            found.append(Dense(name, columns, vectors, values))
-    return found
+            result.append(Dense(name, columns, vectors, values))
+    return result
 
 
 def scores(
@@ -160,10 +160,10 @@ def dense(blocks: list[KroneckerBlock], flat: Flat) -> np.ndarray:
     total = torch.zeros(flat.size, flat.size, dtype=torch.float64)
     for block in blocks:
         vectors = flat.split(torch.eye(flat.size, dtype=torch.float64))
-        found = block.basis.vectors(
+        result = block.basis.vectors(
             block.basis.rotate_back(block.basis.rotate(block.basis.matrices(vectors)) * block.values)
         )
         total += flat.join(
-            {name: found.get(name, torch.zeros_like(value)) for name, value in vectors.items()}
+            {name: result.get(name, torch.zeros_like(value)) for name, value in vectors.items()}
         )
     return total.numpy()

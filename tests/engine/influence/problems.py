@@ -198,33 +198,33 @@ def gradient_rows(model: nn.Module, criterion: Any, inputs: torch.Tensor, target
     """[n, p]: the gradient of each row by torch.autograd, one row at a time, in the order of the
     parameters.
     """
-    found = []
+    result = []
     for x, y in zip(inputs, target, strict=True):
         gradients = torch.autograd.grad(criterion(model(x[None])[0], y), list(model.parameters()))
-        found.append(torch.cat([g.reshape(-1) for g in gradients]).double())
-    return torch.stack(found).numpy()
+        result.append(torch.cat([g.reshape(-1) for g in gradients]).double())
+    return torch.stack(result).numpy()
 
 
 def output_jacobians(model: nn.Module, inputs: torch.Tensor) -> np.ndarray:
     """[n, outputs, p]: of the flattened output by torch.autograd, number by number."""
-    found = []
+    result = []
     for x in inputs:
         output = model(x[None])[0].reshape(-1)
         rows = [torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in output]
-        found.append(torch.stack([torch.cat([g.reshape(-1) for g in row]).double() for row in rows]))
-    return torch.stack(found).numpy()
+        result.append(torch.stack([torch.cat([g.reshape(-1) for g in row]).double() for row in rows]))
+    return torch.stack(result).numpy()
 
 
 def output_hessians(
     model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor
 ) -> np.ndarray:
     """[n, outputs, outputs]: of the loss in the flattened output by torch.autograd."""
-    found = []
+    result = []
     for x, y in zip(inputs, target, strict=True):
         output = model(x[None])[0].detach().double()
         second = torch.autograd.functional.hessian(lambda z, y=y: criterion(z, y), output)
-        found.append(second.reshape(output.numel(), output.numel()))
-    return torch.stack(found).numpy()
+        result.append(second.reshape(output.numel(), output.numel()))
+    return torch.stack(result).numpy()
 
 
 def gauss_newton(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:

@@ -99,7 +99,7 @@ def test_calibration_least_squares_default_is_exact() -> None:
     fitted = fit(Influence(), training)
     assert fitted.calibrated
     assert fitted.facts["damping"] == 0
-    found = scores(fitted, examples(linear(weights), squared_error, asked, wanted))
+    result = scores(fitted, examples(linear(weights), squared_error, asked, wanted))
 
     def losses(layer: nn.Linear) -> np.ndarray:
         with torch.no_grad():
@@ -108,7 +108,7 @@ def test_calibration_least_squares_default_is_exact() -> None:
     for row in range(0, 40, 7):
         kept = torch.arange(40) != row
         truth = losses(linear(ridge(inputs[kept], targets[kept], 0.0))) - losses(linear(weights))
-        np.testing.assert_allclose(found[row], truth, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(result[row], truth, rtol=1e-8, atol=1e-10)
 
 
 def test_calibration_default_of_dual_solver_equals_exact() -> None:
@@ -178,8 +178,8 @@ def test_calibration_convex_with_weight_decay_no_damping(kind: Any) -> None:
     training = examples(OnFeatures().double(), cross_entropy, inputs, labels)
 
     def dampings(**options: Any) -> set[float]:
-        found = fit(kind(**options), training).facts["damping"]
-        return set(found.values()) if isinstance(found, dict) else {found}
+        result = fit(kind(**options), training).facts["damping"]
+        return set(result.values()) if isinstance(result, dict) else {result}
 
     assert dampings(weight_decay=0.01) == {0.0}
     assert dampings(weight_decay=0.01, relative_damping=0.1) == dampings(relative_damping=0.1) != {0.0}

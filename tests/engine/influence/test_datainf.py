@@ -30,9 +30,9 @@ def problem(**options: Any) -> tuple[Examples, Examples]:
 
 
 def fitted(training: Examples, **options: Any) -> MeanOfInverses:
-    found = DataInf(**options).fit(training, Checkpoint())
-    assert isinstance(found, MeanOfInverses)
-    return found
+    result = DataInf(**options).fit(training, Checkpoint())
+    assert isinstance(result, MeanOfInverses)
+    return result
 
 
 def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
@@ -44,15 +44,15 @@ def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.nda
     """name -> [N, M]: with each of the n inverses materialised."""
     x, y = classified(N + M, (1, 6, 6))
     rows, columns = gradient_rows(convolution(), cross_entropy, x, y), problem()[0].flat.columns
-    found = {}
+    result = {}
     for name, own in columns.items():
         training, queries = rows[:N, own], rows[N:, own]
         size = training.shape[1]
         mean = (training**2).mean()
         added = (relative * mean + weight_decay) * np.eye(size)
         inverse = np.mean([np.linalg.inv(np.outer(g, g) + added) for g in training], axis=0)
-        found[name] = training @ inverse @ queries.T / N
-    return found
+        result[name] = training @ inverse @ queries.T / N
+    return result
 
 
 def test_datainf_scores_equal_mean_of_inverses() -> None:
@@ -60,9 +60,9 @@ def test_datainf_scores_equal_mean_of_inverses() -> None:
     for options in ({}, {"relative_damping": 0.7, "weight_decay": 0.01}):
         method = fitted(training, **options)
         expected = oracle(options.get("relative_damping", 0.1), options.get("weight_decay", 0.0))
-        found = matrix(method, queries, "parameter")
+        result = matrix(method, queries, "parameter")
         for name, value in expected.items():
-            assert np.abs(found[name].numpy() - value).max() < 1e-10 * np.abs(value).max()
+            assert np.abs(result[name].numpy() - value).max() < 1e-10 * np.abs(value).max()
         total = sum(expected.values())
         assert np.abs(matrix(method, queries)[""].numpy() - total).max() < 1e-10 * np.abs(total).max()
 
@@ -84,8 +84,8 @@ def test_datainf_parameter_of_one_number() -> None:
     training = examples(model, cross_entropy, x, y)
     rows = gradient_rows(model, cross_entropy, x, y)[:, training.flat.columns["temperature"]][:, 0]
     expected = np.outer(rows, rows) * np.mean(1 / (rows**2 + 0.1 * np.mean(rows**2))) / N
-    found = matrix(fitted(training), training, "parameter")["temperature"]
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    result = matrix(fitted(training), training, "parameter")["temperature"]
+    np.testing.assert_allclose(result, expected, rtol=1e-10)
 
 
 def test_datainf_one_example_is_solved_exactly() -> None:
@@ -101,8 +101,8 @@ def test_datainf_one_example_is_solved_exactly() -> None:
     rows, own = gradient_rows(model, cross_entropy, x, y), training.flat.columns["5.weight"]
     g = rows[0, own]
     expected = rows[1:, own] @ np.linalg.solve(np.outer(g, g) + 0.4 * np.eye(len(g)), g)
-    found = matrix(fitted(training, damping=0.4), queries, "parameter")["5.weight"][0].numpy()
-    assert np.abs(found - expected).max() < 1e-12 * np.abs(expected).max()
+    result = matrix(fitted(training, damping=0.4), queries, "parameter")["5.weight"][0].numpy()
+    assert np.abs(result - expected).max() < 1e-12 * np.abs(expected).max()
 
 
 def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,8 @@ def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     method = fitted(training)
     blocks = list(method.self_influence())
     assert [(block.start, block.stop) for block in blocks] == [(0, 3), (3, 5), (5, 8), (8, 10), (10, 13)]
-    found = torch.cat([block.self_influence for block in blocks])
-    assert torch.allclose(found, matrix(method, training)[""].diagonal(), rtol=1e-10, atol=0)
+    result = torch.cat([block.self_influence for block in blocks])
+    assert torch.allclose(result, matrix(method, training)[""].diagonal(), rtol=1e-10, atol=0)
     prepared = training.flat.join(method.precondition(training.flat.split(training.materialise())))
     norms = torch.cat([block.preconditioned_norm for block in blocks])
     assert torch.allclose(norms, prepared.norm(dim=1), rtol=1e-10, atol=0)

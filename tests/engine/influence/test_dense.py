@@ -54,7 +54,7 @@ def test_curvature_matrix_equals_that_of_summed_loss(name: str, chunk_size: Any)
     inputs, labels = classified(9, shape)
     training = examples(model, cross_entropy, inputs, labels, chunk_size=chunk_size)
     rows = gradient_rows(model, cross_entropy, inputs, labels)
-    for found, want in (
+    for result, want in (
         (sum_of_outer_products(training), rows.T @ rows),
         (
             sum_of_outer_products(gauss_newton_rows(training)),
@@ -62,7 +62,7 @@ def test_curvature_matrix_equals_that_of_summed_loss(name: str, chunk_size: Any)
         ),
         (loss_hessian(training), problems.loss_hessian(model, cross_entropy, inputs, labels)),
     ):
-        np.testing.assert_allclose(found.numpy(), want, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(result.numpy(), want, rtol=0, atol=1e-12)
 
 
 def test_curvature_matrix_rows_with_shared_factor(
@@ -99,9 +99,9 @@ def test_curvature_matrix_float32_model() -> None:
     inputs, labels = classified(50)
     single = examples(mlp().float(), cross_entropy, inputs.float(), labels, chunk_size=7)
     double = gauss_newton(mlp(), cross_entropy, inputs, labels)
-    found = sum_of_outer_products(gauss_newton_rows(single))
-    assert found.dtype == torch.float64
-    np.testing.assert_allclose(found.numpy(), double, rtol=0, atol=1e-5 * np.abs(double).max())
+    result = sum_of_outer_products(gauss_newton_rows(single))
+    assert result.dtype == torch.float64
+    np.testing.assert_allclose(result.numpy(), double, rtol=0, atol=1e-5 * np.abs(double).max())
     rows = single.materialise().double()
     np.testing.assert_allclose(
         sum_of_outer_products(single).numpy(), (rows.t() @ rows).numpy(), rtol=1e-12, atol=1e-14

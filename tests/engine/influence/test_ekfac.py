@@ -88,9 +88,9 @@ def problem(case: str, **options: Any) -> tuple[nn.Module, Examples, Examples]:
 
 
 def fitted(training: Examples, **options: Any) -> KroneckerFactored:
-    found = EKFAC(**options).fit(training, Checkpoint())
-    assert isinstance(found, KroneckerFactored)
-    return found
+    result = EKFAC(**options).fit(training, Checkpoint())
+    assert isinstance(result, KroneckerFactored)
+    return result
 
 
 def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
@@ -108,9 +108,9 @@ def oracle(case: str, relative: float = 0.1) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_ekfac_scores_equal_materialised_matrices(case: str) -> None:
     _, training, queries = problem(case)
-    found = matrix(fitted(training, fisher="empirical"), queries)[""].numpy()
+    result = matrix(fitted(training, fisher="empirical"), queries)[""].numpy()
     expected = oracle(case)
-    assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
+    assert np.abs(result - expected).max() < 1e-10 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,10 +118,10 @@ def test_ekfac_self_influence(case: str) -> None:
     _, training, _ = problem(case)
     method = fitted(training, fisher="empirical")
     blocks = list(method.self_influence())
-    found = torch.cat([block.self_influence for block in blocks])
+    result = torch.cat([block.self_influence for block in blocks])
     norms = torch.cat([block.preconditioned_norm for block in blocks])
     expected = matrix(method, training)[""].diagonal()
-    assert torch.allclose(found, expected, rtol=1e-10, atol=0)
+    assert torch.allclose(result, expected, rtol=1e-10, atol=0)
     prepared = training.flat.join(method.precondition(training.flat.split(training.materialise())))
     assert torch.allclose(norms, prepared.norm(dim=1), rtol=1e-10, atol=0)
 
@@ -149,11 +149,11 @@ def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
 )
 @settings(max_examples=4, deadline=None)
 def test_ekfac_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
-    found, expected = (
+    result, expected = (
         matrix(fitted(training, fisher=fisher), queries)[""]
         for _, training, queries in (problem(case, chunk_size=size), problem(case, chunk_size=N))
     )
-    assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
+    assert (result - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,9 +162,9 @@ def test_ekfac_float32_scores_are_near_those_of_float64(case: str) -> None:
     narrow = [
         examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)
     ]
-    found = matrix(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
+    result = matrix(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
     expected = matrix(fitted(training, fisher="empirical"), queries)[""]
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (result - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,11 +179,11 @@ def test_ekfac_exact_for_one_layer_squared_error() -> None:
     training, queries = (
         examples(model, squared_error, inputs[rows], targets[rows]) for rows in (slice(N), slice(N, None))
     )
-    found = matrix(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
+    result = matrix(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
     rows = gradient_rows(model, squared_error, inputs, targets)
     curvature = gauss_newton(model, squared_error, inputs[:N], targets[:N]) + N * 0.05 * np.eye(21)
     expected = rows[:N] @ np.linalg.solve(curvature, rows[N:].T)
-    assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
+    assert np.abs(result - expected).max() < 1e-10 * np.abs(expected).max()
 
 
 def test_ekfac_weight_used_in_slices() -> None:

@@ -81,13 +81,13 @@ def test_exact_scores_by_layer(per: Any) -> None:
     fitted = fit(Influence(damping=0.1), training())
     prepared = QUERY_ROWS @ inverse("gauss_newton", 0.1, 0)
     columns = training().flat.columns
-    found = layer_scores(fitted, queries(), per)
-    assert set(found) == ({"0.weight", "0.bias", "2.weight", "2.bias"} if per == "parameter" else {"0", "2"})
-    for label, part in found.items():
+    result = layer_scores(fitted, queries(), per)
+    assert set(result) == ({"0.weight", "0.bias", "2.weight", "2.bias"} if per == "parameter" else {"0", "2"})
+    for label, part in result.items():
         own = [where for name, where in columns.items() if name == label or name.startswith(f"{label}.")]
         want = sum(ROWS[:, where] @ prepared[:, where].T for where in own)
         np.testing.assert_allclose(part, want, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(sum(found.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(sum(result.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
 
 
 @settings(max_examples=6, deadline=None)
@@ -97,14 +97,14 @@ def test_exact_scores_by_layer(per: Any) -> None:
 def test_exact_independent_of_chunks(chunk_size: int, query_chunk: int, solver: Any) -> None:
     method = Influence(solver=solver, damping=1e-3)
     want = scores(fit(method, training()), queries())
-    found = scores(fit(method, training(chunk_size=chunk_size)), queries(chunk_size=query_chunk))
-    np.testing.assert_allclose(found, want, rtol=0, atol=1e-10 * np.abs(want).max())
+    result = scores(fit(method, training(chunk_size=chunk_size)), queries(chunk_size=query_chunk))
+    np.testing.assert_allclose(result, want, rtol=0, atol=1e-10 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 def test_exact_float32_nearly_independent_of_chunks(solver: Any) -> None:
     model = mlp().float()
-    found = [
+    result = [
         scores(
             fit(
                 Influence(solver=solver, relative_damping=0.1),
@@ -118,8 +118,8 @@ def test_exact_float32_nearly_independent_of_chunks(solver: Any) -> None:
         CURVATURES["gauss_newton"] + 0.1 * np.trace(CURVATURES["gauss_newton"]) / 53 * np.eye(53)
     )
     want = ROWS @ matrix @ QUERY_ROWS.T
-    for each in found:
-        np.testing.assert_allclose(each, found[0], rtol=0, atol=1e-5 * np.abs(want).max())
+    for each in result:
+        np.testing.assert_allclose(each, result[0], rtol=0, atol=1e-5 * np.abs(want).max())
         np.testing.assert_allclose(each, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
@@ -143,9 +143,9 @@ def test_exact_extreme_eigenvalues_of_large_matrix() -> None:
     basis = torch.linalg.qr(torch.randn(600, 600, generator=generator, dtype=torch.float64)).Q
     values = torch.logspace(-3, 2, 600, dtype=torch.float64)
     values[0] = -0.5
-    found = Inverse.of((basis * values) @ basis.t(), 0.6, "Hessian", 10)
-    assert found.largest == pytest.approx(100, rel=1e-6)
-    assert found.smallest == pytest.approx(-0.5, rel=1e-6)
+    result = Inverse.of((basis * values) @ basis.t(), 0.6, "Hessian", 10)
+    assert result.largest == pytest.approx(100, rel=1e-6)
+    assert result.smallest == pytest.approx(-0.5, rel=1e-6)
 
 
 def test_exact_singular_curvature_refused() -> None:
@@ -175,9 +175,9 @@ def test_exact_indefinite_hessian_refused_or_warned() -> None:
         fit(Influence("hessian", damping=0.5 * abs(smallest)), training())
     assert "or curvature: gauss_newton" in str(error.value)
     enough = float(str(error.value).split("set influence.method.damping: ")[1].split(",")[0])
-    said: list[str] = []
-    fit(Influence("hessian", damping=enough), training(), said)
-    assert [line for line in said if "the Hessian is indefinite" in line] == said != []
+    messages: list[str] = []
+    fit(Influence("hessian", damping=enough), training(), messages)
+    assert [line for line in messages if "the Hessian is indefinite" in line] == messages != []
 
 
 def test_exact_nonfinite_curvature_refused() -> None:

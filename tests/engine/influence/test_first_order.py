@@ -92,10 +92,10 @@ def test_first_order_cosines_equal_the_loop(data: Any) -> None:
     labels = y.clone()
     labels[-1] = -1
     fitted = GradientCosine().fit(examples(model, loss, x, labels, chunk_size=4), Checkpoint())
-    found = matrix(fitted, examples(model, loss, xq, yq))[""]
+    result = matrix(fitted, examples(model, loss, xq, yq))[""]
     expected = nn.functional.cosine_similarity(loop(model, x, y)[:, None], loop(model, xq, yq)[None], dim=2)
-    torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-10, atol=1e-12)
-    assert found[-1].isnan().all()
+    torch.testing.assert_close(result[:-1], expected[:-1], rtol=1e-10, atol=1e-12)
+    assert result[-1].isnan().all()
     with pytest.raises(
         InfluenceError,
         match="gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
@@ -135,11 +135,11 @@ def test_first_order_tracin_without_a_learning_rate_is_refused(data: Any) -> Non
 def test_first_order_other_measurement_of_same_rows(data: Any) -> None:
     model = network()
     training, _ = both(model, data, chunk_size=4)
-    found = training.with_scalar(lambda output, target: output[target] ** 2).materialise()
+    result = training.with_scalar(lambda output, target: output[target] ** 2).materialise()
     for row, (x, y) in enumerate(zip(*data[:2], strict=True)):
         gradients = torch.autograd.grad(model(x[None])[0, y] ** 2, list(model.parameters()))
         torch.testing.assert_close(
-            found[row], torch.cat([g.flatten() for g in gradients]), rtol=1e-10, atol=1e-12
+            result[row], torch.cat([g.flatten() for g in gradients]), rtol=1e-10, atol=1e-12
         )
 
 

@@ -128,11 +128,11 @@ def test_index_self_influence(tmp_path: Path) -> None:
 def test_index_scores_by_layer(tmp_path: Path) -> None:
     training, queries = both(network())
     store = built(tmp_path, EXACT, training)
-    found = matrix_of(from_index(GradientDot(), store).fit(training, Checkpoint()), queries, "module")
+    result = matrix_of(from_index(GradientDot(), store).fit(training, Checkpoint()), queries, "module")
     expected = matrix_of(GradientDot().fit(training, Checkpoint()), queries, "module")
-    assert list(found) == list(expected)
+    assert list(result) == list(expected)
     for label in expected:
-        torch.testing.assert_close(found[label], expected[label], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(result[label], expected[label], rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=6)
@@ -144,10 +144,10 @@ def test_index_independent_of_chunks_shards_and_blocks(
     training, queries = both(network(), chunk_size=chunk_size)
     with patch.object(stored, "BLOCK", block):
         store = built(tmp_path_factory.mktemp("index"), spec, training)
-        found = by_index(ProjectedInfluence(), store, queries)
+        result = by_index(ProjectedInfluence(), store, queries)
     whole, _ = both(network(), chunk_size=N)
     expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)[""]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 # -- Numbers on the disk -------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def test_index_nonfinite_rows(tmp_path: Path) -> None:
     x, y, xq, yq = data()
     x[[2, 11]] = torch.inf
     training, queries = examples(network(), cross_entropy, x, y), examples(network(), cross_entropy, xq, yq)
-    told: list[str] = []
-    store = built(tmp_path, EXACT, training, say=told.append)
-    assert told == [f"1 rows have a gradient that is not finite, and no score: {row}" for row in (2, 11)]
+    messages: list[str] = []
+    store = built(tmp_path, EXACT, training, say=messages.append)
+    assert messages == [f"1 rows have a gradient that is not finite, and no score: {row}" for row in (2, 11)]
     for method in (GradientDot(), ProjectedInfluence(), TRAK()):
-        found = by_index(method, store, queries)
-        assert found.isnan().any(1).nonzero().flatten().tolist() == [2, 11]
+        result = by_index(method, store, queries)
+        assert result.isnan().any(1).nonzero().flatten().tolist() == [2, 11]
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------
@@ -288,9 +288,9 @@ def test_index_method_with_curvature_refused(tmp_path: Path) -> None:
         def fit(self, training: Any, checkpoint: Any) -> Any: ...
 
     training, _ = both(network())
-    with pytest.raises(InfluenceError, match="an index has no answer by ekfac") as told:
+    with pytest.raises(InfluenceError, match="an index has no answer by ekfac") as caught:
         from_index(Other(), built(tmp_path, EXACT, training))
-    assert "gradient_dot, gradient_cosine, tracin, projected_influence, trak" in str(told.value)
+    assert "gradient_dot, gradient_cosine, tracin, projected_influence, trak" in str(caught.value)
 
 
 def test_index_unknown_checkpoint_refused(tmp_path: Path) -> None:

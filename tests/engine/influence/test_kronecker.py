@@ -46,8 +46,8 @@ def described(blocks: list[KroneckerBlock]) -> dict[str, str]:
 
 def test_kronecker_bare_weights_and_biases() -> None:
     inputs, labels = classified(9)
-    found = described(fit_blocks(examples(Bare().double(), cross_entropy, inputs, labels), 9))
-    assert found == {
+    result = described(fit_blocks(examples(Bare().double(), cross_entropy, inputs, labels), 9))
+    assert result == {
         "w + b": "Kronecker factors 7 x 4",
         "scale": "exact, 4 x 4",
         "shift": "exact, 1 x 1",
@@ -66,15 +66,15 @@ def test_kronecker_bias_of_another_layer() -> None:
             return torch.tanh(x @ self.w) * self.b
 
     inputs, labels = classified(9)
-    found = described(fit_blocks(examples(Shifted().double(), cross_entropy, inputs, labels), 9))
-    assert found == {"w": "Kronecker factors 6 x 3", "b": "exact, 3 x 3"}
+    result = described(fit_blocks(examples(Shifted().double(), cross_entropy, inputs, labels), 9))
+    assert result == {"w": "Kronecker factors 6 x 3", "b": "exact, 3 x 3"}
 
 
 def test_kronecker_tied_table_and_packed_weight() -> None:
     torch.manual_seed(1)
     tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
-    found = described(fit_blocks(examples(Tied().double(), cross_entropy, tokens, labels), 12))
-    assert found == {
+    result = described(fit_blocks(examples(Tied().double(), cross_entropy, tokens, labels), 12))
+    assert result == {
         "packed[0:4, 0:4]": "Kronecker factors 4 x 4",
         "packed[4:8, 0:4]": "Kronecker factors 4 x 4",
         "table.weight": "Kronecker factors 7 x 4",
@@ -139,10 +139,10 @@ def test_kronecker_exact_for_one_sample() -> None:
     model = mlp()
     training = examples(model, cross_entropy, inputs, labels)
     expected = gauss_newton(model, cross_entropy, inputs, labels)
-    found = dense(fit_blocks(gauss_newton_rows(training), 1), training.flat)
+    result = dense(fit_blocks(gauss_newton_rows(training), 1), training.flat)
     for owner in ("0", "2"):
         own = np.r_[training.flat.columns[f"{owner}.weight"], training.flat.columns[f"{owner}.bias"]]
-        assert np.abs((found - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
+        assert np.abs((result - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
 
 
 def test_kronecker_block_without_factors() -> None:

@@ -109,7 +109,7 @@ def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> N
 
     training = examples(model, squared_error, inputs, targets)
     fitted = fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay, leverage=True), training)
-    found = scores(fitted, examples(model, prediction, test_inputs, test_targets))
+    result = scores(fitted, examples(model, prediction, test_inputs, test_targets))
     wide = np.concatenate([test_inputs.numpy(), np.ones((6, 1))], axis=1)
     moves = torch.cat([block.preconditioned_norm for block in fitted.self_influence()]).numpy()
     for row in range(30):
@@ -117,7 +117,7 @@ def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> N
         change = ridge(inputs[keep], targets[keep], 30 * weight_decay) - ridge(
             inputs, targets, 30 * weight_decay
         )
-        np.testing.assert_allclose(found[row], (wide @ change.T).sum(1), rtol=0, atol=1e-8)
+        np.testing.assert_allclose(result[row], (wide @ change.T).sum(1), rtol=0, atol=1e-8)
         np.testing.assert_allclose(moves[row], np.linalg.norm(change), rtol=1e-8)
     assert fitted.facts["largest_leverage"] > 0.5
     plain = scores(fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay), training), training)
@@ -131,19 +131,19 @@ def test_leverage_of_one_refused(solver: Any) -> None:
     inputs[5, 2] = 1.0  # no other row determines the third weight
     targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
     model = linear(ridge(inputs, targets, 1e-12))
-    said: list[str] = []
+    messages: list[str] = []
     training = examples(model, squared_error, inputs, targets)
-    fitted = fit(Influence(solver=solver, damping=1e-12, leverage=True), training, said)
+    fitted = fit(Influence(solver=solver, damping=1e-12, leverage=True), training, messages)
     assert (
-        [line for line in said if line.startswith("without row 5 the training problem has no solution")]
-        == said
+        [line for line in messages if line.startswith("without row 5 the training problem has no solution")]
+        == messages
         != []
     )
-    found = scores(fitted, training)
-    assert np.isnan(found[5]).all()
+    result = scores(fitted, training)
+    assert np.isnan(result[5]).all()
     assert np.isnan(self_influence(fitted)[0][5])
     assert [row for row in range(12) if np.isnan(self_influence(fitted)[1][row])] == [5]
-    assert np.isfinite(np.delete(found, 5, axis=0)).all()
+    assert np.isfinite(np.delete(result, 5, axis=0)).all()
     assert np.isfinite(np.delete(self_influence(fitted)[0], 5)).all()
     parts = layer_scores(fitted, training, "parameter")
     assert all(np.isnan(part[5]).all() for part in parts.values())
@@ -155,11 +155,11 @@ def test_leverage_of_one_without_damping_refused() -> None:
     inputs[5, 2] = 1.0  # no other row determines the third weight
     targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
     training = examples(linear(ridge(inputs, targets, 0.0)), squared_error, inputs, targets)
-    said: list[str] = []
-    fitted = fit(Influence(), training, said)
+    messages: list[str] = []
+    fitted = fit(Influence(), training, messages)
     assert fitted.facts["damping"] == 0
     assert np.isnan(scores(fitted, training)[5]).all()
-    assert any(line.startswith("without row 5 the training problem has no solution") for line in said)
+    assert any(line.startswith("without row 5 the training problem has no solution") for line in messages)
 
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
@@ -201,12 +201,12 @@ def test_leverage_by_output_of_one_number() -> None:
         return F.binary_cross_entropy_with_logits(output.squeeze(), target.squeeze())
 
     method = Influence(damping=0.03, change="output")
-    found = []
+    result = []
     for model in (wide, bare):
         fitted = fit(method, examples(model, logistic, inputs, labels))
-        found.append(scores(fitted, examples(model, logistic, -inputs[:4], labels[:4])))
-    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-13)
-    assert np.abs(found[0]).min() > 0
+        result.append(scores(fitted, examples(model, logistic, -inputs[:4], labels[:4])))
+    np.testing.assert_allclose(result[1], result[0], rtol=0, atol=1e-13)
+    assert np.abs(result[0]).min() > 0
 
 
 def test_leverage_estimate_error() -> None:
@@ -224,18 +224,18 @@ def test_leverage_estimate_error() -> None:
         fit(Influence(solver=solver, weight_decay=0.02), training)
         for solver in ("exact", "conjugate_gradient")
     )
-    wanted, found = (fitted.fitted.leverage.largest.numpy() for fitted in (exact, estimated))
+    wanted, result = (fitted.fitted.leverage.largest.numpy() for fitted in (exact, estimated))
     largest = np.argsort(-wanted)
-    np.testing.assert_allclose(found[largest[:10]], wanted[largest[:10]], rtol=0.02)
+    np.testing.assert_allclose(result[largest[:10]], wanted[largest[:10]], rtol=0.02)
     others = largest[25:]
-    assert np.median(np.abs(found[others] / wanted[others] - 1)) < 0.1
-    assert np.abs(found[others] / wanted[others] - 1).max() < 0.6
+    assert np.median(np.abs(result[others] / wanted[others] - 1)) < 0.1
+    assert np.abs(result[others] / wanted[others] - 1).max() < 0.6
     assert (
         estimated.facts["leverage_by"]
         == "256 random vectors, and a solve for each of the 25 examples of the largest leverage"
     )
     again = fit(Influence(solver="conjugate_gradient", weight_decay=0.02), training)
-    np.testing.assert_array_equal(again.fitted.leverage.largest.numpy(), found)
+    np.testing.assert_array_equal(again.fitted.leverage.largest.numpy(), result)
 
 
 def test_leverage_omitted_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,5 +259,5 @@ def test_leverage_self_influence_by_solves() -> None:
     )
     assert exact.has_self_influence
     assert not solved.has_self_influence
-    for wanted, found in zip(self_influence(exact), self_influence(solved), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-2)
+    for wanted, result in zip(self_influence(exact), self_influence(solved), strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-2)

@@ -61,17 +61,17 @@ def truth() -> Truth:
 def test_influence_function_predicts_left_out_losses(truth: Truth) -> None:
     for curvature in ("gauss_newton", "hessian"):  # the same matrix here
         method = Influence(curvature, damping=0.0, weight_decay=WEIGHT_DECAY)  # type: ignore[arg-type]
-        found = scores(fit(method, truth.training), truth.queries)[truth.removed]
-        line = linregress(found.ravel(), truth.rises.ravel())
+        result = scores(fit(method, truth.training), truth.queries)[truth.removed]
+        line = linregress(result.ravel(), truth.rises.ravel())
         assert line.rvalue > 0.999
         assert 0.9 < line.slope < 1.1
 
 
 def test_influence_with_leverage_the_slope_is_one(truth: Truth) -> None:
     method = Influence(damping=0.0, weight_decay=WEIGHT_DECAY, leverage=True, change="output")
-    found = scores(fit(method, truth.training), truth.queries)[truth.removed]
+    result = scores(fit(method, truth.training), truth.queries)[truth.removed]
     for some in (slice(None), slice(20)):  # all removals, and those of the largest leverage alone
-        line = linregress(found[some].ravel(), truth.rises[some].ravel())
+        line = linregress(result[some].ravel(), truth.rises[some].ravel())
         assert line.rvalue > 0.9999
         assert abs(line.slope - 1) < 0.01
     # What is left to first order in the query's loss is that loss's own curvature: on the way from the plain
@@ -79,7 +79,9 @@ def test_influence_with_leverage_the_slope_is_one(truth: Truth) -> None:
     plain = scores(fit(Influence(damping=0.0, weight_decay=WEIGHT_DECAY), truth.training), truth.queries)[
         truth.removed
     ]
-    slopes = [linregress(each.ravel(), truth.rises.ravel()).slope for each in (found, truth.corrected, plain)]
+    slopes = [
+        linregress(each.ravel(), truth.rises.ravel()).slope for each in (result, truth.corrected, plain)
+    ]
     assert 1 < slopes[0] < slopes[1] < slopes[2]
 
 
@@ -89,8 +91,8 @@ def slope(method: Influence, truth: Truth, training: Examples | None = None) -> 
 
 
 def slope_of(fitted: Any, truth: Truth) -> float:
-    found = scores(fitted, truth.queries)[truth.removed]
-    return float(linregress(found.ravel(), truth.rises.ravel()).slope)
+    result = scores(fitted, truth.queries)[truth.removed]
+    return float(linregress(result.ravel(), truth.rises.ravel()).slope)
 
 
 @pytest.mark.parametrize("options", [{}, {"curvature": "hessian"}, {"solver": "conjugate_gradient"}], ids=str)
@@ -134,9 +136,9 @@ class Few:
         weights = problem.solve()
         training, asked = (examples(linear(weights), cross_entropy, *some) for some in (rows, queries))
         removed = np.arange(len(rows[0]))
-        found = cls(problem, weights, queries, Truth(training, asked, removed, np.zeros(0), np.zeros(0)))
-        found.truth.rises = found.rises([problem.without(row).solve(weights) for row in removed])
-        return found
+        result = cls(problem, weights, queries, Truth(training, asked, removed, np.zeros(0), np.zeros(0)))
+        result.truth.rises = result.rises([problem.without(row).solve(weights) for row in removed])
+        return result
 
     def rises(self, moved: list[np.ndarray]) -> np.ndarray:
         """[removals, queries]: of the queries' losses, with the weights of each removal."""
@@ -167,9 +169,9 @@ def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -
     few = Few.of(classified(24, seed=0), classified(40, seed=100), 0.1)
     heard: list[str] = []
     fitted = fit(Influence(weight_decay=0.1), few.truth.training, heard)
-    found = scores(fitted, few.truth.queries)
+    result = scores(fitted, few.truth.queries)
     assert fitted.facts["largest_leverage"] > 0.5
-    assert linregress(found.ravel(), few.truth.rises.ravel()).slope > 1.04
+    assert linregress(result.ravel(), few.truth.rises.ravel()).slope > 1.04
     assert not fitted.calibrated
     assert "the one Newton step of a score would be followed by a second one 0.066 times as long" in heard[0]
     moved = [few.weights] * 24
@@ -182,7 +184,7 @@ def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -
         predicted = few.rises(moved)
         assert slopes[0] < linregress(predicted.ravel(), few.truth.rises.ravel()).slope < slopes[1]
         if slopes[0] > 1:
-            np.testing.assert_allclose(found, predicted, rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(result, predicted, rtol=1e-6, atol=1e-9)
 
 
 def test_influence_default_options_by_layer_have_slope_one(truth: Truth) -> None:

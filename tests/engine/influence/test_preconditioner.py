@@ -28,18 +28,18 @@ def test_preconditioner_roots_of_a_diagonal_are_elementwise() -> None:
 @pytest.mark.parametrize("rank", [1, 10, SIZE, SIZE + 7])
 def test_preconditioner_roots_are_inverse_and_symmetric(rank: int) -> None:
     matrix = symmetric(SPECTRUM)
-    found = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=rank)
+    result = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=rank)
     eye = torch.eye(SIZE, dtype=torch.float64)
-    root, inverse = found.root(eye, 0.5), found.root(eye, -0.5)
+    root, inverse = result.root(eye, 0.5), result.root(eye, -0.5)
     torch.testing.assert_close(root @ inverse, eye, rtol=0, atol=1e-9)
     torch.testing.assert_close(root, root.t())
 
 
 def test_preconditioner_full_rank() -> None:
     matrix = symmetric(SPECTRUM)
-    found = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=SIZE)
+    result = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=SIZE)
     eye = torch.eye(SIZE, dtype=torch.float64)
-    root = found.root(eye, 0.5)
+    root = result.root(eye, 0.5)
     damped = matrix + DAMPING * eye
     torch.testing.assert_close(
         root @ root * (damped.trace() / (root @ root).trace()), damped, rtol=1e-6, atol=1e-6
@@ -83,10 +83,10 @@ def test_preconditioner_diagonal_scaling() -> None:
 def test_preconditioner_negative_eigenvalues() -> None:
     """The solver is to tell of them, not a factorisation."""
     matrix = symmetric(torch.cat([torch.tensor([-1.0, -0.5]), SPECTRUM[2:]]))
-    found = nystroem(lambda v: v @ matrix, SIZE, 2.0, rank=SIZE)
-    assert bool(torch.isfinite(found.root(torch.eye(SIZE, dtype=torch.float64), -0.5)).all())
+    result = nystroem(lambda v: v @ matrix, SIZE, 2.0, rank=SIZE)
+    assert bool(torch.isfinite(result.root(torch.eye(SIZE, dtype=torch.float64), -0.5)).all())
     rhs = torch.randn(2, SIZE, dtype=torch.float64)
-    x, facts = conjugate_gradient(lambda v: v @ matrix + 2 * v, rhs, preconditioner=found)
+    x, facts = conjugate_gradient(lambda v: v @ matrix + 2 * v, rhs, preconditioner=result)
     assert facts["converged"]
     torch.testing.assert_close(
         x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5
@@ -94,9 +94,9 @@ def test_preconditioner_negative_eigenvalues() -> None:
 
 
 def test_preconditioner_zero_matrix() -> None:
-    found = nystroem(torch.zeros_like, 7, 0.3, rank=4)
+    result = nystroem(torch.zeros_like, 7, 0.3, rank=4)
     block = torch.randn(2, 7, dtype=torch.float64)
-    rooted = found.root(found.root(block, 0.5), 0.5)
+    rooted = result.root(result.root(block, 0.5), 0.5)
     torch.testing.assert_close(rooted / rooted[0, 0], block / block[0, 0], rtol=1e-12, atol=0)
 
 

@@ -111,9 +111,9 @@ def dense(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvatur
 
 
 def by_rows(training: Examples, curvature: Curvature) -> CurvatureProducts:
-    found = RowProducts.of(training, curvature, DECAY)
-    assert found is not None
-    return found
+    result = RowProducts.of(training, curvature, DECAY)
+    assert result is not None
+    return result
 
 
 def by_passes(training: Examples, curvature: Curvature) -> CurvatureProducts:
@@ -136,14 +136,16 @@ def test_curvature_products_equal_dense_matrix(
 ) -> None:
     model, training, inputs, target = problem(kind)
     matrix = dense(model, inputs, target, curvature)
-    found = way(training, curvature)
+    result = way(training, curvature)
     block = torch.randn(35, training.flat.size, dtype=torch.float64)  # more than one pass takes
-    torch.testing.assert_close(found.apply(block), block @ matrix, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.damped(0.7)(block), block @ matrix + 0.7 * block, rtol=1e-10, atol=1e-10)
-    diagonal = found.diagonal()
+    torch.testing.assert_close(result.apply(block), block @ matrix, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        result.damped(0.7)(block), block @ matrix + 0.7 * block, rtol=1e-10, atol=1e-10
+    )
+    diagonal = result.diagonal()
     if diagonal is not None:
         torch.testing.assert_close(diagonal, matrix.diagonal(), rtol=1e-10, atol=1e-12)
-    mean, error = found.mean_eigenvalue()
+    mean, error = result.mean_eigenvalue()
     exact = float(matrix.diagonal().mean()) - DECAY
     if curvature == "hessian":
         assert error > 0
@@ -171,8 +173,8 @@ def test_curvature_products_float32_model() -> None:
     """
     model = image_model().float()
     training = examples(model, cross_entropy, torch.randn(N, 1, 4, 4), torch.randint(CLASSES, (N,)))
-    found = by_rows(training, "gauss_newton")
-    matrix = found.apply(torch.eye(training.flat.size, dtype=torch.float64))
+    result = by_rows(training, "gauss_newton")
+    matrix = result.apply(torch.eye(training.flat.size, dtype=torch.float64))
     assert matrix.dtype == torch.float64
     torch.testing.assert_close(matrix, matrix.t(), rtol=1e-13, atol=1e-14)
     again = by_passes(training, "gauss_newton").apply(torch.eye(training.flat.size, dtype=torch.float64))
@@ -188,17 +190,17 @@ def test_curvature_products_ignored_samples(curvature: Curvature) -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output[None], target[None], reduction="sum")
 
-    found = by_rows(examples(model, loss, x, y, chunk_size=1), curvature)
+    result = by_rows(examples(model, loss, x, y, chunk_size=1), curvature)
     matrix = dense(model, x[y != -100], y[y != -100], curvature)
     block = torch.randn(2, len(matrix), dtype=torch.float64)
-    torch.testing.assert_close(found.apply(block), block @ matrix, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.apply(block), block @ matrix, rtol=1e-10, atol=1e-12)
 
 
 def test_curvature_products_shared_factor() -> None:
     _, training, _, _ = problem("images")
-    found = by_rows(training, "gauss_newton")
-    assert isinstance(found, RowProducts)
-    forms = {name: part.form for name, part in found.chunks[0].items()}
+    result = by_rows(training, "gauss_newton")
+    assert isinstance(result, RowProducts)
+    forms = {name: part.form for name, part in result.chunks[0].items()}
     shared = {name: form for name, form in forms.items() if form != "materialised"}
     assert shared == {"4.weight": "shared left", "8.weight": "shared right", "10.weight": "shared left"}
     assert forms["0.weight"] == "materialised"
@@ -213,11 +215,11 @@ def test_curvature_products_by_passes(
     monkeypatch.setattr(
         products, "free_memory", lambda device: 3 * CLASSES * training.flat.size * 8
     )  # of one sample, materialised
-    found = curvature_products(problem("images")[1], weight_decay=DECAY)
-    assert isinstance(found, PassProducts)
+    result = curvature_products(problem("images")[1], weight_decay=DECAY)
+    assert isinstance(result, PassProducts)
     block = torch.randn(2, training.flat.size, dtype=torch.float64)
     torch.testing.assert_close(
-        found.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10
+        result.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10
     )
 
 
@@ -227,9 +229,9 @@ def test_curvature_products_estimated_trace() -> None:
     training = examples(
         model, squared_error, torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 200, dtype=torch.float64)
     )
-    found = products.curvature_products(training)
-    assert isinstance(found, PassProducts)
-    mean, error = found.mean_eigenvalue()
+    result = products.curvature_products(training)
+    assert isinstance(result, PassProducts)
+    mean, error = result.mean_eigenvalue()
     inputs = torch.cat([torch.as_tensor(training.read(0, 9).inputs[0]), torch.ones(9, 1)], 1)
     exact = float(inputs.square().sum()) / 9 * 200 / training.flat.size
     assert 0 < error < 0.1 * exact

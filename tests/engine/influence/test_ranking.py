@@ -15,11 +15,11 @@ from psgrad.engine.influence.ranking import Strongest, aligned, divisor
 
 def sorted_in_full(scores: np.ndarray, k: int, sign: int) -> list[list[tuple[int, float]]]:
     """Of each column the (row, score) of one sign, strongest first, the earlier of equal ones first."""
-    found = []
+    result = []
     for column in scores.T:
         rows = [row for row in range(len(column)) if np.isfinite(column[row]) and sign * column[row] > 0]
-        found.append([(row, column[row]) for row in sorted(rows, key=lambda row: -sign * column[row])][:k])
-    return found
+        result.append([(row, column[row]) for row in sorted(rows, key=lambda row: -sign * column[row])][:k])
+    return result
 
 
 @given(

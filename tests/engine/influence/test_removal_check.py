@@ -27,9 +27,9 @@ from tests.engine.influence.runs import fit, scores
 
 
 def inverse(method: Influence | EKFAC, training: object) -> Preconditioned:
-    found = fit(method, training).solver()  # type: ignore[arg-type]
-    assert found is not None
-    return found
+    result = fit(method, training).solver()  # type: ignore[arg-type]
+    assert result is not None
+    return result
 
 
 def test_removal_check_equals_retraining_of_convex_model() -> None:
@@ -41,15 +41,15 @@ def test_removal_check_equals_retraining_of_convex_model() -> None:
     queries = examples(linear(weights), cross_entropy, asked, wanted)
     rows = [3, 17, 40]
     for method in (Influence(weight_decay=0.02), EKFAC(weight_decay=0.02, fisher="exact")):
-        found = continued(inverse(method, training), rows, 0.02, steps=200)
-        assert found.converged
+        result = continued(inverse(method, training), rows, 0.02, steps=200)
+        assert result.converged
         for query in range(4):
             truth = [
                 problem.losses(problem.without(row).solve(), asked, wanted)[query]
                 - problem.losses(weights, asked, wanted)[query]
                 for row in rows
             ]
-            np.testing.assert_allclose(found.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
+            np.testing.assert_allclose(result.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
 
 
 def test_removal_check_one_step_equals_score() -> None:
@@ -62,11 +62,11 @@ def test_removal_check_one_step_equals_score() -> None:
     asked, wanted = classified(3, seed=9)
     queries = examples(model, cross_entropy, asked, wanted)
     method = Influence(damping=30.0)  # steps so small that the loss is as good as linear
-    found = continued(inverse(method, training), [5, 8], 0.0, steps=1)
-    assert found.steps == 1
+    result = continued(inverse(method, training), [5, 8], 0.0, steps=1)
+    assert result.steps == 1
     predicted = scores(fit(method, training), queries)[[5, 8]]
     for query in range(3):
-        np.testing.assert_allclose(found.changes(queries, query).numpy(), predicted[:, query], rtol=0.02)
+        np.testing.assert_allclose(result.changes(queries, query).numpy(), predicted[:, query], rtol=0.02)
 
 
 def test_removal_check_fall_bounded_by_loss() -> None:
@@ -77,7 +77,7 @@ def test_removal_check_fall_bounded_by_loss() -> None:
     queries = examples(model, cross_entropy, asked, wanted)
     fitted = fit(EKFAC(fisher="empirical", relative_damping=1e-3), training)
     predicted = scores(fitted, queries)
-    losses = torch.cat([found["loss"] for _, found in queries.norms()]).numpy()
+    losses = torch.cat([result["loss"] for _, result in queries.norms()]).numpy()
     impossible = np.argwhere(predicted < -losses)
     assert len(impossible) > 100
     row, query = impossible[np.argmin(predicted[tuple(impossible.T)] + losses[impossible[:, 1]])]
@@ -92,8 +92,8 @@ def test_removal_check_fall_bounded_by_loss() -> None:
 def test_removal_check_time_limit() -> None:
     inputs, labels = classified(50)
     training = examples(mlp(), cross_entropy, inputs, labels)
-    found: Continued = continued(inverse(Influence(), training), [5], 0.0, seconds=0.0)
-    assert (found.steps, found.converged) == (1, False)
+    result: Continued = continued(inverse(Influence(), training), [5], 0.0, seconds=0.0)
+    assert (result.steps, result.converged) == (1, False)
 
 
 class Overflowing(Preconditioned):
@@ -106,9 +106,11 @@ class Overflowing(Preconditioned):
 def test_removal_check_nonfinite_objective() -> None:
     inputs, labels = classified(50)
     training = examples(mlp(), cross_entropy, inputs, labels)
-    found = continued(Overflowing(training), [5], 0.0)
-    assert (found.steps, found.converged) == (0, False)
-    assert all(torch.equal(found.params[name][0].to(value), value) for name, value in training.params.items())
+    result = continued(Overflowing(training), [5], 0.0)
+    assert (result.steps, result.converged) == (0, False)
+    assert all(
+        torch.equal(result.params[name][0].to(value), value) for name, value in training.params.items()
+    )
 
 
 def test_removal_check_nonfinite_gradients() -> None:
@@ -140,8 +142,8 @@ def test_removal_check_step_size_grows_again() -> None:
     inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     model = torch.nn.Linear(6, 2, bias=False, dtype=torch.float64)
     training = examples(model, squared_error, inputs, targets)
-    found = continued(OnceTooLong(training), [5], 0.0, steps=30)
-    assert found.converged
-    assert 0.2 < found.length < 0.8
+    result = continued(OnceTooLong(training), [5], 0.0, steps=30)
+    assert result.converged
+    assert 0.2 < result.length < 0.8
     truth = torch.linalg.lstsq(inputs, targets).solution.T
-    np.testing.assert_allclose(found.params["weight"][0].numpy(), truth.numpy(), atol=1e-6)
+    np.testing.assert_allclose(result.params["weight"][0].numpy(), truth.numpy(), atol=1e-6)

@@ -89,10 +89,10 @@ def test_output_rows_of_a_sample_are_adjacent() -> None:
     rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=6))
     jacobians, hessians = output_jacobians(model, inputs), output_hessians(model, criterion, inputs, target)
     seen = 0
-    for where, found in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
+    for where, result in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
         assert where.start == seen
         for number, own in enumerate(
-            found["rows"].reshape(-1, 3, rows.flat.size).numpy(), start=where.start // 3
+            result["rows"].reshape(-1, 3, rows.flat.size).numpy(), start=where.start // 3
         ):
             np.testing.assert_allclose(
                 own.T @ own, jacobians[number].T @ hessians[number] @ jacobians[number], rtol=0, atol=1e-13
@@ -109,7 +109,7 @@ def test_output_rows_jacobian_in_chunks(count: int, chunk_size: int, classes: in
     rows = jacobian_rows(examples(model, cross_entropy, inputs, labels, chunk_size=chunk_size))
     want = output_jacobians(model, inputs).reshape(count * classes, -1)
     np.testing.assert_allclose(rows.materialise().numpy(), want, rtol=0, atol=1e-13)
-    norms = torch.cat([found["square_norm"] for _, found in rows.norms()]).numpy()
+    norms = torch.cat([result["square_norm"] for _, result in rows.norms()]).numpy()
     np.testing.assert_allclose(norms, (want**2).sum(1), rtol=1e-12)
 
 
@@ -134,10 +134,10 @@ def test_output_rows_coefficients(name: str) -> None:
 
 def test_output_rows_confident_predictions_float32() -> None:
     outputs = torch.tensor([[20.0, 0.0, 1.0]])
-    found = OutputDerivatives.of(cross_entropy, outputs, torch.tensor([0])).hessian[0]
+    result = OutputDerivatives.of(cross_entropy, outputs, torch.tensor([0])).hessian[0]
     p = outputs[0].double().softmax(0)
     eps = torch.finfo(torch.float64).eps  # p - p^2 is rounded as a number of order one
-    np.testing.assert_allclose(found.numpy(), (p.diag() - torch.outer(p, p)).numpy(), rtol=0, atol=2 * eps)
+    np.testing.assert_allclose(result.numpy(), (p.diag() - torch.outer(p, p)).numpy(), rtol=0, atol=2 * eps)
 
 
 def test_output_rows_nonconvex_loss_refused() -> None:

@@ -18,26 +18,26 @@ def start(size: int, seed: int = 0) -> torch.Tensor:
 def test_spectrum_of_full_krylov_space() -> None:
     spectrum = torch.logspace(-2, 2, 100, dtype=torch.float64)
     matrix = symmetric(spectrum)
-    found = lanczos(lambda v: v @ matrix, start(100), 100)
-    assert found.iterations == 100
-    torch.testing.assert_close(found.values, spectrum, rtol=1e-9, atol=1e-11)
+    result = lanczos(lambda v: v @ matrix, start(100), 100)
+    assert result.iterations == 100
+    torch.testing.assert_close(result.values, spectrum, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(
-        found.vectors @ found.vectors.t(), torch.eye(100, dtype=torch.float64), rtol=0, atol=1e-11
+        result.vectors @ result.vectors.t(), torch.eye(100, dtype=torch.float64), rtol=0, atol=1e-11
     )
-    assert float((found.vectors @ matrix - found.values[:, None] * found.vectors).abs().max()) < 1e-10
+    assert float((result.vectors @ matrix - result.values[:, None] * result.vectors).abs().max()) < 1e-10
 
 
 @pytest.mark.parametrize("iterations", [1, 5, 20, 60])
 def test_spectrum_ritz_value_bounds(iterations: int) -> None:
     spectrum = np.concatenate([[-3.0, -0.1], np.logspace(-2, 2, 98)])
     matrix = symmetric(torch.tensor(spectrum))
-    found = lanczos(lambda v: v @ matrix, start(100), iterations)
-    assert found.iterations == iterations
+    result = lanczos(lambda v: v @ matrix, start(100), iterations)
+    assert result.iterations == iterations
     residuals = torch.linalg.vector_norm(
-        found.vectors @ matrix - found.values[:, None] * found.vectors, dim=1
+        result.vectors @ matrix - result.values[:, None] * result.vectors, dim=1
     )
-    torch.testing.assert_close(found.bounds, residuals, rtol=1e-6, atol=1e-9)
-    for value, bound in zip(found.values.numpy(), found.bounds.numpy(), strict=True):
+    torch.testing.assert_close(result.bounds, residuals, rtol=1e-6, atol=1e-9)
+    for value, bound in zip(result.values.numpy(), result.bounds.numpy(), strict=True):
         assert np.abs(spectrum - value).min() <= bound + 1e-9
 
 
@@ -51,10 +51,10 @@ def test_spectrum_extremes_converge_first() -> None:
 def test_spectrum_krylov_space_that_ends_early_is_reported() -> None:
     """Three eigenvalues: three steps, and no residual."""
     matrix = symmetric(torch.tensor([1.0, 4.0, 9.0]).repeat_interleave(10))
-    found = lanczos(lambda v: v @ matrix, start(30), 20)
-    assert found.iterations in (3, 4)  # rounding may ask for one more
-    assert found.values[[0, -1]].tolist() == pytest.approx([1, 9])
-    assert float(found.bounds.max()) < 1e-6
+    result = lanczos(lambda v: v @ matrix, start(30), 20)
+    assert result.iterations in (3, 4)  # rounding may ask for one more
+    assert result.values[[0, -1]].tolist() == pytest.approx([1, 9])
+    assert float(result.bounds.max()) < 1e-6
 
 
 def test_spectrum_nonfinite_refused() -> None:
@@ -65,11 +65,11 @@ def test_spectrum_nonfinite_refused() -> None:
 def test_spectrum_trace_estimate_unbiased() -> None:
     matrix = symmetric(torch.logspace(-2, 2, 60))
     exact = float(matrix.trace())
-    found = [hutchinson_trace(lambda v: v @ matrix, 60, probes=16, seed=seed) for seed in range(200)]
-    scores = np.array([(value - exact) / error for value, error in found])
-    spread = np.std([value for value, _ in found])
-    assert abs(np.mean([value for value, _ in found]) - exact) < 4 * spread / np.sqrt(len(found))
-    assert np.mean([error for _, error in found]) == pytest.approx(spread, rel=0.2)
+    result = [hutchinson_trace(lambda v: v @ matrix, 60, probes=16, seed=seed) for seed in range(200)]
+    scores = np.array([(value - exact) / error for value, error in result])
+    spread = np.std([value for value, _ in result])
+    assert abs(np.mean([value for value, _ in result]) - exact) < 4 * spread / np.sqrt(len(result))
+    assert np.mean([error for _, error in result]) == pytest.approx(spread, rel=0.2)
     assert np.mean(np.abs(scores) < 2) > 0.85
 
 

@@ -97,9 +97,9 @@ def test_trak_scores_equal_formula(data: Any, kind: Any, checkpoints: int) -> No
 
 def test_trak_other_measurements(data: Any) -> None:
     method, model = TRAK(dimension=9), network()
-    found = scores_of(method, *([each] for each in both(model, data, cross_entropy)))
+    result = scores_of(method, *([each] for each in both(model, data, cross_entropy)))
     assert_close(
-        found,
+        result,
         trak_written_out(
             method, [model], data, lambda output, label: F.cross_entropy(output, label), sign=-1.0
         ),
@@ -113,17 +113,17 @@ def test_trak_independent_of_chunks(chunk_size: int, dimension: int, kind: Any, 
     inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
     drawn = inputs[:N], labels[:N], inputs[N:], labels[N:]
     method, model = TRAK(dimension=dimension, projection=kind), network(seed)
-    found = scores_of(method, *([each] for each in both(model, drawn, chunk_size=chunk_size)))
-    assert_close(found, scores_of(method, *([each] for each in both(model, drawn, chunk_size=64))))
+    result = scores_of(method, *([each] for each in both(model, drawn, chunk_size=chunk_size)))
+    assert_close(result, scores_of(method, *([each] for each in both(model, drawn, chunk_size=64))))
 
 
 def test_trak_float32_model(data: Any) -> None:
     # its gradients come in float32; all that follows is done in float64
     method, model = TRAK(dimension=9), network().float()
     rounded = tuple(x.float() if x.is_floating_point() else x for x in data)
-    found = scores_of(method, *([each] for each in both(model, rounded)))
+    result = scores_of(method, *([each] for each in both(model, rounded)))
     doubles = tuple(x.double() if x.is_floating_point() else x for x in rounded)
-    assert_close(found, trak_written_out(method, [model.double()], doubles), 1e-5)
+    assert_close(result, trak_written_out(method, [model.double()], doubles), 1e-5)
 
 
 def test_trak_damping_again_equals_fit(data: Any) -> None:
@@ -185,12 +185,12 @@ def test_trak_inner_products_unbiased_with_stated_variance(data: Any, kind: Any)
     gradients = training.stream.gradients(0, N)
     exact = training.flat.join(gradients.materialise())
     norms = exact.norm(dim=1)
-    found = []
+    result = []
     for number in range(200):
         p = Projector(kind, 9, 0, number, training.params)
         rows = p(gradients)
-        found.append(((rows @ rows.T - exact @ exact.T) / norms / norms[:, None]).numpy())
-    errors = np.stack(found)
+        result.append(((rows @ rows.T - exact @ exact.T) / norms / norms[:, None]).numpy())
+    errors = np.stack(result)
     spread = errors.std(0)
     assert (np.abs(errors.mean(0)) < 5 * spread / math.sqrt(len(errors))).all()
     cosines = (exact @ exact.T / norms / norms[:, None]).numpy()
@@ -251,8 +251,8 @@ def test_trak_weights_precision() -> None:
     model = nn.Linear(2, 3, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[15.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
-    found = weights_of(cross_entropy, model, torch.tensor([[1.0, 1.0]]), torch.tensor([0]))
-    assert found == pytest.approx([1 / (1 + math.exp(15) / (math.e + 1))], rel=1e-9, abs=0)
+    result = weights_of(cross_entropy, model, torch.tensor([[1.0, 1.0]]), torch.tensor([0]))
+    assert result == pytest.approx([1 / (1 + math.exp(15) / (math.e + 1))], rel=1e-9, abs=0)
 
 
 def test_trak_loss_gradient_from_margin(data: Any) -> None:
@@ -307,9 +307,9 @@ def test_trak_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
 )
 def test_trak_loss_without_margin_refused(data: Any, criterion: Any, words: str) -> None:
     x, y, _, _ = data
-    with pytest.raises(InfluenceError, match=words) as told:
+    with pytest.raises(InfluenceError, match=words) as caught:
         TRAK().fit(examples(network(), criterion, x, y), Checkpoint())
-    assert "choose another method, such as influence or ekfac" in str(told.value)
+    assert "choose another method, such as influence or ekfac" in str(caught.value)
 
 
 def test_trak_outputs_without_a_margin_are_refused(data: Any) -> None:
@@ -345,7 +345,7 @@ def test_trak_on_ridge_regression() -> None:
         return output.sum()
 
     training, queries = examples(model, squared_error, x, y), examples(model, prediction, xq, yq)
-    found = scores_of(TRAK(damping=0.03), [training], [queries])
+    result = scores_of(TRAK(damping=0.03), [training], [queries])
     inverse = torch.linalg.inv(x.T @ x + penalty * torch.eye(4, dtype=torch.float64))
     leverage = (x @ inverse * x).sum(1).numpy()
     truth = (
@@ -355,7 +355,7 @@ def test_trak_on_ridge_regression() -> None:
         .detach()
         .numpy()
     )
-    assert_close(found / (1 - leverage)[:, None], truth)
+    assert_close(result / (1 - leverage)[:, None], truth)
 
 
 # -- Projected influence -------------------------------------------------------------------------------------
@@ -391,9 +391,9 @@ def test_trak_singular_moment_refused(data: Any, method: Any) -> None:
     training, queries = both(network(), data)  # 13 examples, 73 parameters
     with pytest.raises(
         InfluenceError, match="is singular: damping 0, 73 columns, 13 training examples"
-    ) as told:
+    ) as caught:
         method.fit(training, Checkpoint())
-    enough = float(str(told.value.next_step).split("damping: ")[1].split(",")[0])
+    enough = float(str(caught.value.next_step).split("damping: ")[1].split(",")[0])
     fitted = type(method)(damping=enough).fit(training, Checkpoint())
     assert matrix_of(fitted, queries)[""].isfinite().all()
 
@@ -409,12 +409,12 @@ def test_trak_nonfinite_rows(data: Any) -> None:
     spoilt = x.clone()
     spoilt[4] = torch.nan
     training, queries = both(network(), (spoilt, y, xq, yq))
-    found = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)[""]
+    result = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)[""]
     keep = torch.arange(N) != 4
     without, _ = both(network(), (x[keep], y[keep], xq, yq))
     expected = matrix_of(ProjectedInfluence(damping=0.1).fit(without, Checkpoint()), queries)[""]
-    torch.testing.assert_close(found[keep], expected, rtol=1e-10, atol=1e-14)
-    assert found[4].isnan().all()
+    torch.testing.assert_close(result[keep], expected, rtol=1e-10, atol=1e-14)
+    assert result[4].isnan().all()
 
 
 def test_trak_queries_of_another_model_are_refused(data: Any) -> None:

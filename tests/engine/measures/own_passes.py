@@ -33,16 +33,16 @@ def setting_of(
 def columns_of(measure: Measure, setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:
     """name -> [n - start]: all columns of the measure's own passes."""
     measure.prepare(setting)
-    found: dict[str, list[Tensor]] = {}
+    result: dict[str, list[Tensor]] = {}
     for own in measure.passes():
         reached = start
         for part in own.run(start, chunk_size):
             assert part.start == reached
             reached = part.stop
             for name, column in part.values.items():
-                found.setdefault(name, []).append(column)
+                result.setdefault(name, []).append(column)
         assert reached == len(setting)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts) for name, parts in result.items()}
 
 
 def gathered_of(measure: Measure, setting: Setting, norms: Tensor, ok: Tensor | None = None) -> Gathered:

@@ -18,6 +18,7 @@ from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
+from psgrad.ragged import Block
 from psgrad.workflows.measures import joined_summary
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -35,7 +36,7 @@ class Rows:
     classes: int | None = 3
 
     def read(self, start: int, stop: int) -> Any:
-        return _Batch((self.inputs[start:stop],), None if self.targets is None else self.targets[start:stop])
+        return Block((self.inputs[start:stop],), None if self.targets is None else self.targets[start:stop])
 
     def setting(self, chunk_size: int | str = "auto", seed: int = 0) -> Setting:
         objective = Objective(self.model, self.criterion)
@@ -49,8 +50,8 @@ class Rows:
         for i in range(len(self.inputs)):
             output = self.model(self.inputs[i : i + 1])[0]
             loss = self.criterion(output, None if self.targets is None else self.targets[i])
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+            result = torch.autograd.grad(loss, parameters, allow_unused=True)
+            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(result, parameters, strict=True)]
             rows.append(torch.cat([part.flatten() for part in parts]).double())
         return torch.stack(rows).numpy()
 
@@ -58,12 +59,6 @@ class Rows:
         """[n, C] float64."""
         with torch.no_grad():
             return self.model(self.inputs).double().numpy()
-
-
-@dataclass(frozen=True)
-class _Batch:
-    inputs: tuple[Tensor, ...]
-    target: Tensor | None
 
 
 @dataclass
@@ -134,13 +129,13 @@ class _Run:
     def take(
         self, run: Callable[[_Run, int], Any], interrupted_at: int | None, name: str
     ) -> dict[str, Tensor]:
-        found: list[Columns] = []
+        result: list[Columns] = []
         which = "first" if name == "first" else "again"
         for columns in run(self, 0):
-            found.append(columns)
+            result.append(columns)
             if interrupted_at is not None and columns.stop >= interrupted_at:
                 break
-        if interrupted_at is not None and found[-1].stop < len(self.rows.inputs):
+        if interrupted_at is not None and result[-1].stop < len(self.rows.inputs):
             states, size = [measure.state() for measure in getattr(self, which)], self.stream.chunk_size
             before = dict(self.states)
             self.make()
@@ -151,12 +146,12 @@ class _Run:
                 for measure in self.again:
                     measure.between()
             _restore(getattr(self, which), states)
-            found += list(run(self, found[-1].stop))
+            result += list(run(self, result[-1].stop))
         self.states[name] = [
             {key: value.clone() for key, value in measure.state().items()} for measure in getattr(self, which)
         ]
-        keys = found[0].values
-        return {key: torch.cat([columns.values[key] for columns in found]) for key in keys}
+        keys = result[0].values
+        return {key: torch.cat([columns.values[key] for columns in result]) for key in keys}
 
 
 def _restore(measures: Sequence[Measure], states: Sequence[dict[str, Tensor]]) -> None:

@@ -70,17 +70,17 @@ def test_attribution_logit_gradients_equal_captum(dtype: torch.dtype, of: str) -
     chosen = target if of == "target" else model(inputs).argmax(1)
     setting = of_classes(model, inputs, target)
     saliency = Saliency(model).attribute(inputs, target=chosen, abs=False)
-    found = columns_of(InputGradient(of=of), setting)
+    result = columns_of(InputGradient(of=of), setting)
     torch.testing.assert_close(
-        found["input_gradient"], saliency.flatten(1).norm(dim=1).double(), **tolerance(dtype)
+        result["input_gradient"], saliency.flatten(1).norm(dim=1).double(), **tolerance(dtype)
     )
     product = InputXGradient(model).attribute(inputs, target=chosen).detach()
-    found = columns_of(GradientXInput(of=of), setting)
+    result = columns_of(GradientXInput(of=of), setting)
     torch.testing.assert_close(
-        found["gradient_x_input"], product.flatten(1).sum(1).double(), **tolerance(dtype)
+        result["gradient_x_input"], product.flatten(1).sum(1).double(), **tolerance(dtype)
     )
     torch.testing.assert_close(
-        found["gradient_x_input_l1"], product.abs().flatten(1).sum(1).double(), **tolerance(dtype)
+        result["gradient_x_input_l1"], product.abs().flatten(1).sum(1).double(), **tolerance(dtype)
     )
 
 
@@ -102,13 +102,13 @@ def test_attribution_integrated_gradients_equal_captum(dtype: torch.dtype, of: s
         IntegratedGradients(of=of, steps=7, baseline=baseline),
         of_classes(model, inputs, target),
     )
-    found = columns_of(measure, setting)
+    result = columns_of(measure, setting)
     near = {"rtol": 1e-5, "atol": 1e-5}  # captum's own steps are in single precision
-    torch.testing.assert_close(found["integrated_gradients"], expected.flatten(1).sum(1).double(), **near)
+    torch.testing.assert_close(result["integrated_gradients"], expected.flatten(1).sum(1).double(), **near)
     torch.testing.assert_close(
-        found["integrated_gradients_l1"], expected.abs().flatten(1).sum(1).double(), **near
+        result["integrated_gradients_l1"], expected.abs().flatten(1).sum(1).double(), **near
     )
-    torch.testing.assert_close(found["integrated_gradients_gap"], delta.double(), **near)
+    torch.testing.assert_close(result["integrated_gradients_gap"], delta.double(), **near)
     torch.testing.assert_close(maps_of(measure, setting), expected.float())
 
 
@@ -121,9 +121,9 @@ def test_attribution_integrated_gradients_equal_sum_over_steps(dtype: torch.dtyp
         here = (0.25 + node * (inputs - 0.25)).requires_grad_()
         total += weight * torch.autograd.grad(F.cross_entropy(model(here), target, reduction="sum"), here)[0]
     expected = ((inputs - 0.25) * total).flatten(1)
-    found = columns_of(IntegratedGradients(steps=5, baseline=0.25), of_classes(model, inputs, target))
-    torch.testing.assert_close(found["integrated_gradients"], expected.sum(1), **tolerance(dtype))
-    torch.testing.assert_close(found["integrated_gradients_l1"], expected.abs().sum(1), **tolerance(dtype))
+    result = columns_of(IntegratedGradients(steps=5, baseline=0.25), of_classes(model, inputs, target))
+    torch.testing.assert_close(result["integrated_gradients"], expected.sum(1), **tolerance(dtype))
+    torch.testing.assert_close(result["integrated_gradients_l1"], expected.abs().sum(1), **tolerance(dtype))
 
 
 @BOTH
@@ -138,9 +138,9 @@ def test_attribution_smooth_gradients_equal_mean_over_noise(dtype: torch.dtype) 
             ].requires_grad_()
             total[row] += torch.autograd.grad(F.cross_entropy(model(noisy)[0], target[row]), noisy)[0][0] / 5
     measure, setting = SmoothGrad(samples=5, noise=0.2), of_classes(model, inputs, target, seed=4)
-    found = columns_of(measure, setting)
+    result = columns_of(measure, setting)
     torch.testing.assert_close(
-        found["smooth_grad"], total.flatten(1).norm(dim=1).double(), **tolerance(dtype)
+        result["smooth_grad"], total.flatten(1).norm(dim=1).double(), **tolerance(dtype)
     )
     torch.testing.assert_close(maps_of(measure, setting), total.float())
 
@@ -163,8 +163,8 @@ def test_attribution_loss_gradient_of_every_architecture(architecture: Architect
     for row in range(N):
         one = inputs[row : row + 1].clone().requires_grad_()
         expected.append(torch.autograd.grad(architecture.loss(model(one)[0], target[row]), one)[0].norm())
-    found = columns_of(InputGradient(), setting_of(model, architecture.loss, (inputs,), target))
-    torch.testing.assert_close(found["input_gradient"], torch.stack(expected).double(), rtol=1e-5, atol=1e-7)
+    result = columns_of(InputGradient(), setting_of(model, architecture.loss, (inputs,), target))
+    torch.testing.assert_close(result["input_gradient"], torch.stack(expected).double(), rtol=1e-5, atol=1e-7)
 
 
 # -- what must hold ------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ def test_attribution_many_steps_close_the_gap() -> None:
     ]
     assert gaps[0] > gaps[1] > gaps[2]
     assert gaps[2] < 1e-10
-    found = columns_of(IntegratedGradients(steps=40), setting)["integrated_gradients"]
+    result = columns_of(IntegratedGradients(steps=40), setting)["integrated_gradients"]
     rise = F.cross_entropy(model(inputs), target, reduction="none") - F.cross_entropy(
         model(0 * inputs), target, reduction="none"
     )
-    torch.testing.assert_close(found, rise.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(result, rise.detach(), rtol=1e-10, atol=1e-10)
 
 
 @each_measure
@@ -203,11 +203,11 @@ def test_attribution_nonfinite_rows(
     model, inputs, target = classifier()
     dirty = inputs.clone()
     dirty[1, 0, 2, 2], dirty[4] = math.nan, math.inf
-    found, clean = (
+    result, clean = (
         columns_of(measure, of_classes(model, dirty, target)),
         columns_of(measure, of_classes(model, inputs, target)),
     )
-    for name, column in found.items():
+    for name, column in result.items():
         assert torch.isnan(column[[1, 4]]).all(), name
         torch.testing.assert_close(column[[0, 2, 3, 5]], clean[name][[0, 2, 3, 5]], rtol=1e-10, atol=1e-12)
 
@@ -215,13 +215,13 @@ def test_attribution_nonfinite_rows(
 @each_measure
 def test_attribution_maps(measure: Attribution) -> None:
     setting = of_classes(*classifier())
-    found = columns_of(measure, setting)
+    result = columns_of(measure, setting)
     norms = torch.tensor([3.0, 9, math.nan, 1, 7, 5], dtype=torch.float64)
     gathered = gathered_of(measure, setting, norms)
     assert gathered.arrays["rows"].tolist() == [1, 4, 5, 0, 3]
     maps = gathered.arrays["map_0"].flatten(1).double()
     whole = maps.sum(1) if measure.additive else maps.norm(dim=1)
-    torch.testing.assert_close(whole, found[measure.name][[1, 4, 5, 0, 3]], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whole, result[measure.name][[1, 4, 5, 0, 3]], rtol=1e-5, atol=1e-6)
     assert "ids_0" not in gathered.arrays
 
 
@@ -235,8 +235,8 @@ def test_attribution_no_maps_without_inputs(measure: Attribution) -> None:
 def test_attribution_ignored_label() -> None:
     model, inputs, target = classifier()
     target[2] = -100
-    found = columns_of(InputGradient(of="target"), of_classes(model, inputs, target))["input_gradient"]
-    assert torch.isnan(found).tolist() == [row == 2 for row in range(N)]
+    result = columns_of(InputGradient(of="target"), of_classes(model, inputs, target))["input_gradient"]
+    assert torch.isnan(result).tolist() == [row == 2 for row in range(N)]
 
 
 class TwoInputs(nn.Module):
@@ -281,8 +281,8 @@ def loss_parts(
 
 def test_attribution_several_inputs() -> None:
     model, inputs, target = two_inputs()
-    said: list[str] = []
-    setting = setting_of(model, F.cross_entropy, inputs, target, say=said.append)
+    messages: list[str] = []
+    setting = setting_of(model, F.cross_entropy, inputs, target, say=messages.append)
     slope, product = columns_of(InputGradient(), setting), columns_of(GradientXInput(), setting)
     measure = GradientXInput()
     columns_of(measure, setting)
@@ -309,21 +309,23 @@ def test_attribution_several_inputs() -> None:
         whole = sum((x * y).sum() for x, y in zip(g, values, strict=True))
         assert product["gradient_x_input"][row].item() == pytest.approx(whole.item(), rel=1e-10)
     why = "held fixed, as no embedding takes their whole numbers: input 3 of the model"
-    assert said == [f"{name}: {why}" for name in ("input_gradient", "gradient_x_input", "gradient_x_input")]
+    assert messages == [
+        f"{name}: {why}" for name in ("input_gradient", "gradient_x_input", "gradient_x_input")
+    ]
 
 
 def test_attribution_token_as_baseline() -> None:
     model, inputs, target = two_inputs()
     inputs = (inputs[0] % 3, inputs[1] % 3, *inputs[2:])
-    found = columns_of(
+    result = columns_of(
         IntegratedGradients(steps=40, baseline_token=2), setting_of(model, F.cross_entropy, inputs, target)
     )
     other = (torch.full_like(inputs[0], 2), torch.full_like(inputs[1], 2), 0 * inputs[2], inputs[3])
     rise = F.cross_entropy(model(*inputs), target, reduction="none") - F.cross_entropy(
         model(*other), target, reduction="none"
     )
-    torch.testing.assert_close(found["integrated_gradients"], rise.detach(), rtol=1e-8, atol=1e-8)
-    assert found["integrated_gradients_gap"].abs().max() < 1e-8
+    torch.testing.assert_close(result["integrated_gradients"], rise.detach(), rtol=1e-8, atol=1e-8)
+    assert result["integrated_gradients_gap"].abs().max() < 1e-8
 
 
 # -- ids -----------------------------------------------------------------------------------------------------
@@ -385,9 +387,9 @@ def test_attribution_changed_ids_refused(shift: Callable[[Tensor], Tensor]) -> N
     setting = setting_of(
         Shifted(shift), F.cross_entropy, (torch.randint(9, (N, 6)),), torch.zeros(N, dtype=torch.int64)
     )
-    with pytest.raises(MeasureError, match="found no input of this model to attribute to") as refused:
+    with pytest.raises(MeasureError, match="found no input of this model to attribute to") as caught:
         InputGradient().prepare(setting)
-    assert "shifted, clipped or cut" in str(refused.value)
+    assert "shifted, clipped or cut" in str(caught.value)
 
 
 @each_measure
@@ -431,9 +433,9 @@ def test_attribution_logits_without_classes_refused() -> None:
 def test_attribution_path_of_random_model_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 4)).train()
     setting = setting_of(model, F.cross_entropy, (torch.randn(4, 3),), torch.arange(4))
-    with pytest.raises(MeasureError, match="integrated_gradients needs derivatives in the input") as refused:
+    with pytest.raises(MeasureError, match="integrated_gradients needs derivatives in the input") as caught:
         columns_of(IntegratedGradients(), setting)
-    assert "random" in str(refused.value)
+    assert "random" in str(caught.value)
     assert torch.isfinite(columns_of(InputGradient(), setting)["input_gradient"]).all()
 
 

@@ -84,17 +84,17 @@ def test_checkpoints_independent_of_chunks_and_resume(
 def test_checkpoints_grouped_equals_single_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [WithBuffers(seed).float() for seed in range(3)]
     x, y = images(8)
-    found = []
+    result = []
     for sizes in ((3,), (1, 1, 1)):
         monkeypatch.setattr(checkpoints, "grouped", in_groups(*sizes))
-        found.append(
+        result.append(
             History.of(
                 NAMES,
                 rows_of(of_checkpoints(models, F.cross_entropy, (x.float(),), y, kind="class", classes=3)),
             )
         )
-    for name in found[0].values:
-        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-5, atol=1e-6)
+    for name in result[0].values:
+        torch.testing.assert_close(result[0][name], result[1][name], rtol=1e-5, atol=1e-6)
 
 
 def test_checkpoints_imprecise_norm_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,25 +108,25 @@ def test_checkpoints_imprecise_norm_recomputed(monkeypatch: pytest.MonkeyPatch) 
     plain, spoilt = checkpoint_passes.per_sample_square_norms, []
 
     def doubted(*arguments: Any, **options: Any) -> Any:
-        found = plain(*arguments, **options)
+        result = plain(*arguments, **options)
         if not is_flagging():
-            return found
-        samples_to_recompute((found.losses - losses[0, 0]).abs() < 1e-9)
+            return result
+        samples_to_recompute((result.losses - losses[0, 0]).abs() < 1e-9)
         spoilt.append(True)
         return SquareNorms(
-            {name: 4 * each for name, each in found.by_parameter.items()},
-            found.losses,
-            found.aux,
-            found.computed_as,
+            {name: 4 * each for name, each in result.by_parameter.items()},
+            result.losses,
+            result.aux,
+            result.computed_as,
         )
 
     monkeypatch.setattr(checkpoint_passes, "per_sample_square_norms", doubted)
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3)
-    found = History.of(NAMES, rows_of(setting, 3))["grad_norm"]
+    result = History.of(NAMES, rows_of(setting, 3))["grad_norm"]
     assert spoilt
-    torch.testing.assert_close(found[:3], norms[:3], rtol=1e-10, atol=0)
+    torch.testing.assert_close(result[:3], norms[:3], rtol=1e-10, atol=0)
     torch.testing.assert_close(
-        found[3:], 2 * norms[3:], rtol=1e-10, atol=0
+        result[3:], 2 * norms[3:], rtol=1e-10, atol=0
     )  # a chunk without a doubt is as it was
 
 
@@ -148,8 +148,8 @@ def test_checkpoints_nonfinite_at_one_checkpoint(
     assert history.nonfinite() == {"epoch-1": 7}
     assert history["right"][:, 1].isnan().all()
     assert history["prediction"][:, 1].isnan().all()
-    found = gathered(GraNd(), setting)
-    assert found.columns["grand"].isnan().all()
+    result = gathered(GraNd(), setting)
+    assert result.columns["grand"].isnan().all()
 
 
 def test_checkpoints_nonfinite_sample() -> None:
@@ -169,28 +169,28 @@ def test_checkpoints_grand_mean_and_deviation() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = vectors()
     norms = plain_norms(models, F.cross_entropy, x, y)[1].numpy()
-    said: list[str] = []
+    messages: list[str] = []
     setting = replace(
-        of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3), say=said.append
+        of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3), say=messages.append
     )
-    found = gathered(GraNd(), setting)
-    np.testing.assert_allclose(found.columns["grand"], norms.mean(1), rtol=1e-10)
-    np.testing.assert_allclose(found.columns["grand_std"], norms.std(1, ddof=1), rtol=1e-9)
-    np.testing.assert_allclose(found.numbers["rank_correlation"], spearmanr(norms).statistic, rtol=1e-9)
-    assert found.numbers["checkpoints"] == NAMES
-    assert said == ([found.numbers["warning"]] if found.numbers["warning"] else [])
+    result = gathered(GraNd(), setting)
+    np.testing.assert_allclose(result.columns["grand"], norms.mean(1), rtol=1e-10)
+    np.testing.assert_allclose(result.columns["grand_std"], norms.std(1, ddof=1), rtol=1e-9)
+    np.testing.assert_allclose(result.numbers["rank_correlation"], spearmanr(norms).statistic, rtol=1e-9)
+    assert result.numbers["checkpoints"] == NAMES
+    assert messages == ([result.numbers["warning"]] if result.numbers["warning"] else [])
 
 
 def test_checkpoints_el2n_mean_and_deviation() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = vectors()
-    found = gathered(
+    result = gathered(
         EL2NOverCheckpoints(),
         of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y),
     )
     errors = np.stack([(m(x).softmax(-1) - F.one_hot(y, 3)).norm(dim=-1).detach().numpy() for m in models], 1)
-    np.testing.assert_allclose(found.columns["el2n_mean"], errors.mean(1), rtol=1e-10)
-    np.testing.assert_allclose(found.columns["el2n_std"], errors.std(1, ddof=1), rtol=1e-9)
+    np.testing.assert_allclose(result.columns["el2n_mean"], errors.mean(1), rtol=1e-10)
+    np.testing.assert_allclose(result.columns["el2n_std"], errors.std(1, ddof=1), rtol=1e-9)
 
 
 def test_checkpoints_ignored_positions() -> None:

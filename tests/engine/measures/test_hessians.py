@@ -50,40 +50,40 @@ def test_hessian_exact_of_few_parameters() -> None:
     model, inputs, target = small()
     setting = setting_of(model, F.cross_entropy, inputs, target)
     hessians = dense(model, F.cross_entropy, inputs, target)
-    found = columns_of(HessianTrace(probes=64), setting) | columns_of(
+    result = columns_of(HessianTrace(probes=64), setting) | columns_of(
         HessianTopEigenvalue(iterations=64), setting
     )
     values = torch.linalg.eigvalsh(hessians)
     torch.testing.assert_close(
-        found["hessian_trace"], hessians.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-10, atol=1e-12
+        result["hessian_trace"], hessians.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-10, atol=1e-12
     )
-    assert not found["hessian_trace_error"].any()
-    torch.testing.assert_close(found["hessian_top_eigenvalue"], values[:, -1], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-10, atol=1e-12)
-    assert (found["hessian_top_residual"] < 1e-10).all()
+    assert not result["hessian_trace_error"].any()
+    torch.testing.assert_close(result["hessian_top_eigenvalue"], values[:, -1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-10, atol=1e-12)
+    assert (result["hessian_top_residual"] < 1e-10).all()
 
 
 def test_hessian_trace_equals_hutchinson() -> None:
     model, inputs, target = small()
     measure = HessianTrace(probes=11)
-    found = columns_of(measure, setting_of(model, F.cross_entropy, inputs, target, seed=3))
+    result = columns_of(measure, setting_of(model, F.cross_entropy, inputs, target, seed=3))
     hessians = dense(model, F.cross_entropy, inputs, target)
     probes = random_signs(3, "hessian_trace", torch.arange(N), hessians.shape[1], 0, 11).double()
     along = torch.einsum("kmp,kpq,kmq->km", probes, hessians, probes)
-    torch.testing.assert_close(found["hessian_trace"], along.mean(1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result["hessian_trace"], along.mean(1), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(
-        found["hessian_trace_error"], along.std(1) / math.sqrt(11), rtol=1e-10, atol=1e-12
+        result["hessian_trace_error"], along.std(1) / math.sqrt(11), rtol=1e-10, atol=1e-12
     )
 
 
 def test_hessian_trace_standard_error() -> None:
     model, inputs, target = small()
     inputs, target = tuple(x[:1].expand(400, -1) for x in inputs), target[:1].expand(400)
-    found = columns_of(
+    result = columns_of(
         HessianTrace(probes=24), setting_of(model, F.cross_entropy, inputs, target), chunk_size=10**6
     )
     truth = dense(model, F.cross_entropy, tuple(x[:1] for x in inputs), target[:1])[0].diagonal().sum()
-    off = (found["hessian_trace"] - truth) / found["hessian_trace_error"]
+    off = (result["hessian_trace"] - truth) / result["hessian_trace_error"]
     assert abs(float(off.mean())) < 5 / math.sqrt(400)  # unbiased, but for the skew of a ratio
     assert 0.8 < float(off.std()) < 1.3
 
@@ -91,9 +91,11 @@ def test_hessian_trace_standard_error() -> None:
 def test_hessian_ritz_values_and_residuals() -> None:
     model, inputs, target = small()
     values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
-    found = columns_of(HessianTopEigenvalue(iterations=4), setting_of(model, F.cross_entropy, inputs, target))
+    result = columns_of(
+        HessianTopEigenvalue(iterations=4), setting_of(model, F.cross_entropy, inputs, target)
+    )
     for end in ("top", "lowest"):
-        value, residual = found[f"hessian_{end}_eigenvalue"], found[f"hessian_{end}_residual"]
+        value, residual = result[f"hessian_{end}_eigenvalue"], result[f"hessian_{end}_residual"]
         assert (residual > 1e-6).any()
         assert ((values - value[:, None]).abs().min(1).values <= residual + 1e-12).all()
         assert (value <= values[:, -1] + 1e-12).all()
@@ -105,7 +107,7 @@ def test_hessian_products_of_every_architecture(architecture: Architecture) -> N
     model = architecture.build()
     inputs, target = architecture.batch(2)
     setting = setting_of(model, architecture.loss, inputs, target)
-    found = columns_of(HessianTrace(probes=2), setting)
+    result = columns_of(HessianTrace(probes=2), setting)
     flat = setting.examples.flat
     probes = random_signs(0, "hessian_trace", torch.arange(2), flat.size, 0, 2)
     params = list(model.parameters())
@@ -121,7 +123,7 @@ def test_hessian_products_of_every_architecture(architecture: Architecture) -> N
             along.append(torch.cat([part.flatten() for part in second]).double() @ probe.double())
         expected = torch.stack(along)
         torch.testing.assert_close(
-            found["hessian_trace"][sample],
+            result["hessian_trace"][sample],
             expected.mean(),
             rtol=1e-5,
             atol=1e-5 * float(expected.abs().max()),
@@ -154,11 +156,11 @@ def test_hessian_nonfinite_rows() -> None:
     dirty = inputs[0].clone()
     dirty[2, 1], dirty[5, 0] = math.nan, math.inf
     for measure in (HessianTrace(probes=3), HessianTopEigenvalue(iterations=5)):
-        found, expected = (
+        result, expected = (
             columns_of(measure, setting_of(model, F.cross_entropy, (dirty,), target)),
             columns_of(measure, clean),
         )
-        for name, column in found.items():
+        for name, column in result.items():
             assert torch.isnan(column[[2, 5]]).all(), name
             kept = [0, 1, 3, 4, 6]
             torch.testing.assert_close(column[kept], expected[name][kept], rtol=1e-10, atol=1e-12)
@@ -167,8 +169,8 @@ def test_hessian_nonfinite_rows() -> None:
 def test_hessian_loss_without_curvature_has_zeros() -> None:
     model = nn.Linear(3, 1)
     setting = setting_of(model, lambda output, target: output.sum(), (torch.randn(4, 3),), None)
-    found = columns_of(HessianTrace(probes=2), setting) | columns_of(HessianTopEigenvalue(), setting)
-    assert all(not column.any() for column in found.values())
+    result = columns_of(HessianTrace(probes=2), setting) | columns_of(HessianTopEigenvalue(), setting)
+    assert all(not column.any() for column in result.values())
 
 
 def test_hessian_krylov_space_ends_early() -> None:
@@ -176,9 +178,9 @@ def test_hessian_krylov_space_ends_early() -> None:
     values = torch.tensor([[2.0, 2, 2, 5, 5, 5], [-3.0, -3, -3, -3, -1, -1]], dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(2, 6, 6, dtype=torch.float64)).Q
     matrices = turn @ torch.diag_embed(values) @ turn.mT
-    found = extreme_eigenvalues(lambda block: block @ matrices, torch.randn(2, 6, dtype=torch.float64), 6)
-    torch.testing.assert_close(found.lowest, values.min(1).values, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.highest, values.max(1).values, rtol=1e-10, atol=0)
+    result = extreme_eigenvalues(lambda block: block @ matrices, torch.randn(2, 6, dtype=torch.float64), 6)
+    torch.testing.assert_close(result.lowest, values.min(1).values, rtol=1e-10, atol=0)
+    torch.testing.assert_close(result.highest, values.max(1).values, rtol=1e-10, atol=0)
 
 
 @settings(deadline=None, max_examples=10)
@@ -187,21 +189,21 @@ def test_hessian_lanczos_extreme_eigenvalues(k: int, p: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     half = torch.randn(k, p, p, generator=generator, dtype=torch.float64)
     matrices, starts = half + half.mT, torch.randn(k, p, generator=generator, dtype=torch.float64)
-    found, values = (
+    result, values = (
         extreme_eigenvalues(lambda block: block @ matrices, starts, p),
         torch.linalg.eigvalsh(matrices),
     )
-    torch.testing.assert_close(found.lowest, values[:, 0], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.highest, values[:, -1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(result.lowest, values[:, 0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(result.highest, values[:, -1], rtol=1e-10, atol=1e-10)
 
 
 def test_hessian_float32() -> None:
     model, inputs, target = small()
     values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
     single = setting_of(model.float(), F.cross_entropy, tuple(x.float() for x in inputs), target)
-    found = columns_of(HessianTopEigenvalue(iterations=30), single)
-    torch.testing.assert_close(found["hessian_top_eigenvalue"], values[:, -1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-5, atol=1e-6)
+    result = columns_of(HessianTopEigenvalue(iterations=30), single)
+    torch.testing.assert_close(result["hessian_top_eigenvalue"], values[:, -1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-5, atol=1e-6)
 
 
 def test_hessian_without_second_derivative_refused() -> None:

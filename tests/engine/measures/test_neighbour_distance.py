@@ -72,36 +72,36 @@ def test_neighbour_distance_equals_all_distances(
     rows = random.normal(size=(n, p))
     rows[random.random(n) < 0.1] = 0
     rows[random.random(n) < 0.1] = np.nan
-    found = found_of(torch.from_numpy(rows), {"neighbours": count, "save": True}, chunk_size=chunk_size)
+    result = found_of(torch.from_numpy(rows), {"neighbours": count, "save": True}, chunk_size=chunk_size)
     for by_angle, column, who in (
         (False, "neighbour_distance", "neighbours"),
         (True, "neighbour_angle_distance", "neighbours_by_angle"),
     ):
         table = all_distances(rows, by_angle)
         np.testing.assert_allclose(
-            found.columns[column], mean_of_nearest(table, count), rtol=1e-9, atol=1e-12
+            result.columns[column], mean_of_nearest(table, count), rtol=1e-9, atol=1e-12
         )
-        for row, near in enumerate(found.arrays[who].tolist()):
+        for row, near in enumerate(result.arrays[who].tolist()):
             known = [other for other in near if other >= 0]
             assert len(known) == len(set(known)) == min(count, int(np.isfinite(table[row]).sum()))
             np.testing.assert_allclose(
                 table[row][known], np.sort(table[row])[: len(known)], rtol=1e-9, atol=1e-12
             )
-    assert torch.equal(found.columns["nearest_neighbour"], found.arrays["neighbours"][:, 0])
-    assert torch.equal(found.columns["nearest_by_angle"], found.arrays["neighbours_by_angle"][:, 0])
+    assert torch.equal(result.columns["nearest_neighbour"], result.arrays["neighbours"][:, 0])
+    assert torch.equal(result.columns["nearest_by_angle"], result.arrays["neighbours_by_angle"][:, 0])
 
 
 def test_neighbour_distance_label_share() -> None:
     rows = torch.tensor([[1.0, 0], [1, 0.01], [1, 0.02], [0, 1], [0.01, 1], [0, 0]])
     targets = torch.tensor([0, 0, 1, 1, 1, 0])
-    found = found_of(rows, {"neighbours": 2}, targets=targets)
+    result = found_of(rows, {"neighbours": 2}, targets=targets)
     table, count = all_distances(rows.double().numpy(), True), 2
     expected = [
         np.mean(targets.numpy()[np.argsort(row)[:count]] != label)
         for row, label in zip(table[:5], targets[:5].tolist(), strict=True)
     ]
-    np.testing.assert_allclose(found.columns["neighbour_label_share"][:5], expected)
-    assert found.columns["neighbour_label_share"][5].isnan()
+    np.testing.assert_allclose(result.columns["neighbour_label_share"][:5], expected)
+    assert result.columns["neighbour_label_share"][5].isnan()
     assert "neighbour_label_share" not in found_of(rows).columns
     all_others = found_of(rows[:5], {"neighbours": 9}, targets=targets[:5]).columns["neighbour_label_share"]
     assert all_others.tolist() == [0.75, 0.75, 0.5, 0.5, 0.5]  # of four
@@ -110,53 +110,53 @@ def test_neighbour_distance_label_share() -> None:
 def test_neighbour_distance_duplicates_far_from_origin() -> None:
     rows = torch.full((4, 3), 1e4)
     rows[2:, 0] += 1e-2
-    found = found_of(rows, {"neighbours": 1})
-    assert found.columns["neighbour_distance"].tolist() == [0, 0, 0, 0]
-    assert found.columns["nearest_neighbour"].tolist() == [1, 0, 3, 2]
+    result = found_of(rows, {"neighbours": 1})
+    assert result.columns["neighbour_distance"].tolist() == [0, 0, 0, 0]
+    assert result.columns["nearest_neighbour"].tolist() == [1, 0, 3, 2]
     far = found_of(rows, {"neighbours": 3}).columns["neighbour_distance"]
     np.testing.assert_allclose(far, 2 / 3 * float(rows[2, 0].double() - 1e4), rtol=1e-12)
 
 
 def test_neighbour_distance_equal_gradients() -> None:
-    found = found_of(torch.ones(6, 3))
-    assert not found.columns["neighbour_distance"].any()
-    assert not found.columns["neighbour_angle_distance"].any()
+    result = found_of(torch.ones(6, 3))
+    assert not result.columns["neighbour_distance"].any()
+    assert not result.columns["neighbour_angle_distance"].any()
 
 
 @pytest.mark.parametrize(
     "rows", [torch.ones(1, 3), torch.tensor([[1.0, 1], [math.nan, 1]]), torch.full((2, 2), math.inf)]
 )
 def test_neighbour_distance_single_sample(rows: Tensor) -> None:
-    found = found_of(rows, {"save": True})
-    assert found.columns["neighbour_distance"].isnan().all()
-    assert (found.columns["nearest_neighbour"] == -1).all()
-    assert (found.arrays["neighbours"] == -1).all()
-    assert found.numbers["median_distance"] is None
+    result = found_of(rows, {"save": True})
+    assert result.columns["neighbour_distance"].isnan().all()
+    assert (result.columns["nearest_neighbour"] == -1).all()
+    assert (result.arrays["neighbours"] == -1).all()
+    assert result.numbers["median_distance"] is None
 
 
 def test_neighbour_distance_subsampled_reference() -> None:
     rows, said = torch.randn(60, 3), []
-    found = found_of(rows, {"neighbours": 4, "reference": 20}, seed=9, say=said.append)
+    result = found_of(rows, {"neighbours": 4, "reference": 20}, seed=9, say=said.append)
     chosen = np.sort(np.random.default_rng(9).choice(60, 20, replace=False))
     table = all_distances(rows.double().numpy(), False)
     np.testing.assert_allclose(
-        found.columns["neighbour_distance"], mean_of_nearest(table[:, chosen], 4), rtol=1e-6
+        result.columns["neighbour_distance"], mean_of_nearest(table[:, chosen], 4), rtol=1e-6
     )
-    assert set(found.columns["nearest_neighbour"].tolist()) <= set(chosen.tolist())
+    assert set(result.columns["nearest_neighbour"].tolist()) <= set(chosen.tolist())
     assert said == ["neighbour_distance: neighbours are looked for among 20 of 60 samples, drawn at random"]
-    assert found.numbers["among"] == 20
+    assert result.numbers["among"] == 20
     found_of(rows, {"reference": 60}, say=said.append)
     assert len(said) == 1
 
 
 def test_neighbour_distance_projection_error() -> None:
     rows = torch.randn(300, 3000)
-    found = found_of(rows, {"neighbours": 299}, dimension=100, chunk_size=300)
+    result = found_of(rows, {"neighbours": 299}, dimension=100, chunk_size=300)
     exact = mean_of_nearest(torch.cdist(rows.double(), rows.double()).fill_diagonal_(math.inf).numpy(), 299)
-    off = found.columns["neighbour_distance"].numpy() / exact - 1
-    assert found.numbers["distance_error"] == pytest.approx(math.sqrt(1 / 200))
-    assert np.abs(off).max() < 4 * found.numbers["distance_error"]
-    assert off.std() > found.numbers["distance_error"] / 5
+    off = result.columns["neighbour_distance"].numpy() / exact - 1
+    assert result.numbers["distance_error"] == pytest.approx(math.sqrt(1 / 200))
+    assert np.abs(off).max() < 4 * result.numbers["distance_error"]
+    assert off.std() > result.numbers["distance_error"] / 5
 
 
 MEMORY = """

@@ -35,49 +35,49 @@ def numbers_of(gradients: Tensor, **options: Any) -> dict[str, Any]:
     """The loss of a sample is its inner product with the parameters, so that its gradient is the input."""
     model = nn.Linear(gradients.shape[1], 1, bias=False).double()
     rows = Rows(model, gradients, None, lambda output, target: output.sum(), "custom", None)
-    found: dict[str, Any] = dict(
+    result: dict[str, Any] = dict(
         measured(rows, lambda: [NoiseScale(**options)], 20_000).gathered["noise_scale"].numbers
     )
-    return found
+    return result
 
 
 def test_noise_scale_of_known_distribution() -> None:
     n, mean = 100_000, torch.full((5,), 0.5, dtype=torch.float64)
     square_mean, noise = float(mean.square().sum()), float(SPREADS.square().sum())
-    found = numbers_of(drawn(n, mean, 0))
+    result = numbers_of(drawn(n, mean, 0))
     # Standard errors to first order: of |G|^2 2 sqrt(G' Sigma G / n), of tr(Sigma) sqrt(2 tr(Sigma^2) / n).
     errors = (
         2 * math.sqrt(float((mean * SPREADS).square().sum()) / n),
         math.sqrt(2 * float(SPREADS.pow(4).sum()) / n),
     )
-    assert abs(found["square_mean"] - square_mean) < 4 * errors[0]
-    assert abs(found["noise"] - noise) < 4 * errors[1]
-    assert abs(found["noise_scale"] - noise / square_mean) < 4 * noise / square_mean * (
+    assert abs(result["square_mean"] - square_mean) < 4 * errors[0]
+    assert abs(result["noise"] - noise) < 4 * errors[1]
+    assert abs(result["noise_scale"] - noise / square_mean) < 4 * noise / square_mean * (
         errors[0] / square_mean + errors[1] / noise
     )
-    low, high = found["square_mean_interval"]
+    low, high = result["square_mean_interval"]
     assert high - low == pytest.approx(2 * 1.96 * errors[0], rel=0.1)
-    low, high = found["noise_interval"]
+    low, high = result["noise_interval"]
     assert high - low == pytest.approx(2 * 1.96 * errors[1], rel=0.1)
-    assert found["noise_scale_interval"][0] < found["noise_scale"] < found["noise_scale_interval"][1]
+    assert result["noise_scale_interval"][0] < result["noise_scale"] < result["noise_scale_interval"][1]
 
 
 def test_noise_scale_estimates_equal_means_over_pairs() -> None:
     g = drawn(9, torch.ones(5, dtype=torch.float64), 1).numpy()
     products = [g[i] @ g[j] for i in range(9) for j in range(9) if i != j]
     distances = [((g[i] - g[j]) ** 2).sum() / 2 for i in range(9) for j in range(9) if i != j]
-    found = estimates(9, float((g**2).sum(1).mean()), float((g.mean(0) ** 2).sum()))
-    np.testing.assert_allclose(found, (np.mean(products), np.mean(distances)), rtol=1e-12)
+    result = estimates(9, float((g**2).sum(1).mean()), float((g.mean(0) ** 2).sum()))
+    np.testing.assert_allclose(result, (np.mean(products), np.mean(distances)), rtol=1e-12)
 
 
 def test_noise_scale_estimates_have_no_bias() -> None:
     """The mean over 4,000 datasets of 5 samples each, where |gbar|^2 itself would be three times as large."""
     mean = torch.full((5,), 0.3, dtype=torch.float64)
     g = drawn(20_000, mean, 2).reshape(4000, 5, 5)
-    found = [
+    result = [
         estimates(5, float(each.square().sum(1).mean()), float(each.mean(0).square().sum())) for each in g
     ]
-    values = np.array(found)
+    values = np.array(result)
     truth = np.array([float(mean.square().sum()), float(SPREADS.square().sum())])
     errors = values.std(0, ddof=1) / math.sqrt(len(values))
     assert (np.abs(values.mean(0) - truth) < 4 * errors).all()
@@ -93,9 +93,9 @@ def test_noise_scale_jackknife() -> None:
         return estimates(len(rows), float(rows.square().sum(1).mean()), float(rows.mean(0).square().sum()))[0]
 
     expected = [7 * of(g) - 6 * of(torch.cat([g[:i], g[i + 1 :]])) for i in range(7)]
-    found = jackknife_values(squares, g @ mean, float(mean.square().sum()))
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
-    assert float(found.mean()) == pytest.approx(of(g), rel=1e-12)
+    result = jackknife_values(squares, g @ mean, float(mean.square().sum()))
+    np.testing.assert_allclose(result, expected, rtol=1e-10)
+    assert float(result.mean()) == pytest.approx(of(g), rel=1e-12)
 
 
 @pytest.mark.parametrize("size", [0.02, 0.1, 0.5])
@@ -120,20 +120,20 @@ def test_noise_scale_interval_coverage(size: float) -> None:
 
 
 def test_noise_scale_undefined_without_signal() -> None:
-    found = next(
+    result = next(
         numbers
         for seed in range(20)
         if (numbers := numbers_of(drawn(60, torch.zeros(5, dtype=torch.float64), seed)))["square_mean"] <= 0
     )
-    assert found["noise_scale"] is None
-    low, high = found["square_mean_interval"]
+    assert result["noise_scale"] is None
+    low, high = result["square_mean_interval"]
     assert (
-        found["status"]
-        == f"undefined: the estimate of |G|^2 is {found['square_mean']:.3g} (at 95% between {low:.3g} and"
+        result["status"]
+        == f"undefined: the estimate of |G|^2 is {result['square_mean']:.3g} (at 95% between {low:.3g} and"
         f" {high:.3g}), not above zero"
     )
     assert low < 0
-    assert found["noise_scale_interval"][1] is None
+    assert result["noise_scale_interval"][1] is None
 
 
 def test_noise_scale_seed() -> None:
@@ -151,10 +151,10 @@ def test_noise_scale_seed() -> None:
 
 def test_noise_scale_blocks_hold_every_sample_once() -> None:
     values = torch.rand(10_001, 2, dtype=torch.float64)
-    found = block_sums(torch.cat([values, torch.ones(10_001, 1)], 1), 0)
-    assert found.shape == (512, 3)
-    torch.testing.assert_close(found.sum(0)[:2], values.sum(0))
-    assert sorted(set(found[:, 2].tolist())) == [19, 20]
+    result = block_sums(torch.cat([values, torch.ones(10_001, 1)], 1), 0)
+    assert result.shape == (512, 3)
+    torch.testing.assert_close(result.sum(0)[:2], values.sum(0))
+    assert sorted(set(result[:, 2].tolist())) == [19, 20]
     assert torch.equal(block_sums(values[:512], 0), values[:512])
 
 

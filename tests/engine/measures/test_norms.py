@@ -20,10 +20,10 @@ QUANTILE_ERROR = 10 ** (0.5 / 64) - 1
 
 
 def distribution(*chunks: Tensor) -> NormDistribution:
-    found = NormDistribution()
+    result = NormDistribution()
     for chunk in chunks:
-        found.add(chunk)
-    return found
+        result.add(chunk)
+    return result
 
 
 def assert_same_statistics(found: NormDistribution, values: np.ndarray) -> None:
@@ -42,12 +42,12 @@ def assert_same_statistics(found: NormDistribution, values: np.ndarray) -> None:
 )
 def test_norm_distribution_equals_numpy(sizes: list[int], spread: float, middle: float) -> None:
     values = torch.exp(spread * torch.randn(sum(sizes), dtype=torch.float64) + middle)
-    found = distribution(*values.split(sizes))
+    result = distribution(*values.split(sizes))
     if len(values):
-        assert_same_statistics(found, values.numpy())
+        assert_same_statistics(result, values.numpy())
         for q in (0.01, 0.05, 0.5, 0.95, 1.0):
             expected = np.quantile(values.numpy(), q, method="inverted_cdf")
-            assert found.quantile(q) == pytest.approx(expected, rel=QUANTILE_ERROR)
+            assert result.quantile(q) == pytest.approx(expected, rel=QUANTILE_ERROR)
 
 
 def test_norm_distribution_independent_of_chunk_order() -> None:
@@ -65,22 +65,22 @@ def test_norm_distribution_large_mean_precision() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-24, 1.0, 3e23, 1e30])
 def test_norm_distribution_quantiles_of_one_value(value: float) -> None:
-    found = distribution(torch.full((5,), value, dtype=torch.float64))
-    assert found.quantile(0.05) == found.quantile(0.5) == found.quantile(1) == value
-    assert found.std == 0
+    result = distribution(torch.full((5,), value, dtype=torch.float64))
+    assert result.quantile(0.05) == result.quantile(0.5) == result.quantile(1) == value
+    assert result.std == 0
 
 
 def test_norm_distribution_zeros() -> None:
-    found = distribution(torch.tensor([0.0, 0.0, 0.0, 5.0]))
-    assert found.minimum == found.quantile(0.5) == 0
-    assert found.quantile(1) == pytest.approx(5, rel=QUANTILE_ERROR)
+    result = distribution(torch.tensor([0.0, 0.0, 0.0, 5.0]))
+    assert result.minimum == result.quantile(0.5) == 0
+    assert result.quantile(1) == pytest.approx(5, rel=QUANTILE_ERROR)
 
 
 def test_norm_distribution_no_values() -> None:
-    found = distribution(torch.empty(0))
-    assert found.count == 0
-    assert math.isnan(found.std)
-    assert math.isnan(found.quantile(0.5))
+    result = distribution(torch.empty(0))
+    assert result.count == 0
+    assert math.isnan(result.std)
+    assert math.isnan(result.quantile(0.5))
 
 
 def test_norm_distribution_one_value() -> None:
@@ -101,15 +101,17 @@ def test_norm_distribution_nonfinite_rows() -> None:
     columns = norms.columns(gradients_of(inputs))
     norms.keep()
     assert torch.isfinite(columns["grad_norm"]).tolist() == [True, True, False, True, False, True]
-    assert {name: found.count for name, found in norms.parameters.items()} == {"weight": 4, "bias": 4}
-    assert all(math.isfinite(found.mean) and math.isfinite(found.std) for found in norms.parameters.values())
+    assert {name: result.count for name, result in norms.parameters.items()} == {"weight": 4, "bias": 4}
+    assert all(
+        math.isfinite(result.mean) and math.isfinite(result.std) for result in norms.parameters.values()
+    )
 
 
 def test_norm_distribution_by_parameter_adds_up() -> None:
     norms = GradientNorms()
     columns = norms.columns(gradients_of(torch.randn(6, 3)))
     norms.keep()
-    total = sum(found.mean_square for found in norms.parameters.values())
+    total = sum(result.mean_square for result in norms.parameters.values())
     assert columns["grad_norm"].square().mean().item() == pytest.approx(total, rel=1e-12)
     assert columns["grad_norm"].dtype == columns["loss"].dtype == torch.float64
 

@@ -37,8 +37,8 @@ def jacobians(model: nn.Module, inputs: tuple[Tensor, ...]) -> np.ndarray:
 
     rows = []
     for sample in range(len(inputs[0])):
-        found = torch.func.jacrev(output)(params, tuple(x[sample] for x in inputs))
-        rows.append(torch.cat([value.flatten(1) for value in found.values()], 1))
+        result = torch.func.jacrev(output)(params, tuple(x[sample] for x in inputs))
+        rows.append(torch.cat([value.flatten(1) for value in result.values()], 1))
     return torch.stack(rows).numpy()
 
 
@@ -67,18 +67,18 @@ def test_ntk_kernel_equals_jacobians(architecture: Architecture) -> None:
     setting = setting_of(
         architecture.build(), architecture.loss, narrow, target, kind="class", classes=outputs, targets=target
     )
-    found = found_of(setting, {"save": True})
-    np.testing.assert_allclose(found.arrays["kernel"], expected, atol=1e-5 * np.abs(expected).max())
+    result = found_of(setting, {"save": True})
+    np.testing.assert_allclose(result.arrays["kernel"], expected, atol=1e-5 * np.abs(expected).max())
     trace_kernel = np.einsum("icjc->ij", expected) / outputs
     np.testing.assert_allclose(
-        found.arrays["trace_kernel"], trace_kernel, atol=1e-5 * np.abs(trace_kernel).max()
+        result.arrays["trace_kernel"], trace_kernel, atol=1e-5 * np.abs(trace_kernel).max()
     )
-    assert found.arrays["rows"].tolist() == list(range(6))
+    assert result.arrays["rows"].tolist() == list(range(6))
     values = np.linalg.eigvalsh(trace_kernel)[::-1]
-    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"], values, atol=1e-5 * values[0])
-    np.testing.assert_allclose(found.tables["spectrum"]["share"], values / values.sum(), atol=1e-5)
-    assert found.numbers["trace"] == pytest.approx(np.einsum("icic->", expected), rel=1e-5)
-    assert found.numbers["alignment"] == pytest.approx(
+    np.testing.assert_allclose(result.tables["spectrum"]["eigenvalue"], values, atol=1e-5 * values[0])
+    np.testing.assert_allclose(result.tables["spectrum"]["share"], values / values.sum(), atol=1e-5)
+    assert result.numbers["trace"] == pytest.approx(np.einsum("icic->", expected), rel=1e-5)
+    assert result.numbers["alignment"] == pytest.approx(
         alignment(trace_kernel, np.eye(outputs)[target.numpy()]), rel=1e-4
     )
 
@@ -100,12 +100,12 @@ def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> No
         targets=targets,
         classes=outputs,
     )
-    found = found_of(setting, chunk_size=chunk_size)
+    result = found_of(setting, chunk_size=chunk_size)
     rows = jacobians(model, (inputs,))
     for output in range(outputs):
         kernel = rows[:, output] @ rows[:, output].T
         values = np.linalg.eigvalsh(kernel)[::-1]
-        table = {name: column[output] for name, column in found.tables["outputs"].items()}
+        table = {name: column[output] for name, column in result.tables["outputs"].items()}
         assert table["output"] == output
         assert table["trace"] == pytest.approx(np.trace(kernel), rel=1e-9)
         assert table["largest_eigenvalue"] == pytest.approx(values[0], rel=1e-9)
@@ -119,7 +119,7 @@ def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> No
             assert table["alignment"] == pytest.approx(alignment(kernel, labels), rel=1e-9)
         else:
             assert table["alignment"] is None
-    assert found.numbers["condition_number"] is None or n <= sum(p.numel() for p in model.parameters())
+    assert result.numbers["condition_number"] is None or n <= sum(p.numel() for p in model.parameters())
 
 
 def test_ntk_class_blocks_are_means_over_pairs() -> None:
@@ -165,27 +165,27 @@ def test_ntk_single_logit_is_aligned_with_class_one() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(output.squeeze(), target)
 
-    found = found_of(setting_of(model, loss, (inputs,), target, kind="binary"))
+    result = found_of(setting_of(model, loss, (inputs,), target, kind="binary"))
     rows = jacobians(model, (inputs,))[:, 0]
     expected = alignment(rows @ rows.T, target.numpy()[:, None])
-    assert found.numbers["alignment"] == pytest.approx(
+    assert result.numbers["alignment"] == pytest.approx(
         expected, rel=1e-9
     )  # two one-hot columns say the same twice
-    assert found.tables["outputs"]["alignment"] == [pytest.approx(expected, rel=1e-9)]
-    assert found.numbers["condition_number"] == found.numbers["condition_number_of_all_outputs"]
+    assert result.tables["outputs"]["alignment"] == [pytest.approx(expected, rel=1e-9)]
+    assert result.numbers["condition_number"] == result.numbers["condition_number_of_all_outputs"]
 
 
 def test_ntk_without_classes() -> None:
     model, inputs = mlp(2), torch.randn(5, 3, dtype=torch.float64)
     target = torch.randn(5, 2, dtype=torch.float64)
-    found = found_of(
+    result = found_of(
         setting_of(
             model, lambda output, target: (output - target).square().sum(), (inputs,), target, kind="value"
         )
     )
-    assert found.numbers["alignment"] is None
-    assert "classes" not in found.tables
-    assert found.tables["outputs"]["alignment"] == [None, None]
+    assert result.numbers["alignment"] is None
+    assert "classes" not in result.tables
+    assert result.tables["outputs"]["alignment"] == [None, None]
 
 
 def test_ntk_one_class_has_no_alignment() -> None:
@@ -198,9 +198,9 @@ def test_ntk_one_class_has_no_alignment() -> None:
         kind="class",
         targets=targets,
     )
-    found = found_of(setting)
-    assert found.numbers["alignment"] is None
-    assert found.tables["classes"]["class"] == [1]
+    result = found_of(setting)
+    assert result.numbers["alignment"] is None
+    assert result.tables["classes"]["class"] == [1]
 
 
 def test_ntk_positions_of_a_sequence_are_outputs() -> None:
@@ -209,23 +209,23 @@ def test_ntk_positions_of_a_sequence_are_outputs() -> None:
     setting = setting_of(
         model, lambda output, target: F.cross_entropy(output, target), (tokens,), target, kind="token"
     )
-    found = found_of(setting)
+    result = found_of(setting)
     rows = jacobians(model, (tokens,))
-    assert found.numbers["outputs"] == 10
+    assert result.numbers["outputs"] == 10
     np.testing.assert_allclose(
-        found.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 10, rtol=1e-9
+        result.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 10, rtol=1e-9
     )
-    assert found.numbers["alignment"] is None
+    assert result.numbers["alignment"] is None
 
 
 def test_ntk_nonfinite_and_equal_samples() -> None:
     inputs = torch.ones(6, 3, dtype=torch.float64)
     inputs[2] = math.nan
     setting = setting_of(mlp(1), lambda output, target: output.sum(), (inputs,), None)
-    found = found_of(setting)
-    assert found.arrays["rows"].tolist() == [0, 1, 3, 4, 5]
-    assert found.numbers["rank"] == 1
-    assert found.numbers["condition_number"] is None
+    result = found_of(setting)
+    assert result.arrays["rows"].tolist() == [0, 1, 3, 4, 5]
+    assert result.numbers["rank"] == 1
+    assert result.numbers["condition_number"] is None
 
 
 def test_ntk_without_finite_sample() -> None:
@@ -288,13 +288,13 @@ def test_ntk_subsample_balanced_by_class() -> None:
         seed=4,
         say=said.append,
     )
-    found = found_of(setting, {"samples": 12})
-    chosen = found.arrays["rows"]
+    result = found_of(setting, {"samples": 12})
+    chosen = result.arrays["rows"]
     assert torch.bincount(targets[chosen]).tolist() == [5, 5, 2]
     assert said == ["ntk: of 12 of 37 samples, drawn at random, as many of each class as there are"]
     rows = jacobians(model, (inputs[chosen],))
     np.testing.assert_allclose(
-        found.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 3, rtol=1e-9
+        result.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 3, rtol=1e-9
     )
 
 

@@ -119,18 +119,18 @@ def test_measures_columns_equal_their_definitions(dtype: torch.dtype, tolerance:
         exact = Rows(rows.model.double(), rows.inputs.double(), rows.targets)
         expected = oracle(exact).columns()
         rows.model.float()
-    found = measured(rows, every, chunk_size=7).rows
+    result = measured(rows, every, chunk_size=7).rows
     for name in COLUMNS:
         np.testing.assert_allclose(
-            found[name].numpy(), expected[name], rtol=tolerance, atol=tolerance, err_msg=name
+            result[name].numpy(), expected[name], rtol=tolerance, atol=tolerance, err_msg=name
         )
 
 
 def places(rows: Rows) -> dict[str, slice]:
-    found, start = {}, 0
+    result, start = {}, 0
     for name, parameter in rows.model.named_parameters():
-        found[name] = slice(start, start := start + parameter.numel())
-    return found
+        result[name] = slice(start, start := start + parameter.numel())
+    return result
 
 
 def test_measures_norms_by_layer() -> None:
@@ -140,16 +140,16 @@ def test_measures_norms_by_layer() -> None:
     for name, columns in where.items():
         layers[name.rpartition(".")[0]] += list(range(columns.start, columns.stop))
     by_layer = {layer: np.linalg.norm(g[:, columns], axis=1) for layer, columns in layers.items()}
-    found = measured(rows, lambda: [LayerNorms(), RelativeNorm()], 4)
+    result = measured(rows, lambda: [LayerNorms(), RelativeNorm()], 4)
     for layer, norms in by_layer.items():
-        np.testing.assert_allclose(found.rows[f"layer_norm.{layer}"], norms, rtol=1e-10)
+        np.testing.assert_allclose(result.rows[f"layer_norm.{layer}"], norms, rtol=1e-10)
     relative = np.stack(
         [norms / np.linalg.norm(theta[layers[layer]]) for layer, norms in by_layer.items()], 1
     )
-    np.testing.assert_allclose(found.rows["relative_norm_largest"], relative.max(1), rtol=1e-10)
-    assert found.rows["relative_norm_layer"].tolist() == relative.argmax(1).tolist()
-    assert found.gathered["relative_norm"].numbers["layers"] == list(layers)
-    table = found.gathered["relative_norm"].tables["parameters"]
+    np.testing.assert_allclose(result.rows["relative_norm_largest"], relative.max(1), rtol=1e-10)
+    assert result.rows["relative_norm_layer"].tolist() == relative.argmax(1).tolist()
+    assert result.gathered["relative_norm"].numbers["layers"] == list(layers)
+    table = result.gathered["relative_norm"].tables["parameters"]
     np.testing.assert_allclose(
         table["parameter_norm"],
         [np.linalg.norm(theta[where[name]]) for name in table["parameter"]],
@@ -164,12 +164,12 @@ def test_measures_norms_by_layer() -> None:
 
 def test_measures_many_layers_are_an_array() -> None:
     rows = classifier(5)
-    found = measured(rows, lambda: [LayerNorms(per="parameter", columns_up_to=5)], 2)
+    result = measured(rows, lambda: [LayerNorms(per="parameter", columns_up_to=5)], 2)
     g = rows.loop()
     expected = np.stack([np.linalg.norm(g[:, columns], axis=1) for columns in places(rows).values()], 1)
-    np.testing.assert_allclose(found.gathered["layer_norms"].arrays["layer_norms"], expected, rtol=1e-6)
-    assert found.gathered["layer_norms"].numbers["layers"] == list(places(rows))
-    assert not [name for name in found.rows if name.startswith("layer_norm.")]
+    np.testing.assert_allclose(result.gathered["layer_norms"].arrays["layer_norms"], expected, rtol=1e-6)
+    assert result.gathered["layer_norms"].numbers["layers"] == list(places(rows))
+    assert not [name for name in result.rows if name.startswith("layer_norm.")]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
@@ -177,8 +177,8 @@ def test_measures_signal_and_noise(dtype: torch.dtype, tolerance: float) -> None
     rows = classifier(30, dtype)
     exact = oracle(Rows(rows.model.double(), rows.inputs.double(), rows.targets))
     rows.model.to(dtype)
-    found = measured(rows, lambda: [SignalToNoise(elements="array"), NoiseScale(resamples=0)], 7).gathered
-    table = found["signal_to_noise"].tables["parameters"]
+    result = measured(rows, lambda: [SignalToNoise(elements="array"), NoiseScale(resamples=0)], 7).gathered
+    table = result["signal_to_noise"].tables["parameters"]
     for place, (name, columns) in enumerate(places(rows).items()):
         square_mean, noise = exact.noise(columns)
         assert table["signal"][place] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
@@ -189,12 +189,12 @@ def test_measures_signal_and_noise(dtype: torch.dtype, tolerance: float) -> None
         g = exact.gradients[:, columns]
         variance = g.var(0, ddof=1)
         expected = (g.mean(0) ** 2 - variance / len(g)) / variance
-        elements = found["signal_to_noise"].arrays[name].flatten().numpy()
+        elements = result["signal_to_noise"].arrays[name].flatten().numpy()
         np.testing.assert_allclose(elements, expected, rtol=tolerance, atol=tolerance)
         for key, q in (("element_q05", 0.05), ("element_median", 0.5), ("element_q95", 0.95)):
             assert table[key][place] == pytest.approx(np.quantile(elements, q, method="inverted_cdf"))
     square_mean, noise = exact.noise()
-    numbers = found["noise_scale"].numbers
+    numbers = result["noise_scale"].numbers
     assert numbers["square_mean"] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
     assert numbers["noise"] == pytest.approx(noise, rel=tolerance)
 
@@ -261,11 +261,11 @@ def test_measures_nonfinite_samples() -> None:
     rows.inputs[9, 0, 0, 0] = math.inf
     finite = [i for i in range(14) if i not in (3, 9)]
     expected = oracle(rows, finite).columns()
-    found = measured(rows, every, 5)
+    result = measured(rows, every, 5)
     for name in COLUMNS:
-        assert found.rows[name][[3, 9]].isnan().all(), name
+        assert result.rows[name][[3, 9]].isnan().all(), name
         np.testing.assert_allclose(
-            found.rows[name][finite], expected[name], rtol=1e-10, atol=1e-12, err_msg=name
+            result.rows[name][finite], expected[name], rtol=1e-10, atol=1e-12, err_msg=name
         )
     clean = Rows(rows.model, rows.inputs[finite], rows.targets[finite] if rows.targets is not None else None)
     again = measured(clean, every, 5)
@@ -273,9 +273,9 @@ def test_measures_nonfinite_samples() -> None:
         for key, table in again.gathered[name].tables.items():
             for column, values in table.items():
                 if column != "parameter":
-                    np.testing.assert_allclose(found.gathered[name].tables[key][column], values, rtol=1e-10)
-    assert found.gathered["noise_scale"].numbers["samples"] == 12
-    assert found.gathered["noise_scale"].numbers["square_mean"] == pytest.approx(
+                    np.testing.assert_allclose(result.gathered[name].tables[key][column], values, rtol=1e-10)
+    assert result.gathered["noise_scale"].numbers["samples"] == 12
+    assert result.gathered["noise_scale"].numbers["square_mean"] == pytest.approx(
         again.gathered["noise_scale"].numbers["square_mean"]
     )
 
@@ -283,22 +283,22 @@ def test_measures_nonfinite_samples() -> None:
 def test_measures_all_samples_nonfinite() -> None:
     rows = classifier(3)
     rows.inputs[:] = math.nan
-    found = measured(rows, every, 2)
-    assert all(found.rows[name].isnan().all() for name in COLUMNS)
-    assert found.gathered["noise_scale"].numbers["noise_scale"] is None
+    result = measured(rows, every, 2)
+    assert all(result.rows[name].isnan().all() for name in COLUMNS)
+    assert result.gathered["noise_scale"].numbers["noise_scale"] is None
     assert all(
         math.isnan(value)
-        for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
+        for value in result.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
     )
 
 
 def test_measures_one_sample() -> None:
-    found = measured(classifier(1), every)
+    result = measured(classifier(1), every)
     assert (
-        found.rows["cosine_to_mean"].item() == found.rows["cosine_to_class_mean"].item() == pytest.approx(1)
+        result.rows["cosine_to_mean"].item() == result.rows["cosine_to_class_mean"].item() == pytest.approx(1)
     )
-    assert math.isnan(found.rows["loo_mean_change"].item())
-    numbers = found.gathered["noise_scale"].numbers
+    assert math.isnan(result.rows["loo_mean_change"].item())
+    numbers = result.gathered["noise_scale"].numbers
     assert numbers["noise_scale"] is None
     assert numbers["status"].startswith("undefined: 1 samples")
 
@@ -306,9 +306,9 @@ def test_measures_one_sample() -> None:
 def test_measures_one_class() -> None:
     rows = classifier(8)
     rows.targets = torch.ones(8, dtype=torch.int64)
-    found = measured(rows, every, 3)
-    torch.testing.assert_close(found.rows["cosine_to_class_mean"], found.rows["cosine_to_mean"])
-    assert found.gathered["cosine_to_class_mean"].tables["classes"]["samples"].tolist() == [0, 8, 0]
+    result = measured(rows, every, 3)
+    torch.testing.assert_close(result.rows["cosine_to_class_mean"], result.rows["cosine_to_mean"])
+    assert result.gathered["cosine_to_class_mean"].tables["classes"]["samples"].tolist() == [0, 8, 0]
 
 
 def test_measures_cosine_with_zero_is_missing() -> None:
@@ -318,26 +318,28 @@ def test_measures_cosine_with_zero_is_missing() -> None:
     model = nn.Linear(2, 1, bias=False).double()
     inputs = torch.tensor([[1.0, 2.0], [-1.0, -2.0], [0.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
     rows = Rows(model, inputs, torch.tensor([0, 0, 1, 1]), lambda output, target: output.sum(), classes=2)
-    found = measured(rows, lambda: [CosineToMean(), CosineToClassMean(), LooMeanChange()], 3).rows
-    assert found["cosine_to_class_mean"].isnan().tolist() == [True, True, True, False]
-    assert found["cosine_to_mean"].isnan().tolist() == [False, False, True, False]
+    result = measured(rows, lambda: [CosineToMean(), CosineToClassMean(), LooMeanChange()], 3).rows
+    assert result["cosine_to_class_mean"].isnan().tolist() == [True, True, True, False]
+    assert result["cosine_to_mean"].isnan().tolist() == [False, False, True, False]
     mean = inputs.mean(0)
-    torch.testing.assert_close(found["loo_mean_change"], (inputs - mean).norm(dim=1) / 3)
+    torch.testing.assert_close(result["loo_mean_change"], (inputs - mean).norm(dim=1) / 3)
 
 
 def test_measures_all_gradients_zero() -> None:
     rows = classifier(6)
     rows.criterion = lambda output, target: 0 * output.sum()
-    found = measured(rows, every, 4)
+    result = measured(rows, every, 4)
     for name in ("cosine_to_mean", "cosine_to_class_mean"):
-        assert found.rows[name].isnan().all()
-    assert (found.rows["loo_mean_change"] == 0).all()
-    assert (found.rows["relative_norm"] == 0).all()
-    assert found.gathered["noise_scale"].numbers["noise_scale"] is None
-    assert found.gathered["noise_scale"].numbers["status"].startswith("undefined: the estimate of |G|^2 is 0")
+        assert result.rows[name].isnan().all()
+    assert (result.rows["loo_mean_change"] == 0).all()
+    assert (result.rows["relative_norm"] == 0).all()
+    assert result.gathered["noise_scale"].numbers["noise_scale"] is None
+    assert (
+        result.gathered["noise_scale"].numbers["status"].startswith("undefined: the estimate of |G|^2 is 0")
+    )
     assert all(
         math.isnan(value)
-        for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
+        for value in result.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
     )
 
 
@@ -348,8 +350,8 @@ def test_measures_nearly_equal_gradients_precision() -> None:
     inputs = torch.randn(50) + 1e-4 * torch.randn(12, 50)
     rows = Rows(model, inputs, None, lambda output, target: output.sum(), "custom", None)
     exact = inputs.double()
-    found = measured(rows, lambda: [LooMeanChange()], 5).rows["loo_mean_change"]
-    torch.testing.assert_close(found, (exact - exact.mean(0)).norm(dim=1) / 11, rtol=2e-3, atol=0)
+    result = measured(rows, lambda: [LooMeanChange()], 5).rows["loo_mean_change"]
+    torch.testing.assert_close(result, (exact - exact.mean(0)).norm(dim=1) / 11, rtol=2e-3, atol=0)
 
 
 def test_measures_unused_and_zero_parameter() -> None:
@@ -357,12 +359,12 @@ def test_measures_unused_and_zero_parameter() -> None:
     nn.init.zeros_(rows.model[5].weight)
     nn.init.zeros_(rows.model[5].bias)
     rows.model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
-    found = measured(rows, every, 3)
-    names = found.gathered["relative_norm"].numbers["layers"]
+    result = measured(rows, every, 3)
+    names = result.gathered["relative_norm"].numbers["layers"]
     assert names == ["(model)", "0", "3", "5"]
-    assert (found.rows["layer_norm.(model)"] == 0).all()
-    assert (found.rows["relative_norm_layer"] != names.index("5")).all()
-    table = found.gathered["relative_norm"].tables["parameters"]
+    assert (result.rows["layer_norm.(model)"] == 0).all()
+    assert (result.rows["relative_norm_layer"] != names.index("5")).all()
+    table = result.gathered["relative_norm"].tables["parameters"]
     assert math.isnan(table["mean"][table["parameter"].index("5.weight")])
     assert table["mean"][table["parameter"].index("unused")] == 0
 
@@ -372,10 +374,10 @@ def test_measures_ignored_class() -> None:
     assert rows.targets is not None
     rows.targets[4] = -100
     rows.criterion = lambda output, target: nn.functional.cross_entropy(output, target, reduction="sum")
-    found = measured(rows, every, 4).rows
+    result = measured(rows, every, 4).rows
     for name in ("el2n", "margin", "self_confidence", "cosine_to_class_mean", "cosine_to_mean"):
-        assert found[name].isnan().tolist() == [i == 4 for i in range(9)], name
-    assert found["loo_mean_change"].isfinite().all()
+        assert result[name].isnan().tolist() == [i == 4 for i in range(9)], name
+    assert result["loo_mean_change"].isfinite().all()
 
 
 @pytest.mark.parametrize("measure", [EL2N, Margin, Confidence, CosineToClassMean])

@@ -24,12 +24,12 @@ NAN = float("nan")
 
 def history(*, loss: Any = None, **said: Any) -> dict[str, Tensor]:
     """Columns as two passes over checkpoints leave them, the first over all but the last checkpoint."""
-    found = {name: torch.tensor(values, dtype=torch.float64) for name, values in said.items()}
-    any_of = next(iter(found.values()))
-    found["loss"] = torch.ones_like(any_of) if loss is None else torch.tensor(loss, dtype=torch.float64)
-    found.setdefault("grad_norm", torch.ones_like(any_of))
-    parts = {column(name, 0): values[:, :-1] for name, values in found.items()}
-    return {column(name, any_of.shape[1] - 1): values[:, -1:] for name, values in found.items()} | parts
+    result = {name: torch.tensor(values, dtype=torch.float64) for name, values in said.items()}
+    any_of = next(iter(result.values()))
+    result["loss"] = torch.ones_like(any_of) if loss is None else torch.tensor(loss, dtype=torch.float64)
+    result.setdefault("grad_norm", torch.ones_like(any_of))
+    parts = {column(name, 0): values[:, :-1] for name, values in result.items()}
+    return {column(name, any_of.shape[1] - 1): values[:, -1:] for name, values in result.items()} | parts
 
 
 def measured(measure: Any, rows: dict[str, Tensor], count: int, kind: str = "class") -> Gathered:
@@ -50,28 +50,28 @@ def test_history_forgetting_of_histories_by_hand() -> None:
         [1, 0, 0, 0, 0],  # forgotten at once
         [0, 1, NAN, 1, 0],  # not finite in between
     ]
-    found = measured(Forgetting(), history(right=right), 5)
-    np.testing.assert_array_equal(found.columns["forgetting_events"], [0, 0, 2, 5, 1, NAN])
-    np.testing.assert_array_equal(found.columns["never_learnt"], [0, 0, 0, 1, 0, NAN])
-    np.testing.assert_array_equal(found.columns["unforgettable"], [1, 1, 0, 0, 0, NAN])
-    np.testing.assert_array_equal(found.columns["first_learnt"], [2, 1, 2, NAN, 1, NAN])
+    result = measured(Forgetting(), history(right=right), 5)
+    np.testing.assert_array_equal(result.columns["forgetting_events"], [0, 0, 2, 5, 1, NAN])
+    np.testing.assert_array_equal(result.columns["never_learnt"], [0, 0, 0, 1, 0, NAN])
+    np.testing.assert_array_equal(result.columns["unforgettable"], [1, 1, 0, 0, 0, NAN])
+    np.testing.assert_array_equal(result.columns["first_learnt"], [2, 1, 2, NAN, 1, NAN])
     expected = {"counts": {"0": 2, "1": 1, "2": 1}, "never_learnt": 1, "unforgettable": 2, "not_finite": 1}
-    assert {key: found.numbers[key] for key in expected} == expected
+    assert {key: result.numbers[key] for key in expected} == expected
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=6))
 def test_history_forgetting_events_by_hand(right: list[list[bool]]) -> None:
-    found = measured(Forgetting(), history(right=right), 4).columns["forgetting_events"].tolist()
-    for events, row in zip(found, right, strict=True):
+    result = measured(Forgetting(), history(right=right), 4).columns["forgetting_events"].tolist()
+    for events, row in zip(result, right, strict=True):
         falls = sum(before and not after for before, after in pairwise(row))
         assert events == (falls if any(row) else 4)
 
 
 def test_history_forgetting_of_positions() -> None:
-    found = measured(Forgetting(), history(right=[[0.25, 0.75, 0.5, 1.0], [0.0, 0.5, 0.5, 0.5]]), 4, "token")
-    np.testing.assert_array_equal(found.columns["forgetting_events"], [0.25, 0])
-    np.testing.assert_array_equal(found.columns["unforgettable"], [0, 1])
-    assert found.numbers["counts"] == {"0": 1, "1": 1}
+    result = measured(Forgetting(), history(right=[[0.25, 0.75, 0.5, 1.0], [0.0, 0.5, 0.5, 0.5]]), 4, "token")
+    np.testing.assert_array_equal(result.columns["forgetting_events"], [0.25, 0])
+    np.testing.assert_array_equal(result.columns["unforgettable"], [0, 1])
+    assert result.numbers["counts"] == {"0": 1, "1": 1}
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_history_forgetting_needs_labels(kind: str, words: str) -> None:
     setting = of_checkpoints([perceptron(0), perceptron(1)], F.mse_loss, (x,), x[:, :3], kind=kind)
     with pytest.raises(
         MeasureError, match=f"forgetting asks whether a prediction is right, and this loss has {words}"
-    ) as refused:
+    ) as caught:
         Forgetting().prepare(setting)
-    assert "trajectory follows the loss itself" in str(refused.value)
+    assert "trajectory follows the loss itself" in str(caught.value)
 
 
 def test_history_forgetting_needs_hard_labels() -> None:
@@ -98,36 +98,36 @@ def test_history_forgetting_needs_hard_labels() -> None:
 
 def test_history_cartography_of_histories_by_hand() -> None:
     confidence = [[0.2, 0.4, 0.6], [0.9, 0.9, 0.9], [0.1, NAN, 0.1]]
-    found = measured(
+    result = measured(
         Trajectory(), history(confidence=confidence, right=[[0, 0, 1], [1, 1, 1], [0, 0, 0]]), 3
     ).columns
-    np.testing.assert_allclose(found["mean_confidence"], [0.4, 0.9, NAN])
-    np.testing.assert_allclose(found["variability"], [np.sqrt(0.08 / 3), 0, NAN], atol=1e-15)
-    np.testing.assert_allclose(found["correctness"], [1 / 3, 1, 0])
+    np.testing.assert_allclose(result["mean_confidence"], [0.4, 0.9, NAN])
+    np.testing.assert_allclose(result["variability"], [np.sqrt(0.08 / 3), 0, NAN], atol=1e-15)
+    np.testing.assert_allclose(result["correctness"], [1 / 3, 1, 0])
 
 
 def test_history_trajectories_equal_the_loop() -> None:
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
     models = [perceptron(seed) for seed in range(4)]
-    found = gathered(
+    result = gathered(
         Trajectory(), of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     )
     losses, norms = (each.numpy() for each in plain_norms(models, F.cross_entropy, x, y))
     steps = np.arange(4)
     np.testing.assert_allclose(
-        found.columns["loss_slope"], [np.polyfit(steps, row, 1)[0] for row in losses], rtol=1e-8
+        result.columns["loss_slope"], [np.polyfit(steps, row, 1)[0] for row in losses], rtol=1e-8
     )
     np.testing.assert_allclose(
-        found.columns["norm_slope"], [np.polyfit(steps, row, 1)[0] for row in norms], rtol=1e-8
+        result.columns["norm_slope"], [np.polyfit(steps, row, 1)[0] for row in norms], rtol=1e-8
     )
     of_label = np.stack([m(x).softmax(-1)[torch.arange(7), y].detach().numpy() for m in models], 1)
     right = np.stack([(m(x).argmax(-1) == y).numpy() for m in models], 1)
-    np.testing.assert_allclose(found.columns["mean_confidence"], of_label.mean(1), rtol=1e-10)
-    np.testing.assert_allclose(found.columns["variability"], of_label.std(1), rtol=1e-8)
-    np.testing.assert_allclose(found.columns["correctness"], right.mean(1))
-    np.testing.assert_allclose(found.arrays["loss"], losses, rtol=1e-6)
-    np.testing.assert_allclose(found.arrays["grad_norm"], norms, rtol=1e-6)
-    table = found.tables["checkpoints"]
+    np.testing.assert_allclose(result.columns["mean_confidence"], of_label.mean(1), rtol=1e-10)
+    np.testing.assert_allclose(result.columns["variability"], of_label.std(1), rtol=1e-8)
+    np.testing.assert_allclose(result.columns["correctness"], right.mean(1))
+    np.testing.assert_allclose(result.arrays["loss"], losses, rtol=1e-6)
+    np.testing.assert_allclose(result.arrays["grad_norm"], norms, rtol=1e-6)
+    table = result.tables["checkpoints"]
     assert table["checkpoint"] == [f"epoch-{number}" for number in range(4)]
     np.testing.assert_allclose(table["mean_loss"], losses.mean(0), rtol=1e-10)
     np.testing.assert_allclose(table["q95_norm"], np.quantile(norms, 0.95, axis=0), rtol=1e-10)
@@ -138,24 +138,24 @@ def test_history_trajectories_equal_the_loop() -> None:
 def test_history_regression() -> None:
     x = torch.randn(5, 4).double()
     models = [perceptron(seed, out=1) for seed in range(3)]
-    found = gathered(Trajectory(), of_checkpoints(models, F.mse_loss, (x,), x[:, :1], kind="value"))
-    assert set(found.columns) == {"loss_slope", "norm_slope"}
-    assert set(found.arrays) == {"loss", "grad_norm", "prediction"}
+    result = gathered(Trajectory(), of_checkpoints(models, F.mse_loss, (x,), x[:, :1], kind="value"))
+    assert set(result.columns) == {"loss_slope", "norm_slope"}
+    assert set(result.arrays) == {"loss", "grad_norm", "prediction"}
     np.testing.assert_allclose(
-        found.arrays["prediction"], torch.cat([m(x) for m in models], 1).detach(), rtol=1e-6
+        result.arrays["prediction"], torch.cat([m(x) for m in models], 1).detach(), rtol=1e-6
     )
 
 
 def test_history_nonfinite_samples() -> None:
     rows = history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], grad_norm=[[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
-    found = measured(Trajectory(), rows, 3, "custom")
-    assert found.tables["checkpoints"]["mean_loss"] == [2.0, 5.0, 3.0]
-    assert found.tables["checkpoints"]["nonfinite"] == [0, 1, 0]
-    np.testing.assert_array_equal(found.columns["loss_slope"], [NAN, 0.5])
+    result = measured(Trajectory(), rows, 3, "custom")
+    assert result.tables["checkpoints"]["mean_loss"] == [2.0, 5.0, 3.0]
+    assert result.tables["checkpoints"]["nonfinite"] == [0, 1, 0]
+    np.testing.assert_array_equal(result.columns["loss_slope"], [NAN, 0.5])
 
 
 def test_history_no_finite_loss() -> None:
     said = {"confidence": [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], "right": [[1, 1, 1], [1, 1, 1]]}
-    found = measured(Trajectory(), history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], **said), 3).columns
-    np.testing.assert_array_equal(found["mean_confidence"], [NAN, 0.5])
-    np.testing.assert_array_equal(found["correctness"], [NAN, 1])
+    result = measured(Trajectory(), history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], **said), 3).columns
+    np.testing.assert_array_equal(result["mean_confidence"], [NAN, 0.5])
+    np.testing.assert_array_equal(result["correctness"], [NAN, 1])

@@ -15,9 +15,9 @@ def summary_of(kind: str, output: object, target: object, ignore_index: int = -1
 
 
 def test_predictions_class_and_confidence() -> None:
-    found = summary_of("class", [0.0, 2.0, 1.0], 0)
-    assert found["prediction"] == 1
-    assert found["confidence"] == pytest.approx(torch.tensor([0.0, 2.0, 1.0]).softmax(0)[1].item())
+    result = summary_of("class", [0.0, 2.0, 1.0], 0)
+    assert result["prediction"] == 1
+    assert result["confidence"] == pytest.approx(torch.tensor([0.0, 2.0, 1.0]).softmax(0)[1].item())
 
 
 def test_predictions_ignored_tokens() -> None:

@@ -54,10 +54,10 @@ def decaying(n: int, p: int, seed: int = 0, dtype: torch.dtype = torch.float64) 
 def flat_gradients(architecture: Architecture, n: int) -> tuple[Setting, np.ndarray]:
     """Samples in float32, and their gradients [n, p] by loops in float64."""
     inputs, target = architecture.batch(n, dtype=torch.float64)
-    found = one_sample_gradients(architecture.build(dtype=torch.float64), architecture.loss, inputs, target)
+    result = one_sample_gradients(architecture.build(dtype=torch.float64), architecture.loss, inputs, target)
     narrow = tuple(x.float() if x.is_floating_point() else x for x in inputs)
     setting = setting_of(architecture.build(), architecture.loss, narrow, target)
-    return setting, torch.cat([value.flatten(1) for value in found.values()], 1).numpy()
+    return setting, torch.cat([value.flatten(1) for value in result.values()], 1).numpy()
 
 
 # -- the rows ------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def flat_gradients(architecture: Architecture, n: int) -> tuple[Setting, np.ndar
 
 def test_projected_gradients_few_parameters_not_projected() -> None:
     rows = torch.randn(9, 5)
-    found, gathered = measured([ProjectedGradients(dimension=5)], gradients_are(rows))
-    assert torch.equal(found["projected_gradients"], rows)
+    result, gathered = measured([ProjectedGradients(dimension=5)], gradients_are(rows))
+    assert torch.equal(result["projected_gradients"], rows)
     assert gathered["projected_gradients"].numbers["kind"] == "none"
     assert gathered["projected_gradients"].numbers["square_norm_error"] == pytest.approx(0, abs=1e-6)
 
@@ -74,10 +74,10 @@ def test_projected_gradients_few_parameters_not_projected() -> None:
 @pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian"])
 def test_projected_gradients_inner_products_error(kind: Any) -> None:
     rows = torch.randn(300, 2000)
-    found, gathered = measured(
+    result, gathered = measured(
         [ProjectedGradients(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100
     )
-    projected, numbers = found["projected_gradients"].double(), gathered["projected_gradients"].numbers
+    projected, numbers = result["projected_gradients"].double(), gathered["projected_gradients"].numbers
     squares = projected.square().sum(1) / rows.double().square().sum(1)
     assert numbers["square_norm_error"] == pytest.approx(
         float((squares - 1).square().mean().sqrt()), rel=1e-4
@@ -136,16 +136,16 @@ def test_projected_gradients_eigenvalues_of_few_samples(
     architecture: Architecture,
 ) -> None:
     setting, gradients = flat_gradients(architecture, 12)
-    found = spectrum_of(setting, dimension=8, exact_up_to=12)
+    result = spectrum_of(setting, dimension=8, exact_up_to=12)
     centred = gradients - gradients.mean(0)
     expected = np.linalg.svd(centred, compute_uv=False) ** 2 / 11
-    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"], expected, atol=1e-5 * expected[0])
-    assert found.numbers["trace"] == pytest.approx(expected.sum(), rel=1e-5)
-    assert found.numbers["effective_rank"] == pytest.approx(
+    np.testing.assert_allclose(result.tables["spectrum"]["eigenvalue"], expected, atol=1e-5 * expected[0])
+    assert result.numbers["trace"] == pytest.approx(expected.sum(), rel=1e-5)
+    assert result.numbers["effective_rank"] == pytest.approx(
         expected.sum() ** 2 / (expected**2).sum(), rel=1e-5
     )
-    np.testing.assert_allclose(found.tables["spectrum"]["share"], expected / expected.sum(), atol=1e-5)
-    assert set(found.tables["spectrum"]["standard_error"].tolist()) == {0.0}
+    np.testing.assert_allclose(result.tables["spectrum"]["share"], expected / expected.sum(), atol=1e-5)
+    assert set(result.tables["spectrum"]["standard_error"].tolist()) == {0.0}
 
 
 @given(
@@ -160,7 +160,7 @@ def test_projected_gradients_covariance_exact_when_small(
     n: int, p: int, chunk_size: int, few: bool, stop: int
 ) -> None:
     rows = decaying(n, p, n * 31 + p)
-    found = spectrum_of(
+    result = spectrum_of(
         gradients_are(rows),
         20,
         30 if few else 0,
@@ -169,10 +169,10 @@ def test_projected_gradients_covariance_exact_when_small(
     )
     expected, size = eigenvalues(rows), min(n, p)
     np.testing.assert_allclose(
-        found.tables["spectrum"]["eigenvalue"][:size], expected[:size], atol=1e-10 * expected[0]
+        result.tables["spectrum"]["eigenvalue"][:size], expected[:size], atol=1e-10 * expected[0]
     )
-    assert found.numbers["trace"] == pytest.approx(expected.sum(), rel=1e-9)
-    assert found.numbers["effective_rank"] == pytest.approx(
+    assert result.numbers["trace"] == pytest.approx(expected.sum(), rel=1e-9)
+    assert result.numbers["effective_rank"] == pytest.approx(
         expected.sum() ** 2 / np.square(expected).sum(), rel=1e-8
     )
 
@@ -181,18 +181,18 @@ def test_projected_gradients_eigenvalue_error() -> None:
     # turned, as a sparse projection keeps the length of whatever lies along one parameter
     rows = decaying(400, 600) @ torch.linalg.qr(torch.randn(600, 600, dtype=torch.float64))[0]
     expected = eigenvalues(rows)[:5]
-    found = [spectrum_of(gradients_are(rows, seed=seed), 128, chunk_size=400) for seed in range(24)]
-    tables = [each.tables["spectrum"] for each in found]
+    result = [spectrum_of(gradients_are(rows, seed=seed), 128, chunk_size=400) for seed in range(24)]
+    tables = [each.tables["spectrum"] for each in result]
     values = np.stack([np.asarray(table["eigenvalue"][:5]) for table in tables])
     errors = np.mean([np.asarray(table["standard_error"][:5]) for table in tables], 0)
     spread = (values - expected).std(0, ddof=1)
     assert (spread[:3] < 1.5 * errors[:3]).all()
     assert (spread[:3] > errors[:3] / 1.5).all()
     trace = rows.var(0, correction=1).sum().item()
-    for each in found:
+    for each in result:
         assert each.numbers["trace"] == pytest.approx(trace, rel=1e-9)  # by the norms: no projection is in it
         assert each.numbers["floor"] == pytest.approx(trace / 128, rel=1e-9)
-    assert np.mean([each.numbers["trace_by_projection"] for each in found]) == pytest.approx(trace, rel=0.05)
+    assert np.mean([each.numbers["trace_by_projection"] for each in result]) == pytest.approx(trace, rel=0.05)
 
 
 def test_projected_gradients_isolated_eigenvalue_bias() -> None:
@@ -204,13 +204,13 @@ def test_projected_gradients_isolated_eigenvalue_bias() -> None:
         spectrum_of(gradients_are(rows, seed=seed), 64, chunk_size=400).tables["spectrum"]
         for seed in range(40)
     ]
-    found, errors, lifts = (
+    result, errors, lifts = (
         np.array([float(table[name][0]) for table in tables])
         for name in ("eigenvalue", "standard_error", "lift")
     )
     rounding = errors.mean() / math.sqrt(len(tables))
     assert lifts.mean() > 3 * rounding  # it can be told from nothing
-    assert found.mean() - eigenvalues(rows)[0] == pytest.approx(lifts.mean(), abs=3 * rounding)
+    assert result.mean() - eigenvalues(rows)[0] == pytest.approx(lifts.mean(), abs=3 * rounding)
 
 
 def test_projected_gradients_effective_rank_unbiased_squares() -> None:
@@ -228,14 +228,14 @@ def test_projected_gradients_effective_rank_unbiased_squares() -> None:
 
 def test_projected_gradients_effective_rank_bias_removed() -> None:
     rows = torch.randn(300, 2000, dtype=torch.float64)  # of rank 299: far more than there are columns
-    found = [
+    result = [
         spectrum_of(gradients_are(rows, seed=seed), 32, chunk_size=300).numbers["effective_rank"]
         for seed in range(6)
     ]
     expected = spectrum_of(gradients_are(rows), exact_up_to=300).numbers["effective_rank"]
     plain = 32
-    assert all(each is None or each > 3 * plain for each in found)
-    assert 1 / np.mean([0 if each is None else 1 / each for each in found]) == pytest.approx(
+    assert all(each is None or each > 3 * plain for each in result)
+    assert 1 / np.mean([0 if each is None else 1 / each for each in result]) == pytest.approx(
         expected, rel=0.35
     )
 
@@ -244,12 +244,12 @@ def test_projected_gradients_effective_rank_bias_removed() -> None:
 def test_projected_gradients_nonfinite_sample(exact_up_to: int) -> None:
     rows = decaying(30, 6)
     spoilt = torch.cat([rows[:11], torch.full((1, 6), math.nan, dtype=torch.float64), rows[11:]])
-    found, expected = (spectrum_of(gradients_are(each), 6, exact_up_to) for each in (spoilt, rows))
+    result, expected = (spectrum_of(gradients_are(each), 6, exact_up_to) for each in (spoilt, rows))
     np.testing.assert_allclose(
-        found.tables["spectrum"]["eigenvalue"][:6], expected.tables["spectrum"]["eigenvalue"][:6], rtol=1e-9
+        result.tables["spectrum"]["eigenvalue"][:6], expected.tables["spectrum"]["eigenvalue"][:6], rtol=1e-9
     )
-    assert found.numbers["samples"] == 30
-    assert found.numbers["trace"] == pytest.approx(expected.numbers["trace"], rel=1e-9)
+    assert result.numbers["samples"] == 30
+    assert result.numbers["trace"] == pytest.approx(expected.numbers["trace"], rel=1e-9)
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
@@ -257,29 +257,29 @@ def test_projected_gradients_nonfinite_loss(exact_up_to: int) -> None:
     rows, target = decaying(30, 6), torch.zeros(30, dtype=torch.float64)
     target[11] = math.nan
     model = nn.Linear(6, 1, bias=False).double()
-    found = spectrum_of(
+    result = spectrum_of(
         setting_of(model, lambda output, target: output.sum() + target, (rows,), target), 6, exact_up_to
     )
     expected = eigenvalues(torch.cat([rows[:11], rows[12:]]))
-    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"][:6], expected, rtol=1e-9)
-    assert found.numbers["samples"] == 29
+    np.testing.assert_allclose(result.tables["spectrum"]["eigenvalue"][:6], expected, rtol=1e-9)
+    assert result.numbers["samples"] == 29
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
 @pytest.mark.parametrize("rows", [torch.zeros(5, 40), torch.full((5, 40), 0.1)])
 def test_projected_gradients_equal_gradients(exact_up_to: int, rows: Tensor) -> None:
-    found = spectrum_of(gradients_are(rows), 8, exact_up_to)
-    assert found.numbers["trace"] == 0
-    assert found.numbers["effective_rank"] is None
-    assert not found.tables["spectrum"]["eigenvalue"].any()
-    assert found.tables["spectrum"]["share"].isnan().all()
+    result = spectrum_of(gradients_are(rows), 8, exact_up_to)
+    assert result.numbers["trace"] == 0
+    assert result.numbers["effective_rank"] is None
+    assert not result.tables["spectrum"]["eigenvalue"].any()
+    assert result.tables["spectrum"]["share"].isnan().all()
 
 
 def test_projected_gradients_one_sample() -> None:
     for rows in (torch.randn(1, 4), torch.tensor([[1.0, 2], [math.nan, 1]])):
-        found = spectrum_of(gradients_are(rows))
-        assert found.numbers["trace"] is None
-        assert found.tables == {}
+        result = spectrum_of(gradients_are(rows))
+        assert result.numbers["trace"] is None
+        assert result.tables == {}
 
 
 def test_projected_gradients_token_losses() -> None:
@@ -289,12 +289,12 @@ def test_projected_gradients_token_losses() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target)
 
-    found = spectrum_of(setting_of(model, loss, (tokens,), target, kind="token"), exact_up_to=10)
+    result = spectrum_of(setting_of(model, loss, (tokens,), target, kind="token"), exact_up_to=10)
     gradients = torch.cat(
         [value.flatten(1) for value in one_sample_gradients(model, loss, (tokens,), target).values()], 1
     )
     expected = eigenvalues(gradients)[:10]
-    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"], expected, atol=1e-5 * expected[0])
+    np.testing.assert_allclose(result.tables["spectrum"]["eigenvalue"], expected, atol=1e-5 * expected[0])
 
 
 @pytest.mark.parametrize("options", [{"top": 0}, {"exact_up_to": -1}])

@@ -24,15 +24,15 @@ from tests.engine.measures.own_passes import columns_of
 
 def plain(models: list[nn.Module], x: Tensor, classes: Tensor) -> np.ndarray:
     """[n]: VoG by its definition; classes [T, n] or [n], the outputs that are differentiated."""
-    found = []
+    result = []
     for row, sample in enumerate(x):
         steps = []
         for t, model in enumerate(models):
             leaf = sample[None].clone().requires_grad_()
             of = classes[t, row] if classes.dim() == 2 else classes[row]
             steps.append(torch.autograd.grad(model(leaf)[0, of], leaf)[0].flatten().numpy())
-        found.append(np.std(steps, axis=0).mean())
-    return np.array(found)
+        result.append(np.std(steps, axis=0).mean())
+    return np.array(result)
 
 
 @pytest.mark.parametrize("of", ["target", "prediction"])
@@ -41,13 +41,13 @@ def test_vog_equals_definition(of: str) -> None:
     x, y = torch.randn(7, 1, 6, 6).double(), torch.tensor([0, 1, 0, 1, 0, 1, 2])
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     measure = VoG(of)  # type: ignore[arg-type]
-    found = measure.gather(columns_of(measure, setting, 3)).columns
+    result = measure.gather(columns_of(measure, setting, 3)).columns
     classes = y if of == "target" else torch.stack([model(x).argmax(-1) for model in models])
     expected = plain(models, x, classes)
-    np.testing.assert_allclose(found["vog"], expected, rtol=1e-10)
+    np.testing.assert_allclose(result["vog"], expected, rtol=1e-10)
     for label in (0, 1):
-        np.testing.assert_allclose(found["vog_z"][y == label], zscore(expected[y == label]), rtol=1e-8)
-    assert found["vog_z"][6].isnan()  # alone in its class
+        np.testing.assert_allclose(result["vog_z"][y == label], zscore(expected[y == label]), rtol=1e-8)
+    assert result["vog_z"][6].isnan()  # alone in its class
 
 
 @given(st.integers(1, 7), st.integers(0, 6))
@@ -77,7 +77,7 @@ def test_vog_of_token_ids() -> None:
     models = [Bag(seed).eval() for seed in range(3)]
     ids, y = torch.randint(9, (5, 6)), torch.randint(3, (5,))
     setting = of_checkpoints(models, F.cross_entropy, (ids,), y, kind="class", classes=3, targets=y)
-    found = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
+    result = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
     expected = []
     for sample, label in zip(ids, y, strict=True):
         steps = []
@@ -87,7 +87,7 @@ def test_vog_of_token_ids() -> None:
                 torch.autograd.grad(model.head(torch.tanh(leaf).mean(1))[0, label], leaf)[0].flatten().numpy()
             )
         expected.append(np.std(steps, axis=0).mean())
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(result, expected, rtol=1e-10)
 
 
 def test_vog_nonfinite_at_one_checkpoint() -> None:
@@ -96,20 +96,20 @@ def test_vog_nonfinite_at_one_checkpoint() -> None:
     x[1] = torch.inf
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     measure = VoG()
-    found = measure.gather(columns_of(measure, setting)).columns
+    result = measure.gather(columns_of(measure, setting)).columns
     kept = [0, 2, 3, 4, 5]
     expected = plain(models, x[kept], y[kept])
-    np.testing.assert_allclose(found["vog"][kept], expected, rtol=1e-10)
-    np.testing.assert_allclose(found["vog_z"][[0, 2]], zscore(expected[:2]), rtol=1e-8)
-    assert found["vog_z"][1].isnan()
+    np.testing.assert_allclose(result["vog"][kept], expected, rtol=1e-10)
+    np.testing.assert_allclose(result["vog_z"][[0, 2]], zscore(expected[:2]), rtol=1e-8)
+    assert result["vog_z"][1].isnan()
 
 
 def test_vog_ignored_labels() -> None:
     models = [perceptron(seed) for seed in range(3)]
     x, y = torch.randn(4, 4).double(), torch.tensor([0, -100, 2, 2])
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
-    found = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
-    assert found.isnan().tolist() == [False, True, False, False]
+    result = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
+    assert result.isnan().tolist() == [False, True, False, False]
 
 
 def test_vog_models_beyond_memory() -> None:
@@ -129,8 +129,8 @@ def test_vog_models_beyond_memory() -> None:
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_vog_running_deviation_equals_numpy(steps: list[list[float]]) -> None:
-    found = deviation(torch.tensor([step], dtype=torch.float64) for step in steps)
-    np.testing.assert_allclose(found[0], np.std(steps, axis=0), atol=1e-9)
+    result = deviation(torch.tensor([step], dtype=torch.float64) for step in steps)
+    np.testing.assert_allclose(result[0], np.std(steps, axis=0), atol=1e-9)
 
 
 def test_vog_class_without_spread_has_no_z_scores() -> None:

@@ -121,25 +121,25 @@ def cancelling(record: Inputs, scale: float, rest: float) -> Inputs:
     """The record with positions in its second half that take back what the first half adds, but for a share
     `rest` of it.
     """
-    found = []
+    result = []
     for place, x in enumerate(record):
         half = len(x) // 2
         last = place == len(record) - 1
         first = x[:half] * scale if last else x[:half]
-        found.append(torch.cat([first, (-first * (1 + rest)).to(x.dtype) if last else first]))
-    return tuple(found)
+        result.append(torch.cat([first, (-first * (1 + rest)).to(x.dtype) if last else first]))
+    return tuple(result)
 
 
 def with_a_remainder(record: Inputs, scale: float) -> Inputs:
     """The record whose positions cancel exactly in pairs, but for the last ones, which are not scaled."""
-    found = list(cancelling(record, scale, 0.0))
+    result = list(cancelling(record, scale, 0.0))
     for place, x in enumerate(record):
         quarter = len(x) // 4
         if quarter:
-            found[place] = torch.cat([found[place][: len(x) - quarter], x[-quarter:]])
+            result[place] = torch.cat([result[place][: len(x) - quarter], x[-quarter:]])
             if place == len(record) - 1:  # those whose partners are gone
-                found[place][len(x) // 2 - quarter : len(x) // 2] = 0
-    return tuple(found)
+                result[place][len(x) // 2 - quarter : len(x) // 2] = 0
+    return tuple(result)
 
 
 def contribution(

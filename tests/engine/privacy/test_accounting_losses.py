@@ -181,14 +181,14 @@ def test_pld_rounding_is_an_upper_bound(multiplier: float, steps: int, delta: fl
     """A record that is nearly always drawn is composed by transforms, and costs what a Gaussian does, whose
     composition is known. Where transforms are too coarse for delta there is no figure.
     """
-    found = coarse_epsilon_pld([(poisson(multiplier, 1 - 1e-12), steps)], delta)
+    result = coarse_epsilon_pld([(poisson(multiplier, 1 - 1e-12), steps)], delta)
     exact = gaussian_epsilon(delta, math.sqrt(steps) / multiplier)
-    if found.value is None:
+    if result.value is None:
         assert delta < 1e-14 * steps
-        assert "are exact to" in (found.why_not or "")
+        assert "are exact to" in (result.why_not or "")
     else:
-        assert found.value >= exact * (1 - 1e-9)
-        assert delta < 1e-8 or found.value <= exact * 1.002
+        assert result.value >= exact * (1 - 1e-9)
+        assert delta < 1e-8 or result.value <= exact * 1.002
 
 
 def test_pld_epsilon_below_rdp() -> None:
@@ -207,21 +207,21 @@ def test_pld_epsilon_below_rdp() -> None:
 
 def test_pld_of_unlike_steps_equals_dp_accounting() -> None:
     counts = {poisson(2.0 + place / 10, 0.05): 3 + place for place in range(composition._FEW + 4)}
-    found = epsilon_pld(list(counts.items()), 1e-5)
-    assert found.interval is not None
-    assert found.interval > composition.INTERVAL
+    result = epsilon_pld(list(counts.items()), 1e-5)
+    assert result.interval is not None
+    assert result.interval > composition.INTERVAL
     fine = pld_epsilon(counts, 1e-5, composition.INTERVAL)
-    assert fine <= found.value <= fine * 1.001  # type: ignore[operator]
+    assert fine <= result.value <= fine * 1.001  # type: ignore[operator]
 
 
 def test_pld_of_schedule_between_extremes() -> None:
     schedule = Schedule("exponential", factor=0.999)
     events = [(poisson(multiplier, 0.02), steps) for multiplier, steps in schedule.runs(2.0, 300)]
-    found = epsilon_pld(events, 1e-5)
-    assert found.note == "300 unlike noise multipliers were rounded down, by at most 2%"
+    result = epsilon_pld(events, 1e-5)
+    assert result.note == "300 unlike noise multipliers were rounded down, by at most 2%"
     last = 2.0 * 0.999**299
-    assert value_of([(poisson(2.0, 0.02), 300)]) < found.value < value_of([(poisson(last, 0.02), 300)])  # type: ignore[operator]
-    assert found.value < epsilon_rdp(events, 1e-5).value  # type: ignore[operator]
+    assert value_of([(poisson(2.0, 0.02), 300)]) < result.value < value_of([(poisson(last, 0.02), 300)])  # type: ignore[operator]
+    assert result.value < epsilon_rdp(events, 1e-5).value  # type: ignore[operator]
 
 
 def test_pld_merging_of_multipliers_is_an_upper_bound() -> None:
@@ -294,22 +294,22 @@ def test_pld_truncation_above_dataset_size() -> None:
 
 
 def test_pld_discrete_noise_refused() -> None:
-    found = epsilon_pld([(poisson(1.0, 0.1, mechanism="discrete_gaussian"), 3)], 1e-5)
-    assert found.value is None
-    assert "noise on the integers" in (found.why_not or "")
+    result = epsilon_pld([(poisson(1.0, 0.1, mechanism="discrete_gaussian"), 3)], 1e-5)
+    assert result.value is None
+    assert "noise on the integers" in (result.why_not or "")
 
 
 def test_pld_small_delta_refused() -> None:
-    found = epsilon_pld([(poisson(1.0, 0.01), 1_000_000)], 1e-10)
-    assert found.value is None
-    assert found.why_not == "delta is 1e-10, and loss distributions of 1000000 steps are exact to 2e-09 only"
+    result = epsilon_pld([(poisson(1.0, 0.01), 1_000_000)], 1e-10)
+    assert result.value is None
+    assert result.why_not == "delta is 1e-10, and loss distributions of 1000000 steps are exact to 2e-09 only"
 
 
 def test_pld_too_many_steps_refused() -> None:
-    found = epsilon_pld([(poisson(1000.0, 0.01), 1_000_000_000)], 1e-5)
-    assert found.value is None
+    result = epsilon_pld([(poisson(1000.0, 0.01), 1_000_000_000)], 1e-5)
+    assert result.value is None
     assert (
-        found.why_not
+        result.why_not
         == "1,000,000,000 steps are more than the 10,000,000 that loss distributions are composed for"
     )
 

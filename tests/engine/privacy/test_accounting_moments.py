@@ -50,9 +50,9 @@ def test_rdp_orders_equal_dp_accounting() -> None:
 )
 def test_rdp_epsilon_equals_dp_accounting(rate: float, multiplier: float, steps: int, power: float) -> None:
     expected, order = library_accountant(rate, multiplier, steps).get_epsilon_and_optimal_order(10**power)
-    found = epsilon_rdp([(poisson(multiplier, rate), steps)], 10**power)
-    assert found.value == pytest.approx(expected, rel=1e-9)
-    assert found.order is None or found.order == order
+    result = epsilon_rdp([(poisson(multiplier, rate), steps)], 10**power)
+    assert result.value == pytest.approx(expected, rel=1e-9)
+    assert result.order is None or result.order == order
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_rdp_sampling_rate_one() -> None:
 
 @pytest.mark.parametrize(("multiplier", "steps", "order"), [(1e4, 1, 1024.0), (0.01, 10, 1.1)])
 def test_rdp_order_at_the_edge_warns(multiplier: float, steps: int, order: float) -> None:
-    found = epsilon_rdp([(fixed(multiplier), steps)], 1e-8)
-    assert found.order == order
-    assert found.note is not None
-    assert "edge" in found.note
+    result = epsilon_rdp([(fixed(multiplier), steps)], 1e-8)
+    assert result.order == order
+    assert result.note is not None
+    assert "edge" in result.note
     assert epsilon_rdp([(fixed(1.0), 1)], 1e-5).note is None
 
 
@@ -137,9 +137,9 @@ def test_rdp_order_at_the_edge_warns(multiplier: float, steps: int, order: float
     ],
 )
 def test_rdp_uncovered_combination_refused(event: Any, why: str) -> None:
-    found = epsilon_rdp([(event, 3)], 1e-5)
-    assert found.value is None
-    assert found.why_not == why
+    result = epsilon_rdp([(event, 3)], 1e-5)
+    assert result.value is None
+    assert result.why_not == why
 
 
 # -- noise on the integers -----------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ def test_clip_bound_gradient_ascent(kind: Kind, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(2)
     params = kind.make_params(dtype, random)
     others = [kind.record(dtype, random) for _ in range(5)]
-    for step, found in enumerate(ascend(kind, params, kind.record(dtype, random), 8)):
-        record = (*found[:-1], found[-1] * 10.0 ** (2 * step))
+    for step, result in enumerate(ascend(kind, params, kind.record(dtype, random), 8)):
+        record = (*result[:-1], result[-1] * 10.0 ** (2 * step))
         for clipping in clippings(list(params)):
             assert contribution(kind, params, clipping, others, record, 0 if step % 2 else None) <= 1
 
@@ -83,10 +83,10 @@ def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
             )
             for x in base
         )
-        found = contribution(kind, params, clipping, others, cancelling(changed, 10.0**power, 2.0**-rest))
-        assert found <= 1
-        if found > worst:
-            worst, at, base = found, (power, rest), changed
+        result = contribution(kind, params, clipping, others, cancelling(changed, 10.0**power, 2.0**-rest))
+        assert result <= 1
+        if result > worst:
+            worst, at, base = result, (power, rest), changed
     assert worst > 0.99
 
 

@@ -41,8 +41,8 @@ def by_name(architecture: Architecture) -> str:
 
 @pytest.fixture(params=ARCHITECTURES, ids=by_name)
 def architecture(request: pytest.FixtureRequest) -> Architecture:
-    found: Architecture = request.param
-    return found
+    result: Architecture = request.param
+    return result
 
 
 def sum_of(
@@ -60,11 +60,11 @@ def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dt
         clipping = grouping(gradients, median_norm(gradients))
         expected = clipped_loop(gradients, clipping)
         for memory in (None, 0):  # factors kept, and a second pass
-            found = sum_of(architecture, model, batch, clipping, memory=memory)
-            assert distance(found.sums, expected) <= TOLERANCE[dtype] * distance(expected)
-            assert {value.dtype for value in found.sums.values()} == {torch.float64}
-        assert (found.records.factors < 1).any()
-        assert (found.records.factors > 0.99).any()
+            result = sum_of(architecture, model, batch, clipping, memory=memory)
+            assert distance(result.sums, expected) <= TOLERANCE[dtype] * distance(expected)
+            assert {value.dtype for value in result.sums.values()} == {torch.float64}
+        assert (result.records.factors < 1).any()
+        assert (result.records.factors > 0.99).any()
 
 
 def test_clipped_sum_automatic_clipping(
@@ -74,13 +74,13 @@ def test_clipped_sum_automatic_clipping(
     gradients = gradients_of(architecture, model, batch)
     norms = torch.cat([value.flatten(1) for value in gradients.values()], 1).norm(dim=1)
     weights = 0.3 * (1 - MARGIN) / (norms + 0.05)
-    found = sum_of(
+    result = sum_of(
         architecture, model, batch, Clipping.flat(gradients, 0.3, rule="automatic", stability=0.05)
     )
     expected = {name: torch.einsum("n,n...->...", weights, value) for name, value in gradients.items()}
-    assert distance(found.sums, expected) <= 1e-9 * distance(expected)
-    torch.testing.assert_close(found.records.factors[:, 0], weights, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.records.norms, norms, rtol=1e-10, atol=0)
+    assert distance(result.sums, expected) <= 1e-9 * distance(expected)
+    torch.testing.assert_close(result.records.factors[:, 0], weights, rtol=1e-12, atol=0)
+    torch.testing.assert_close(result.records.norms, norms, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -100,11 +100,11 @@ def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture,
             lambda start, stop: Block(tuple(value[start:stop] for value in inputs), target[start:stop]),
             chunk_size=chunk_size,  # type: ignore[arg-type]
         )
-        found = stream_source(stream, RECORDS)(clipping)
-        assert distance(found.sums, whole.sums) <= TOLERANCE[dtype] * distance(whole.sums)
+        result = stream_source(stream, RECORDS)(clipping)
+        assert distance(result.sums, whole.sums) <= TOLERANCE[dtype] * distance(whole.sums)
         for name in ("norms", "losses", "factors", "below"):
             torch.testing.assert_close(
-                getattr(found.records, name), getattr(whole.records, name), rtol=1e-5, atol=1e-8
+                getattr(result.records, name), getattr(whole.records, name), rtol=1e-5, atol=1e-8
             )
 
 
@@ -157,11 +157,11 @@ def test_clipped_sum_equals_opacus(architecture: Architecture, grouping: str, op
     model, batch = architecture.build(), architecture.batch(RECORDS)
     gradients = gradients_of(architecture, model, batch)
     clipping = GROUPINGS[grouping](gradients, median_norm(gradients))
-    found = sum_of(architecture, model, batch, clipping)
+    result = sum_of(architecture, model, batch, clipping)
     expected = of_opacus(
         architecture, architecture.build(), batch, gradients, [group.bound for group in clipping.groups]
     )
-    assert distance(found.sums, expected) <= 1e-5 * distance(expected)
+    assert distance(result.sums, expected) <= 1e-5 * distance(expected)
 
 
 # -- the bound -----------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ def test_clipped_sum_bound_at_every_scale(architecture: Architecture, kind: str)
         source = batch_source(
             objective.loss, objective.params, tuple(x[record] for x in inputs), target[record], has_aux=True
         )
-        found = source(clipping)
-        norms = group_norms(found.sums, clipping)
+        result = source(clipping)
+        norms = group_norms(result.sums, clipping)
         assert all(norm <= group.bound for norm, group in zip(norms, clipping.groups, strict=True))
         if 1e20 <= scale <= 1e30:  # and it is clipped to the bound, not to nothing
             assert norms[0] >= 0.999999 * clipping.groups[0].bound

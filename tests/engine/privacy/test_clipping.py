@@ -62,9 +62,9 @@ def test_clipping_patterns_in_order() -> None:
 
 
 def test_clipping_patterns_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no clipping group takes the parameter 'head.weight'") as raised:
+    with pytest.raises(ConfigError, match=r"no clipping group takes the parameter 'head.weight'") as caught:
         Clipping.by_pattern(NAMES, {"encoder.*": 1.0})
-    assert "end the groups with the pattern '*'" in str(raised.value)
+    assert "end the groups with the pattern '*'" in str(caught.value)
     with pytest.raises(ConfigError, match=r"the clipping group 'decoder.\*' has no parameter"):
         Clipping.by_pattern(NAMES, {"decoder.*": 1.0, "*": 1.0})
     with pytest.raises(ConfigError, match=r"the clipping group 'head.\*' has no parameter"):
@@ -73,9 +73,9 @@ def test_clipping_patterns_refused() -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, 1e-30, 1e30])
 def test_clipping_bound_refused(bound: float) -> None:
-    with pytest.raises(ConfigError, match="the clipping norm of 'all' is") as raised:
+    with pytest.raises(ConfigError, match="the clipping norm of 'all' is") as caught:
         Clipping.flat(NAMES, bound)
-    assert "a positive number from 1e-20 to 1e+20" in str(raised.value)
+    assert "a positive number from 1e-20 to 1e+20" in str(caught.value)
 
 
 def test_clipping_arguments_refused() -> None:
@@ -177,11 +177,11 @@ def test_clipping_factors_rounded_below_bound(
     norms: list[float], bound: float, rule: Any, precision: torch.dtype
 ) -> None:
     """Rounding takes less than the margin off, and adds nothing."""
-    found = Clipping.flat(["w"], bound, rule=rule).factors(
+    result = Clipping.flat(["w"], bound, rule=rule).factors(
         torch.tensor([norms], dtype=torch.float64), precision
     )[0]
-    assert torch.equal(found.to(precision).double(), found)
-    for factor, norm in zip(found.tolist(), norms, strict=True):
+    assert torch.equal(result.to(precision).double(), result)
+    for factor, norm in zip(result.tolist(), norms, strict=True):
         exact = bound / (norm + 0.01) if rule == "automatic" else min(1.0, bound / norm) if norm else 1.0
         assert factor * norm < bound or (factor, norm) == (1.0, bound)
         assert factor <= exact
@@ -190,15 +190,15 @@ def test_clipping_factors_rounded_below_bound(
 
 @given(st.floats(0, 1e38))
 def test_clipping_round_down_to_float32(value: float) -> None:
-    found = rounded_down(torch.tensor([value], dtype=torch.float64), torch.float32)
-    following = torch.nextafter(found.float(), torch.tensor(math.inf)).double()
-    assert 0 <= found.item() <= value < following.item()
+    result = rounded_down(torch.tensor([value], dtype=torch.float64), torch.float32)
+    following = torch.nextafter(result.float(), torch.tensor(math.inf)).double()
+    assert 0 <= result.item() <= value < following.item()
 
 
 def test_clipping_groups_of_other_parameters_refused() -> None:
     clipping = Clipping.flat(["encoder.0.weight", "frozen"], 1.0)
     with pytest.raises(
         ConfigError, match=r"in no group: encoder\.0\.bias; without gradient: frozen"
-    ) as raised:
+    ) as caught:
         clipping.weights(norms_of([1.0], [1.0]))
-    assert "every parameter that is trained in one group" in str(raised.value)
+    assert "every parameter that is trained in one group" in str(caught.value)

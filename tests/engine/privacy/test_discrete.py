@@ -198,9 +198,9 @@ def test_discrete_gaussian_planted_prefixes_near_edges(scale: int) -> None:
             if exact_exceeds(settled[0] >> 1, 63, discrete._exponent(size, sigma), generator)
         ]
 
-    found = kept()
-    assert found == exactly()
-    assert len(found) > n / 2
+    result = kept()
+    assert result == exactly()
+    assert len(result) > n / 2
 
 
 def test_discrete_gaussian_short_prefixes(

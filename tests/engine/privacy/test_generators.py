@@ -94,13 +94,15 @@ def test_generator_cipher_blocks_used_once(calls: list[tuple[str, int]]) -> None
 
 def test_generator_shared_by_threads() -> None:
     generator = make_generator("aes")
-    found: list[int] = []
-    workers = [threading.Thread(target=lambda: found.extend(generator.uint64(50).tolist())) for _ in range(8)]
+    result: list[int] = []
+    workers = [
+        threading.Thread(target=lambda: result.extend(generator.uint64(50).tolist())) for _ in range(8)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert len(set(found)) == 400
+    assert len(set(result)) == 400
 
 
 # -- whose stream it is --------------------------------------------------------------------------------------
@@ -241,13 +243,13 @@ def by_formula(generator: SecureGenerator, total: int) -> np.ndarray:
 )
 def test_generator_normals_equal_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     key = b"k" * 32
-    found = SecureGenerator(key).normal(shape, dtype)
-    assert found.shape == shape
-    assert found.dtype == dtype
+    result = SecureGenerator(key).normal(shape, dtype)
+    assert result.shape == shape
+    assert result.dtype == dtype
     expected = torch.from_numpy(by_formula(SecureGenerator(key), math.prod(shape))).reshape(shape)
     rounding = {torch.float32: 2.0**-24, torch.float64: 0.0}[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=1e-14)
-    error = (found.double() - expected).abs()
+    torch.testing.assert_close(result.double(), expected, rtol=rounding, atol=1e-14)
+    error = (result.double() - expected).abs()
     assert error.numel() == 0 or error.median() < {torch.float32: 2e-7, torch.float64: 1e-15}[dtype]
 
 
@@ -272,11 +274,11 @@ def test_generator_normal_blocks(kind: str, threads: None) -> None:
 
 
 def test_generator_independent_of_threads(threads: None) -> None:
-    found = []
+    result = []
     for number in (1, 2, 5):
         torch.set_num_threads(number)
-        found.append(SecureGenerator(b"t" * 32).normal((7 * PAIRS + 11,)))
-    assert all(torch.equal(found[0], other) for other in found[1:])
+        result.append(SecureGenerator(b"t" * 32).normal((7 * PAIRS + 11,)))
+    assert all(torch.equal(result[0], other) for other in result[1:])
 
 
 def test_generator_normals_in_inference_mode_and_under_another_default_device(threads: None) -> None:
@@ -309,9 +311,9 @@ def test_generator_normals_radius_extreme_bits(word: int, dtype: torch.dtype) ->
     # One pair: eight bytes of radius, then an angle of bits 0: cos = 1. The further bits begin with the same.
     pattern = word.to_bytes(8, "little", signed=True) + bytes(8)
     radius = exact_radius(word, int.from_bytes(pattern * 64, "little"))
-    found = PlantedStream(pattern).normal((2,), dtype)
-    assert found[0] == pytest.approx(radius, rel=1e-6 if dtype == torch.float32 else 1e-15, abs=1e-9)
-    assert found[1] == 0
+    result = PlantedStream(pattern).normal((2,), dtype)
+    assert result[0] == pytest.approx(radius, rel=1e-6 if dtype == torch.float32 else 1e-15, abs=1e-9)
+    assert result[1] == 0
     # And with every other angle at the ends of its range.
     for angle in (b"\x80\x00", b"\x7f\xff", b"\xff\xff", b"\x00\x01"):
         bits = word.to_bytes(8, "little", signed=True) + (angle[:1] + angle[1:] * 7)[::-1]
@@ -385,10 +387,10 @@ def test_generator_normals_float64_error(words: list[tuple[int, int, int]]) -> N
             if radius == 0:
                 continue
             turn = 2 * mpmath.pi * angle_of(angle).numerator / angle_of(angle).denominator
-            for found, expected in zip(
+            for result, expected in zip(
                 pair, (radius * mpmath.cos(turn), radius * mpmath.sin(turn)), strict=True
             ):
-                assert abs(found - expected) < 2.0**-49 * radius + 2.0**-53 / radius
+                assert abs(result - expected) < 2.0**-49 * radius + 2.0**-53 / radius
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

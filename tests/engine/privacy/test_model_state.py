@@ -360,8 +360,8 @@ class Doubling(nn.Module):
         factor = self.factor
         if x[0, 0] > 2:
             self.factor = 50.0
-        found: Tensor = self.last(x) * factor
-        return found
+        result: Tensor = self.last(x) * factor
+        return result
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -118,10 +118,10 @@ def memory_for(rows: int) -> Iterator[None]:
     plain = clipped_sums.Clipper.__call__
 
     def computed(self: Any, loss: Any, params: Any, *batch: Any, **options: Any) -> Any:
-        found = plain(self, loss, params, *batch, **options)
-        if len(found.records.norms) > rows:
+        result = plain(self, loss, params, *batch, **options)
+        if len(result.records.norms) > rows:
             raise torch.OutOfMemoryError("planted")
-        return found
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clipped_sums.Clipper, "__call__", computed)
@@ -233,8 +233,8 @@ def test_record_draws_predicted_memory(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Stream, "_size_chunks", measured)
     run = Run("units", name)
     run.stream_options = {"memory": 10**7}
-    found = run.sum(range(4), chunk_size="auto")
-    torch.testing.assert_close(found, Run("units", name).sum(range(4)), rtol=0, atol=1e-9)
+    result = run.sum(range(4), chunk_size="auto")
+    torch.testing.assert_close(result, Run("units", name).sum(range(4)), rtol=0, atol=1e-9)
 
 
 # -- How often a draw comes out ------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_record_draws_mask_frequency_of_recomputed_records(
     monkeypatch.setattr(clipped_sums, "_alone", alone)
     clipping = Clipping.flat(objective.params, 1e-3)
     for step in range(steps):
-        found = batch_source(
+        result = batch_source(
             objective.loss,
             objective.params,
             (x,),
@@ -279,7 +279,7 @@ def test_record_draws_mask_frequency_of_recomputed_records(
             draws=DRAWS.at(step),
             records=range(count),
         )(clipping)
-        kept += int((found.records.norms != 0).sum())
+        kept += int((result.records.norms != 0).sum())
     assert again == kept > 0
     assert (
         abs(kept / (steps * count) - 0.5) < 4.5 * 0.5 / (steps * count) ** 0.5
@@ -388,9 +388,9 @@ def test_record_draws_required_for_random_loss(name: str, randomness: str, kind:
         )
         summed = batches.stream_source(stream, 4)
     before = torch.get_rng_state()
-    with pytest.raises(ModelError, match="random numbers") as refused:
+    with pytest.raises(ModelError, match="random numbers") as caught:
         summed(clipping)
-    error = refused.value
+    error = caught.value
     assert "the records have no draws of their own" in error.arrived
     assert error.expected is not None
     assert error.cause is not None

@@ -80,17 +80,17 @@ def test_record_streams_sum_equals_the_loop(data: Data, worth: int, monkeypatch:
     streams = data.streams()
     clipping = Clipping.flat(data.rows, 0.2)
     for drawn in (range(10), [3], [], [9, 1, 4], [0, 2, 3]):
-        found = streams.source(list(drawn))(clipping)
+        result = streams.source(list(drawn))(clipping)
         assert sorted(streams.drawn.tolist()) == sorted(drawn)
-        assert found.sums.keys() == data.rows.keys()
+        assert result.sums.keys() == data.rows.keys()
         if not len(drawn):
-            assert not any(value.any() for value in found.sums.values())
+            assert not any(value.any() for value in result.sums.values())
             continue
         expected, norms = data.clipped(streams.drawn.tolist(), 0.2)
         assert (
-            torch.cat([found.sums[name].flatten() for name in data.rows]) - expected
+            torch.cat([result.sums[name].flatten() for name in data.rows]) - expected
         ).norm() <= 1e-9 * expected.norm()
-        torch.testing.assert_close(found.records.norms, norms, rtol=1e-9, atol=0)
+        torch.testing.assert_close(result.records.norms, norms, rtol=1e-9, atol=0)
 
 
 def test_record_streams_short_records_in_narrow_batches(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,10 @@ def test_record_streams_copies_count_as_rows(data: Data, monkeypatch: pytest.Mon
     monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
     data.read.clear()
     streams = data.streams(augment=lambda row: row, copies=3)
-    found = streams.source(range(10))(Clipping.flat(data.rows, 0.2))
+    result = streams.source(range(10))(Clipping.flat(data.rows, 0.2))
     expected, _ = data.clipped(streams.drawn.tolist(), 0.2)
     assert (
-        torch.cat([found.sums[name].flatten() for name in data.rows]) - expected
+        torch.cat([result.sums[name].flatten() for name in data.rows]) - expected
     ).norm() <= 1e-9 * expected.norm()
     assert sorted({shape[1] for shape in data.read}) == [4, 8, 16, 32, 64, 90]
 

@@ -45,9 +45,12 @@ def rows_gradients(
     rows = []
     for row in range(len(target)):
         loss = criterion(model(*[x[row : row + 1] for x in inputs])[0], target[row])
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         rows.append(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)]
+            [
+                torch.zeros_like(p) if g is None else g
+                for p, g in zip(parameters.values(), result, strict=True)
+            ]
         )
     return {
         name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)
@@ -98,7 +101,7 @@ def test_records_unit_of_many_rows_without_cap_refused() -> None:
 def test_records_units_independent() -> None:
     def rows(units: list[str]) -> dict[str, list[int]]:
         records = Records.of_units(np.array(units), 2)
-        return {units[found[0]]: found.tolist() for found in map(records.rows_of, range(len(records)))}
+        return {units[result[0]]: result.tolist() for result in map(records.rows_of, range(len(records)))}
 
     assert rows(list("abcabca")) == {"a": [0, 3], "b": [1, 4], "c": [2, 5]}
     assert rows(list("abcabcaxxx")) == {"a": [0, 3], "b": [1, 4], "c": [2, 5], "x": [7, 8]}
@@ -332,7 +335,7 @@ def test_records_clipping_of_users(name: str, combine: str) -> None:
     records = Records.of_units(USERS, 4)
     reader = RecordReader(records, taking(inputs, target), combine=combine)  # type: ignore[arg-type]
     reader.draw([4, 1, 0, 3])
-    found = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(
+    result = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(
         Clipping.flat(rows, 0.3)
     )
 
@@ -343,9 +346,9 @@ def test_records_clipping_of_users(name: str, combine: str) -> None:
         ]
     )
     clipped = (users * (0.3 * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
-    summed = torch.cat([found.sums[name].flatten() for name in rows])
+    summed = torch.cat([result.sums[name].flatten() for name in rows])
     assert (summed - clipped).norm() <= 1e-9 * clipped.norm()
-    torch.testing.assert_close(found.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)
+    torch.testing.assert_close(result.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)
 
 
 def test_records_nonfinite_row_removes_user_from_sum() -> None:
@@ -387,6 +390,6 @@ def test_records_stream_draws_repeatedly(chunk_size: Any) -> None:
     stream = stream_of(Objective(model, architecture.loss), reader, chunk_size=chunk_size)
     for drawn in ([0, 1, 2, 3, 4], [3], [4, 1]):
         reader.draw(drawn)
-        found = torch.cat([part.values["norm"] for part in stream.run(len(drawn), [Summed()])])
+        result = torch.cat([part.values["norm"] for part in stream.run(len(drawn), [Summed()])])
         expected = torch.stack([rows[reader.records.rows_of(r)].mean(0).norm() for r in reader.drawn])
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=0)

@@ -166,10 +166,10 @@ def test_noisy_rounds_to_nearest_step(values: list[float], deviation: float, see
     drawn = make_generator("aes", seed=seed).normal((len(values),), torch.float64)
     grid = grid_of(deviation)
     released = noisy(torch.tensor(values, dtype=torch.float64), deviation, make_generator("aes", seed=seed))
-    for value, normal, found in zip(values, drawn.tolist(), released.tolist(), strict=True):
+    for value, normal, result in zip(values, drawn.tolist(), released.tolist(), strict=True):
         exact = (Fraction(value) + Fraction(deviation) * Fraction(normal)) / Fraction(grid)
-        assert abs(Fraction(found) / Fraction(grid) - exact) <= Fraction(1, 2) + Fraction(1, 2**33)
-        assert (found / grid).is_integer()
+        assert abs(Fraction(result) / Fraction(grid) - exact) <= Fraction(1, 2) + Fraction(1, 2**33)
+        assert (result / grid).is_integer()
 
 
 def test_noisy_step_probabilities() -> None:
@@ -214,10 +214,10 @@ def test_to_nearest_small_and_large_sums(numbers: list[tuple[float, float]], gri
     whole = (values / grid + drawn / grid) % 1
     assert (small == large[:-1])[abs(whole - 0.5) > 2.0**-33].all()
     assert (abs(small - large[:-1]) <= grid).all()
-    for found, others in ((small, values), (large, np.append(values, 2.0**40 * grid))):
-        tensor = torch.from_numpy(np.append(drawn, 0.0)[: len(found)])
+    for result, others in ((small, values), (large, np.append(values, 2.0**40 * grid))):
+        tensor = torch.from_numpy(np.append(drawn, 0.0)[: len(result)])
         to_nearest(torch.from_numpy(others), tensor, grid)
-        assert (tensor.numpy() == found).all()
+        assert (tensor.numpy() == result).all()
 
 
 def test_noisy_pieces_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,22 +81,22 @@ def test_clipped_source_empty_batch(
     nothing = (batch[0][:0], batch[1][:0])
     clipping = Clipping.per_layer(names_of(model), 1.0, grid=grid)
     for source in (in_memory(model, nothing), stream_source(stream_of(model, nothing), 0)):
-        found = source(clipping)
-        assert {name: value.shape for name, value in found.sums.items()} == {
+        result = source(clipping)
+        assert {name: value.shape for name, value in result.sums.items()} == {
             n: p.shape for n, p in model.named_parameters()
         }
-        assert {value.dtype for value in found.sums.values()} == {
+        assert {value.dtype for value in result.sums.values()} == {
             torch.float64 if grid is None else torch.int64
         }
-        assert not any(value.any() for value in found.sums.values())
-        assert found.records.factors.shape == (0, 2)
-        assert found.records.norms.shape == found.records.losses.shape == found.records.below.shape == (0,)
+        assert not any(value.any() for value in result.sums.values())
+        assert result.records.factors.shape == (0, 2)
+        assert result.records.norms.shape == result.records.losses.shape == result.records.below.shape == (0,)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, "auto"])
 def test_clipped_source_columns(model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any) -> None:
     clipping = Clipping.per_layer(names_of(model), 2.2)
-    found = stream_source(stream_of(model, batch, chunk_size=chunk_size), RECORDS)(clipping)
+    result = stream_source(stream_of(model, batch, chunk_size=chunk_size), RECORDS)(clipping)
     gradients = one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1])
     norms = torch.stack(
         [
@@ -106,15 +106,15 @@ def test_clipped_source_columns(model: nn.Module, batch: tuple[Tensor, Tensor], 
         1,
     ).cpu()
     bound = clipping.groups[0].bound
-    torch.testing.assert_close(found.records.norms, norms.norm(dim=1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(result.records.norms, norms.norm(dim=1), rtol=1e-10, atol=0)
     torch.testing.assert_close(
-        found.records.factors, (bound * (1 - MARGIN) / norms).clamp(max=1), rtol=1e-10, atol=0
+        result.records.factors, (bound * (1 - MARGIN) / norms).clamp(max=1), rtol=1e-10, atol=0
     )
     torch.testing.assert_close(
-        found.records.losses, F.cross_entropy(model(batch[0]), batch[1], reduction="none").detach().cpu()
+        result.records.losses, F.cross_entropy(model(batch[0]), batch[1], reduction="none").detach().cpu()
     )
-    assert found.records.below.tolist() == (norms <= bound).all(1).tolist()
-    assert 0 < found.records.below.sum() < RECORDS
+    assert result.records.below.tolist() == (norms <= bound).all(1).tolist()
+    assert 0 < result.records.below.sum() < RECORDS
 
 
 @pytest.mark.parametrize("chunk_size", [3, "auto"])
@@ -157,18 +157,18 @@ def test_clipped_source_out_of_memory(
     real = clipped_sums.per_sample_weighted_sum
 
     def limited(loss: Any, params: Any, inputs: Any, target: Tensor, **options: Any) -> Any:
-        found = real(loss, params, inputs, target, **options)
+        result = real(loss, params, inputs, target, **options)
         if len(target) > 3:
             raise MemoryError
-        return found
+        return result
 
     monkeypatch.setattr(clipped_sums, "per_sample_weighted_sum", limited)
     clipping = Clipping.flat(names_of(model), 0.5)
     stream = stream_of(model, batch, chunk_size=8)
-    found = stream_source(stream, RECORDS)(clipping)
+    result = stream_source(stream, RECORDS)(clipping)
     assert stream.retries > 0
-    assert_same(found, expected_of(model, batch, clipping))
-    assert len(found.records.norms) == RECORDS
+    assert_same(result, expected_of(model, batch, clipping))
+    assert len(result.records.norms) == RECORDS
 
 
 def test_clipped_source_failing_record(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -180,10 +180,10 @@ def test_clipped_source_failing_record(model: nn.Module, batch: tuple[Tensor, Te
 def test_clipped_source_half_precision() -> None:
     params = {"w": torch.randn(4, 3).bfloat16(), "unused": torch.zeros(2).bfloat16()}
     source = batch_source(lambda p, x: (p["w"] @ x).square().sum(), params, torch.randn(5, 3).bfloat16())
-    found = source(Clipping.flat(params, 1e-3))
-    assert {value.dtype for value in found.sums.values()} == {torch.float64}
-    assert group_norms(found.sums, Clipping.flat(params, 5e-3))[0] <= 5e-3
-    assert not found.sums["unused"].any()
+    result = source(Clipping.flat(params, 1e-3))
+    assert {value.dtype for value in result.sums.values()} == {torch.float64}
+    assert group_norms(result.sums, Clipping.flat(params, 5e-3))[0] <= 5e-3
+    assert not result.sums["unused"].any()
 
 
 # -- records that are no numbers -----------------------------------------------------------------------------
@@ -235,22 +235,22 @@ def test_clipped_source_bound_for_any_record(
     x, k = planted(left, right)
     clipping = clip(WIDE, 0.5)
     others = [i for i in range(6) if i != PLACE]
-    found = batch_source(bilinear, WIDE, x, k, memory=memory)(clipping)
+    result = batch_source(bilinear, WIDE, x, k, memory=memory)(clipping)
     rest = batch_source(bilinear, WIDE, x[others], k[others], memory=memory)(clipping)
     alone = batch_source(bilinear, WIDE, x[[PLACE]], k[[PLACE]], memory=memory)(clipping)
-    assert all(value.isfinite().all() for value in found.sums.values())
+    assert all(value.isfinite().all() for value in result.sums.values())
     assert all(
         norm <= group.bound
         for norm, group in zip(group_norms(alone.sums, clipping), clipping.groups, strict=True)
     )
     rounding = 1e-6 * distance(rest.sums)
-    assert distance(found.sums, {name: rest.sums[name] + alone.sums[name] for name in rest.sums}) <= rounding
+    assert distance(result.sums, {name: rest.sums[name] + alone.sums[name] for name in rest.sums}) <= rounding
     assert (distance(alone.sums) > 0.1) == adds
-    torch.testing.assert_close(found.records.norms[others], rest.records.norms)
+    torch.testing.assert_close(result.records.norms[others], rest.records.norms)
     if not adds and monster != "huge contributions that cancel to nothing":
-        assert not found.records.factors[PLACE].any()
-        assert not found.records.below[PLACE]
-        assert not math.isfinite(found.records.norms[PLACE])
+        assert not result.records.factors[PLACE].any()
+        assert not result.records.below[PLACE]
+        assert not math.isfinite(result.records.norms[PLACE])
 
 
 def test_clipped_source_all_records_nonfinite(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -261,9 +261,9 @@ def test_clipped_source_all_records_nonfinite(model: nn.Module, batch: tuple[Ten
         in_memory(model, spoilt, memory=0),
         stream_source(stream_of(model, spoilt, chunk_size=4), RECORDS),
     ):
-        found = source(clipping)
-        assert not any(value.any() for value in found.sums.values())
-        assert not found.records.below.any()
+        result = source(clipping)
+        assert not any(value.any() for value in result.sums.values())
+        assert not result.records.below.any()
 
 
 def test_clipped_source_cancelling_record_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,12 +315,12 @@ def test_clipped_source_grid_integer_sums(
             norm = float(torch.cat([gradients[name][record].flatten() for name in group.parameters]).norm())
             for name in group.parameters:
                 expected[name] += (gradients[name][record] * min(1.0, bound / norm) / grid).round().long()
-    found = in_memory(model, batch)(clipping)
+    result = in_memory(model, batch)(clipping)
     for name, value in expected.items():
-        assert found.sums[name].dtype == torch.int64
+        assert result.sums[name].dtype == torch.int64
         # the bound is a little tighter than here, which an entry between two steps may show
-        assert (found.sums[name] - value).abs().max() <= 1
-    assert (found.records.factors < 1).any()
+        assert (result.sums[name] - value).abs().max() <= 1
+    assert (result.records.factors < 1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -363,10 +363,10 @@ def test_clipped_source_grid_nonfinite_record(monster: str) -> None:
     x, k = planted(*MONSTERS[monster][:2])
     clipping = Clipping.per_parameter(WIDE, 1.0, grid=2.0**-20)
     others = [i for i in range(6) if i != PLACE]
-    found = batch_source(bilinear, WIDE, x, k)(clipping)
+    result = batch_source(bilinear, WIDE, x, k)(clipping)
     rest = batch_source(bilinear, WIDE, x[others], k[others])(clipping)
-    assert all(torch.equal(found.sums[name], rest.sums[name]) for name in WIDE)
-    assert not found.records.factors[PLACE].any() or monster == "huge contributions that cancel to nothing"
+    assert all(torch.equal(result.sums[name], rest.sums[name]) for name in WIDE)
+    assert not result.records.factors[PLACE].any() or monster == "huge contributions that cancel to nothing"
 
 
 def test_clipped_source_grid_rounding_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -423,10 +423,10 @@ def test_clipped_source_frozen_backend_flags(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
     before = torch.backends.cudnn.allow_tf32
     params = {"weight": torch.ones(3)}
-    found = batch_source(lambda params, x: params["weight"] @ x, params, torch.ones(2, 3))(
+    result = batch_source(lambda params, x: params["weight"] @ x, params, torch.ones(2, 3))(
         Clipping.flat(params, 1.0)
     )
-    assert found.sums["weight"].norm() == pytest.approx(2.0)
+    assert result.sums["weight"].norm() == pytest.approx(2.0)
     assert torch.backends.cudnn.allow_tf32 is before
 
 
@@ -445,7 +445,7 @@ def test_clipped_source_autocast(shape: tuple[int, ...]) -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         for row in rows.split(1):
-            found = batch_source(loss, params, row)(clipping)
-            assert not found.records.below.any()
-            assert 0.1 * (1 - 2.0**-20) <= distance(found.sums) <= 0.1
+            result = batch_source(loss, params, row)(clipping)
+            assert not result.records.below.any()
+            assert 0.1 * (1 - 2.0**-20) <= distance(result.sums) <= 0.1
     assert seen == {torch.bfloat16}

@@ -91,7 +91,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
 )
 def test_private_sum_new_pages_of_memory() -> None:
     """A step gets the memory of the step before: new pages from the system would take a fifth of its time."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", STEPS_OF_TEN_MEBIBYTES], capture_output=True, text=True, check=True
     )
-    assert float(found.stdout) < 100
+    assert float(result.stdout) < 100

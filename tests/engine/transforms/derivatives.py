@@ -72,10 +72,10 @@ def _pull_by_autograd(program: Program, tensors: Tensors, seeds: Tensors) -> Ans
     given, leaves = _fresh(program, tensors)
     set_seed(0)
     values = program(*given)
-    found: Tensors = ()
+    result: Tensors = ()
     if program.tracked:
-        found = torch.autograd.grad(_tracked(program, values), leaves, seeds, materialize_grads=True)
-    return Answer(_detached(values), tuple(g.to_dense() for g in found))
+        result = torch.autograd.grad(_tracked(program, values), leaves, seeds, materialize_grads=True)
+    return Answer(_detached(values), tuple(g.to_dense() for g in result))
 
 
 def _pull_by_psgrad(program: Program, tensors: Tensors, seeds: Tensors) -> Answer:
@@ -117,8 +117,8 @@ def _gradient_by_autograd(program: Program, tensors: Tensors, projection: Tensor
     given, leaves = _fresh(program, tensors)
     set_seed(0)
     value = _projected(_tracked(program, program(*given)), projection)
-    found = torch.autograd.grad(value, leaves, materialize_grads=True)
-    return Answer((value.detach(),), tuple(g.to_dense() for g in found))
+    result = torch.autograd.grad(value, leaves, materialize_grads=True)
+    return Answer((value.detach(),), tuple(g.to_dense() for g in result))
 
 
 def _gradient_by_psgrad(program: Program, tensors: Tensors, projection: Tensors) -> Answer:
@@ -168,10 +168,10 @@ def _push_by_pulling_twice(program: Program, tensors: Tensors, tangents: Tensors
         _tracked(program, values), leaves, seeds, create_graph=True, materialize_grads=True
     )
     moved = [(g, tangent) for g, tangent in zip(pulled, tangents, strict=True) if g.requires_grad]
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         [g for g, _ in moved], seeds, [tangent for _, tangent in moved], materialize_grads=True
     )
-    return Answer(_detached(values), found)
+    return Answer(_detached(values), result)
 
 
 def _push_by_rows(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
@@ -185,9 +185,9 @@ def _push_by_rows(program: Program, tensors: Tensors, tangents: Tensors) -> Answ
     def product(value: Tensor, place: int, unit: complex) -> Tensor:
         seed = torch.zeros_like(value, memory_format=torch.contiguous_format)
         seed.view(-1)[place] = unit
-        found = torch.autograd.grad(value, leaves, seed, retain_graph=True, materialize_grads=True)
+        result = torch.autograd.grad(value, leaves, seed, retain_graph=True, materialize_grads=True)
         return torch.stack(
-            [(g.conj() * tangent).sum().real for g, tangent in zip(found, tangents, strict=True)]
+            [(g.conj() * tangent).sum().real for g, tangent in zip(result, tangents, strict=True)]
         ).sum()
 
     pushed = []
@@ -231,14 +231,14 @@ def _pull_twice_by_autograd(program: Program, tensors: Tensors, directions: Tens
         directions[count:],
     )
     set_seed(0)
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         _tracked(program, program(*given)), leaves, seeds, create_graph=True, materialize_grads=True
     )
-    smooth = [i for i, g in enumerate(found) if g.requires_grad]
+    smooth = [i for i, g in enumerate(result) if g.requires_grad]
     again = torch.autograd.grad(
-        [found[i] for i in smooth], [*leaves, *seeds], [probes[i] for i in smooth], materialize_grads=True
+        [result[i] for i in smooth], [*leaves, *seeds], [probes[i] for i in smooth], materialize_grads=True
     )
-    return Answer(_detached(found), again)
+    return Answer(_detached(result), again)
 
 
 def _cotangents(program: Program, tensors: Tensors) -> Callable[..., tuple[Tensor, ...]]:

@@ -133,8 +133,8 @@ def same(one: Any, other: Any) -> bool:
 
 def reads_as_contiguous(kernels: Kernels) -> dict[str, set[int]]:
     """By operator, the arguments that its kernel was found to read as contiguous memory."""
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for call in kernels.calls.values():
         if name_of(call.op) not in EXEMPT and (positions := arguments_read_as_contiguous(call)):
-            found.setdefault(call.op.name(), set()).update(positions)
-    return found
+            result.setdefault(call.op.name(), set()).update(positions)
+    return result

@@ -83,7 +83,7 @@ def complaints(program: Program) -> Iterator[str]:
             continue
         shapes = [tuple(x.shape) for x in tensors]
         for where in sorted(ways, key=str):
-            if found := complaint(lambda t=tensors, w=where: under_vmap(program, t, w)):
-                yield f"vmap {where} of {program.name} {shapes}: {found}"
-        if program.differentiable and (found := complaint(lambda t=tensors: under_vjp(program, t))):
-            yield f"vjp of {program.name} {shapes}: {found}"
+            if result := complaint(lambda t=tensors, w=where: under_vmap(program, t, w)):
+                yield f"vmap {where} of {program.name} {shapes}: {result}"
+        if program.differentiable and (result := complaint(lambda t=tensors: under_vjp(program, t))):
+            yield f"vjp of {program.name} {shapes}: {result}"

@@ -279,9 +279,9 @@ def norms_differ(
         rest = iter(batch)
         return function(*[next(rest) if own else params[str(i)] for i, own in enumerate(mapped)])
 
-    found = per_sample_square_norms(of_parameters, shared, *own_ones).square_norms(per="parameter")
+    result = per_sample_square_norms(of_parameters, shared, *own_ones).square_norms(per="parameter")
     return any(
-        not torch.allclose(found[name], wanted[int(name)].reshape(SAMPLES, -1).square().sum(1), 1e-9, 1e-10)
+        not torch.allclose(result[name], wanted[int(name)].reshape(SAMPLES, -1).square().sum(1), 1e-9, 1e-10)
         for name in shared
     )
 
@@ -291,13 +291,13 @@ def wrong_ways(program: Program, mapped: tuple[bool, ...]) -> list[str]:
     torch.manual_seed(0)
     function, given = loss(program), tensors(program, mapped)
     wanted = by_loop(function, given, mapped)
-    found = []
+    result = []
     for name, way in (("vmap(grad)", by_vmap_of_grad), ("jacrev(vmap)", by_jacobian_of_vmap)):
         if not all(
             torch.allclose(a, b, 1e-9, 1e-10)
             for a, b in zip(way(function, given, mapped), wanted, strict=True)
         ):
-            found.append(name)
+            result.append(name)
     if norms_differ(function, given, mapped, wanted):
-        found.append("norms")
-    return found
+        result.append("norms")
+    return result

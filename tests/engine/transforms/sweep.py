@@ -237,7 +237,7 @@ def _judge_row(entry: Any, row: str, program: Program, verdict: Verdict, equal: 
         samples = TwoSamples.of(program, derivative, where, equal=equal)
 
         def check_samples(samples: TwoSamples = samples) -> bool:
-            found = samples.vjp_of_vmap() if row == "vjp of vmap" else samples.vmap()
-            return samples.confirms(found, values_are_defined=defined)
+            result = samples.vjp_of_vmap() if row == "vjp of vmap" else samples.vmap()
+            return samples.confirms(result, values_are_defined=defined)
 
         verdict.record(f"{row} of {program.name} {shapes}, mapped {where}", check_samples)

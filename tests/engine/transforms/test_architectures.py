@@ -98,10 +98,10 @@ class Case:
         parameters = trainable(self.model)
         output = tree_map(lambda value: value[0], self.model(*(value[:1] for value in self.inputs)))
         loss = self.architecture.loss(output, self.target[0])
-        found = torch.autograd.grad(
+        result = torch.autograd.grad(
             loss, list(parameters.values()), create_graph=twice, materialize_grads=True
         )
-        return dict(zip(parameters, found, strict=True))
+        return dict(zip(parameters, result, strict=True))
 
 
 @each_architecture
@@ -114,9 +114,9 @@ def test_architecture_gradients_equal_the_loop(
     whole = flat(expected).norm(dim=1)
     assert whole.any()
 
-    found = case.deferred()
-    assert_vectors_close("deferred", found.materialise(), expected, whole, TOLERANCES[dtype])
-    for name, square in found.square_norms(per="parameter").items():
+    result = case.deferred()
+    assert_vectors_close("deferred", result.materialise(), expected, whole, TOLERANCES[dtype])
+    for name, square in result.square_norms(per="parameter").items():
         norm = rows(expected[name]).norm(dim=1)
         assert_close(
             f"norm of {name}",
@@ -147,14 +147,14 @@ def test_ensemble_gradients_equal_each_member(architecture: Architecture, device
         for name, value in case.objective.params.items()
     }
     of_samples = vmap(grad(case.loss), in_dims=(None, 0, 0), randomness=architecture.randomness)
-    found = vmap(of_samples, in_dims=(0, None, None), randomness=architecture.randomness)(
+    result = vmap(of_samples, in_dims=(0, None, None), randomness=architecture.randomness)(
         members, case.inputs, case.target
     )
     for member in range(2):
         expected = case.moved({name: value[member] for name, value in members.items()}).by_loop()
         whole = flat(expected).norm(dim=1)
         assert_vectors_close(
-            f"member {member}", {name: value[member] for name, value in found.items()}, expected, whole, 1e-9
+            f"member {member}", {name: value[member] for name, value in result.items()}, expected, whole, 1e-9
         )
 
 

@@ -44,15 +44,15 @@ def transposes(program: Program) -> bool:
 
 def differing(names: Sequence[str]) -> dict[str, str]:
     """The entries with a call in which the two modes differ, and the first such call."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in names:
         for program in programs(entries()[name]):
             try:
                 if program.tracked and not transposes(program):
-                    found.setdefault(name, program.name)
+                    result.setdefault(name, program.name)
             except PsgradError:  # refused.py says which
                 continue
-    return found
+    return result
 
 
 # Results in a type of fewer bits: the two modes round at different places.

@@ -133,19 +133,19 @@ def test_per_sample_gradients_branching_model(randomness: str) -> None:
         return functional_call(model, params, (x,)), x.sum()
 
     expected = [torch.autograd.grad(model(x), list(params.values()), materialize_grads=True) for x in BATCH]
-    found = per_sample_gradients(loss, params, BATCH, has_aux=True, randomness=randomness)
-    for name, gradient in found.materialise().items():
+    result = per_sample_gradients(loss, params, BATCH, has_aux=True, randomness=randomness)
+    for name, gradient in result.materialise().items():
         torch.testing.assert_close(gradient, torch.stack([row[list(params).index(name)] for row in expected]))
     squares = torch.stack([sum((g.square().sum() for g in row), torch.zeros(())) for row in expected])
-    torch.testing.assert_close(found.square_norms(), squares)
-    torch.testing.assert_close(found.losses, torch.stack([model(x) for x in BATCH]).detach())
-    torch.testing.assert_close(found.aux, BATCH.sum(1))
+    torch.testing.assert_close(result.square_norms(), squares)
+    torch.testing.assert_close(result.losses, torch.stack([model(x) for x in BATCH]).detach())
+    torch.testing.assert_close(result.aux, BATCH.sum(1))
     alone = per_sample_square_norms(loss, params, BATCH, has_aux=True, randomness=randomness)
     torch.testing.assert_close(alone.square_norms(), squares)
-    torch.testing.assert_close(alone.losses, found.losses)
-    torch.testing.assert_close(alone.aux, found.aux)
+    torch.testing.assert_close(alone.losses, result.losses)
+    torch.testing.assert_close(alone.aux, result.aux)
     weights = torch.arange(6.0, dtype=torch.float64)
-    for name, total in found.weighted_sum(weights).items():
+    for name, total in result.weighted_sum(weights).items():
         torch.testing.assert_close(
             total, sum(w * row[list(params).index(name)] for w, row in zip(weights, expected, strict=True))
         )
@@ -174,9 +174,9 @@ def test_per_sample_gradients_branch_infinite_on_one_side(use: str) -> None:
     ]
     finite = [bool(g.isfinite().all()) for g in loop]
     assert 0 < sum(finite) < len(finite)
-    found = per_sample_gradients(loss, {"w": weight}, BATCH)
-    torch.testing.assert_close(found.materialise()["w"], torch.stack(loop))
-    assert found.square_norms().isfinite().tolist() == finite
+    result = per_sample_gradients(loss, {"w": weight}, BATCH)
+    torch.testing.assert_close(result.materialise()["w"], torch.stack(loop))
+    assert result.square_norms().isfinite().tolist() == finite
 
 
 def test_vmap_branch_randomness_same() -> None:

@@ -176,9 +176,9 @@ def test_vmap_branch_inside_bare_except(
     torch.testing.assert_close(vmap(grad(function))(X), expected)
     torch.testing.assert_close(jvp(vmap(grad(function)), (X,), (X,))[0], expected)
     torch.testing.assert_close(vmap(vmap(grad(function)))(X.reshape(1, 3, 3)), expected.unsqueeze(0))
-    found = per_sample_gradients(lambda w, x: function(w["w"] * x), {"w": torch.ones(3, dtype=X.dtype)}, X)
+    result = per_sample_gradients(lambda w, x: function(w["w"] * x), {"w": torch.ones(3, dtype=X.dtype)}, X)
     torch.testing.assert_close(
-        found.materialise()["w"],
+        result.materialise()["w"],
         gradients_by_loop(lambda x, w: function(w * x), X, torch.ones_like(X), argnums=[1])[0],
     )
 

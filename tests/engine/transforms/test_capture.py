@@ -219,10 +219,10 @@ def test_capture_pytrees():
     )
     a, b, c = torch.randn(3, 2).unbind()
     for _ in range(2):
-        found = captured({"a": a, "b": [b, c]}, scale=2)
-    same(found["sum"], a + b)
-    assert found["rest"][0] is c
-    assert found["rest"][1:] == (None, "name", 6)
+        result = captured({"a": a, "b": [b, c]}, scale=2)
+    same(result["sum"], a + b)
+    assert result["rest"][0] is c
+    assert result["rest"][1:] == (None, "name", 6)
 
 
 # -- memory --------------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_capture_value_of_closure_tensors_recomputed():
     scale = torch.ones(2)
     captured = capture(lambda x: (x * (scale * 2).exp(), scale), torch.ones(2))
     scale.zero_()
-    found, itself = captured(torch.ones(2))
-    same(found, torch.ones(2))
+    result, itself = captured(torch.ones(2))
+    same(result, torch.ones(2))
     assert itself is scale
 
 
@@ -389,9 +389,9 @@ def test_capture_python_and_numpy_draws_run_uncaptured(draw):
         lambda x: x + draw(), torch.zeros(1, dtype=torch.float64), words="Python's or NumPy's generator"
     )
     random.seed(0), np.random.seed(0)
-    found = [captured(torch.zeros(1, dtype=torch.float64)).item() for _ in range(2)]
+    result = [captured(torch.zeros(1, dtype=torch.float64)).item() for _ in range(2)]
     random.seed(0), np.random.seed(0)
-    assert found == [draw(), draw()]
+    assert result == [draw(), draw()]
 
 
 def test_capture_function_that_stores_tensors_runs_uncaptured():
@@ -561,10 +561,10 @@ class GraphOnCPU(CudaGraph):
 def test_cuda_graph_reads_arguments_of_each_call():
     weight, buffers = torch.ones(2), [torch.full((2,), float(k)) for k in range(4)]
     graph = GraphOnCPU(lambda weight, x: [weight * x])
-    found = [graph(weight, x)[0] for x in buffers]
+    result = [graph(weight, x)[0] for x in buffers]
     weight.fill_(2)
-    found.append(graph(weight, buffers[1])[0])
-    same(found, [torch.full((2,), k) for k in (0.0, 1.0, 2.0, 3.0, 2.0)])
+    result.append(graph(weight, buffers[1])[0])
+    same(result, [torch.full((2,), k) for k in (0.0, 1.0, 2.0, 3.0, 2.0)])
     assert graph.recorded == 2  # at first, and when the second argument turned out to move
 
 

@@ -42,10 +42,10 @@ def verdicts(name: str) -> dict[str, Verdict]:
 
 @pytest.mark.parametrize("name", [name for name in DATABASE if name not in WITHOUT_ORACLE])
 def test_complex_operators_right_or_refused_as_listed(name: str) -> None:
-    found = verdicts(name)
-    assert [what for verdict in found.values() for what in verdict.wrong] == []
+    result = verdicts(name)
+    assert [what for verdict in result.values() for what in verdict.wrong] == []
     words = REFUSED[name].words.split() if name in REFUSED else []
-    refusals = [refusal for verdict in found.values() for refusal in verdict.refusals]
+    refusals = [refusal for verdict in result.values() for refusal in verdict.refusals]
     assert [refusal for refusal in refusals if not any(word in refusal for word in words)] == []
 
 

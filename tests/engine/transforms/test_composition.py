@@ -111,10 +111,10 @@ def outer_gradients(program: Program, model: nn.Module) -> list[Tensor]:
     )
     leaves = [w, x, *model.parameters()]
     value = program(w, x)
-    found = torch.autograd.grad(value, leaves, allow_unused=True)
+    result = torch.autograd.grad(value, leaves, allow_unused=True)
     return [
         value.detach(),
-        *[torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)],
+        *[torch.zeros_like(leaf) if g is None else g for g, leaf in zip(result, leaves, strict=True)],
     ]
 
 

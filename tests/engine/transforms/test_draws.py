@@ -45,9 +45,9 @@ def test_vmap_randomness_same_with_parameters_equals_each_sample(name: str, dtyp
 @pytest.mark.parametrize("name", [name for name in WITH_PARAMETERS if name != "multinomial of rows"])
 def test_vmap_randomness_different_with_parameters_equals_native_batch(name: str) -> None:
     torch.manual_seed(5)
-    found = vmap(WITH_PARAMETERS[name], randomness="different")(PROBABILITIES)
+    result = vmap(WITH_PARAMETERS[name], randomness="different")(PROBABILITIES)
     torch.manual_seed(5)
-    assert torch.equal(found, WITH_PARAMETERS[name](PROBABILITIES))
+    assert torch.equal(result, WITH_PARAMETERS[name](PROBABILITIES))
 
 
 NESTED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,8 +93,8 @@ def test_rrelu_randomness_same() -> None:
         return function(x)
 
     for function in (lambda x: rrelu(x, training=True), lambda x: rrelu(x * 1, training=True, inplace=True)):
-        found = seeded(vmap(function, randomness="same"), x)
-        assert torch.equal(found, torch.stack([seeded(function, one) for one in x]))
+        result = seeded(vmap(function, randomness="same"), x)
+        assert torch.equal(result, torch.stack([seeded(function, one) for one in x]))
 
 
 def test_normal_draw_has_no_derivative_in_its_parameters() -> None:

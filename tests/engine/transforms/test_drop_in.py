@@ -44,9 +44,9 @@ register_dataclass(Two)
 
 def same(ours: Any, theirs: Any) -> None:
     """One structure; tensors of the same dtype, numbers, and relation to PyTorch's autograd."""
-    (found, spec), (expected, expected_spec) = tree_flatten(ours), tree_flatten(theirs)
+    (result, spec), (expected, expected_spec) = tree_flatten(ours), tree_flatten(theirs)
     assert spec == expected_spec
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(result, expected, strict=True):
         if not isinstance(y, Tensor):
             assert x == y
             continue
@@ -465,11 +465,11 @@ SEEN: dict[str, Callable[[Tensor], Any]] = {
 
 
 def seen(tf: Any, look: Callable[[Tensor], Any]) -> list[Any]:
-    found: list[Any] = []
-    tf.grad(lambda x: (found.append(look(x)), x.sum())[1])(X)
-    tf.vmap(lambda x: (found.append(look(x)), x.sum())[1], 1)(M)
-    tf.jvp(lambda x: (found.append(look(x)), x.sum())[1], (X,), (T,))
-    return found
+    result: list[Any] = []
+    tf.grad(lambda x: (result.append(look(x)), x.sum())[1])(X)
+    tf.vmap(lambda x: (result.append(look(x)), x.sum())[1], 1)(M)
+    tf.jvp(lambda x: (result.append(look(x)), x.sum())[1], (X,), (T,))
+    return result
 
 
 PROGRAMS |= {

@@ -58,8 +58,8 @@ def test_embedding_bag_per_sample_weights() -> None:
 
     shares = torch.linspace(-1, 2, SAMPLES * POSITIONS, dtype=torch.float64).reshape(SAMPLES, POSITIONS)
     expected = gradients_by_loop(loss, WEIGHT.expand(SAMPLES, -1, -1), INDEX, shares, argnums=(0, 2))
-    found = vmap(grad(loss, argnums=(0, 2)), in_dims=(None, 0, 0))(WEIGHT, INDEX, shares)
-    torch.testing.assert_close(found, expected)
+    result = vmap(grad(loss, argnums=(0, 2)), in_dims=(None, 0, 0))(WEIGHT, INDEX, shares)
+    torch.testing.assert_close(result, expected)
 
 
 def test_embedding_bag_nan() -> None:

@@ -136,8 +136,8 @@ def value_and_cotangents(f: Any, *args: Tensor) -> tuple[Tensor, ...]:
 def by_autograd(f: Any, *args: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.clone().requires_grad_() for x in args[:-1]]
     out = f(*leaves)
-    found = torch.autograd.grad(out, leaves, args[-1], create_graph=True, materialize_grads=True)
-    return (out.detach(), *[g.detach() for g in found])
+    result = torch.autograd.grad(out, leaves, args[-1], create_graph=True, materialize_grads=True)
+    return (out.detach(), *[g.detach() for g in result])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,8 +156,8 @@ def test_elementwise_derivative_of_extreme_values(name: str, dtype: torch.dtype)
         "vjp": value_and_cotangents(f, *args),
         "vmap(vjp)": vmap(lambda *one: value_and_cotangents(f, *one))(*args),
     }
-    for way, found in ways.items():
-        for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    for way, result in ways.items():
+        for place, (ours, theirs) in enumerate(zip(result, expected, strict=True)):
             wrong = unlike(ours, theirs, 64, g=args[-1].double()).nonzero().flatten().tolist()
             told = [([x[i].item() for x in args], ours[i].item(), theirs[i].item()) for i in wrong[:3]]
             assert not wrong, (
@@ -201,8 +201,8 @@ def test_second_derivative_of_extreme_values(name: str) -> None:
         second = torch.autograd.grad(first.sum() * 1.3, (x, weight), materialize_grads=True)
         args = x.detach()[None], weight.detach()[None]
         torch.testing.assert_close(vmap(grad(total))(*args)[0], first.detach(), equal_nan=True)
-        found = vmap(grad(lambda *one: grad(total)(*one).sum() * 1.3, (0, 1)))(*args)
-        for ours, theirs in zip(found, second, strict=True):
+        result = vmap(grad(lambda *one: grad(total)(*one).sum() * 1.3, (0, 1)))(*args)
+        for ours, theirs in zip(result, second, strict=True):
             if theirs.isfinite():
                 torch.testing.assert_close(
                     ours[0], theirs, msg=lambda said, number=number: f"at {number}: {said}"
@@ -231,8 +231,8 @@ def test_prelu_weight_of_a_sample_second_derivative_from_outside() -> None:
     """PyTorch's derivative of its own derivative takes the weight to be as large as the values."""
     x, weight = torch.linspace(-1, 1, 6).reshape(2, 3), torch.tensor([0.3, 0.4], requires_grad=True)
     f = lambda weight: (F.prelu(x, weight.reshape(1)) ** 2).sum()
-    (found,) = torch.autograd.grad(vmap(grad(f))(weight).sum(), weight)
-    torch.testing.assert_close(found, torch.full((2,), 2 * float(x.clamp(max=0).square().sum())))
+    (result,) = torch.autograd.grad(vmap(grad(f))(weight).sum(), weight)
+    torch.testing.assert_close(result, torch.full((2,), 2 * float(x.clamp(max=0).square().sum())))
 
 
 def in_range(x: Tensor) -> Tensor:
@@ -304,8 +304,8 @@ def test_derivative_of_extreme_values_of_a_tensor(name: str, dtype: torch.dtype,
         torch.stack(some)
         for some in zip(*[by_autograd(f, *one) for one in zip(x, g, strict=True)], strict=True)
     ]
-    found = vmap(lambda *one: value_and_cotangents(f, *one))(x, g)
-    for ours, theirs in zip(found, expected, strict=True):
+    result = vmap(lambda *one: value_and_cotangents(f, *one))(x, g)
+    for ours, theirs in zip(result, expected, strict=True):
         for row in range(60):
             wrong = unlike(
                 ours[row], theirs[row], 1000, float(theirs[row].double().abs().nan_to_num(0, 0, 0).max())
@@ -323,8 +323,8 @@ def test_logcumsumexp_gradient_with_nan_cotangent() -> None:
         [by_autograd(lambda x: x.logcumsumexp(0), *one)[1] for one in zip(x, g, strict=True)]
     )
     assert expected.isfinite().all()
-    found = vmap(lambda x, g: value_and_cotangents(lambda x: x.logcumsumexp(0), x, g)[1])(x, g)
-    torch.testing.assert_close(found, expected)
+    result = vmap(lambda x, g: value_and_cotangents(lambda x: x.logcumsumexp(0), x, g)[1])(x, g)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("name", ["prod", "cumprod", "norm 3", "std", "renorm 2"])
@@ -336,15 +336,15 @@ def test_second_derivative_beside_zero_is_finite(name: str) -> None:
     total = lambda x: (WHOLE[name](x) * 0.7).sum()
     twice = lambda x: grad(lambda x: (grad(total)(x) * torch.linspace(0.5, 1.5, 12).reshape(3, 4)).sum())(x)
     step, at = 1e-5, x[0]
-    found = vmap(twice)(x)[0]
-    assert found.isfinite().all()
+    result = vmap(twice)(x)[0]
+    assert result.isfinite().all()
     for place in range(12):
         if at.flatten()[place] == 0 and name == "norm 3":
             continue  # where it bends
         move = torch.zeros(12, dtype=torch.float64).index_fill(0, torch.tensor(place), step).reshape(3, 4)
         weighted = lambda x: (grad(total)(x) * torch.linspace(0.5, 1.5, 12).reshape(3, 4)).sum()
         torch.testing.assert_close(
-            found.flatten()[place],
+            result.flatten()[place],
             (weighted(at + move) - weighted(at - move)) / (2 * step),
             rtol=1e-4,
             atol=1e-6,

@@ -268,11 +268,11 @@ def test_per_sample_gradients_of_loss_with_derivatives() -> None:
         curvature = torch.func.hessian(lambda x: output(x).sum())(x)
         return (jacobian @ x.sin()).square().sum() + jacobian.square().sum() + curvature.square().sum()
 
-    found = per_sample_gradients(loss, params, W)
+    result = per_sample_gradients(loss, params, W)
     expected = [torch.func.grad(by_others)(params, x) for x in W]
-    for name, gradient in found.materialise().items():
+    for name, gradient in result.materialise().items():
         torch.testing.assert_close(
             gradient, torch.stack([row[name] for row in expected]), rtol=1e-9, atol=1e-10
         )
     squares = torch.stack([torch.stack([g.square().sum() for g in row.values()]).sum() for row in expected])
-    torch.testing.assert_close(found.square_norms(), squares)
+    torch.testing.assert_close(result.square_norms(), squares)

@@ -50,9 +50,9 @@ def test_per_sample_gradients_slice_beside_infinite_numbers(name: str, number: f
         .reshape(2, 5, 2)
         .masked_fill(torch.eye(5, 2).bool(), number)
     )
-    found = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
+    result = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
     loop = torch.stack([by_loop(lambda w, one=one: f(w, one), w.unsqueeze(0))[0] for one in x])
-    torch.testing.assert_close(found, loop, equal_nan=True)
+    torch.testing.assert_close(result, loop, equal_nan=True)
 
 
 def test_vmap_outer_autograd_write_after_lookup() -> None:
@@ -62,9 +62,9 @@ def test_vmap_outer_autograd_write_after_lookup() -> None:
 
         def f(x: Tensor, i: Tensor, look_up: Any = look_up) -> Tensor:
             t = x * 1
-            found = look_up(t, i)
+            result = look_up(t, i)
             t.mul_(2)
-            return found.sin().sum() + t.sum()
+            return result.sin().sum() + t.sum()
 
         x = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(2, 3, 3).requires_grad_()
         loop = torch.stack([f(one, i) for one, i in zip(x, places, strict=True)])
@@ -107,8 +107,8 @@ def test_instance_norm_statistics_of_another_level() -> None:
         torch.zeros(2, 3, dtype=torch.float64),
     )
     f = lambda x, mean: F.instance_norm(x, mean, mean + 1, use_input_stats=True).square().sin().sum()
-    found = vmap(lambda x, mean: grad(lambda x: f(x, mean))(x))(x, mean)
-    torch.testing.assert_close(found, by_loop(lambda x: f(x, torch.zeros(3, dtype=torch.float64)), x))
+    result = vmap(lambda x, mean: grad(lambda x: f(x, mean))(x))(x, mean)
+    torch.testing.assert_close(result, by_loop(lambda x: f(x, torch.zeros(3, dtype=torch.float64)), x))
 
 
 def test_second_derivative_of_group_norm_then_transpose() -> None:
@@ -117,23 +117,23 @@ def test_second_derivative_of_group_norm_then_transpose() -> None:
     f = lambda w, x: (
         F.group_norm((x @ w).sin().mT.reshape(1, 1, 2, 2), 1).mT.cos() * torch.tensor([0.5, 2.0])
     ).sum()
-    found = vmap(grad(lambda w, x: grad(f)(w, x).sin().sum()), in_dims=(None, 0))(w, x)
+    result = vmap(grad(lambda w, x: grad(f)(w, x).sin().sum()), in_dims=(None, 0))(w, x)
 
     def loop(one: Tensor) -> Tensor:
         v = w.clone().requires_grad_()
         return torch.autograd.grad(torch.autograd.grad(f(v, one), v, create_graph=True)[0].sin().sum(), v)[0]
 
-    torch.testing.assert_close(found, torch.stack([loop(one) for one in x]))
+    torch.testing.assert_close(result, torch.stack([loop(one) for one in x]))
 
 
 def twice_by_loop(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The gradients of the sum of a function's gradients, one sample after the other."""
-    found = []
+    result = []
     for one in x:
         leaf = one.clone().requires_grad_()
         (first,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
-        found += torch.autograd.grad(first.sin().sum(), leaf)
-    return torch.stack(found)
+        result += torch.autograd.grad(first.sin().sum(), leaf)
+    return torch.stack(result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -149,13 +149,13 @@ def test_attention_gradient_of_large_equal_scores(dtype: torch.dtype, masked: st
         out = F.scaled_dot_product_attention(x[None], x[None], x[None] * 0.5, mask[None].to(x.dtype))
         return (out * torch.linspace(0.5, 1.5, 4, dtype=x.dtype)).sum()
 
-    found = vmap(grad(f))(x.to(dtype), mask)
+    result = vmap(grad(f))(x.to(dtype), mask)
     with sdpa_kernel(SDPBackend.MATH):
         exact = torch.stack(
             [by_loop(lambda x, m=m: f(x, m), one[None])[0] for one, m in zip(x, mask.double(), strict=True)]
         )
     units = 100 * torch.finfo(dtype).eps
-    for one, expected in zip(found, exact, strict=True):
+    for one, expected in zip(result, exact, strict=True):
         torch.testing.assert_close(
             one.double(), expected, rtol=units, atol=units * float(expected.abs().max())
         )
@@ -180,8 +180,8 @@ def test_per_sample_gradients_overflow_beside_zero(name: str) -> None:
     }
     f = lambda w, x: ways[name](w, x).sum()
     w, x = torch.linspace(-1, 1, 6).reshape(3, 2), torch.linspace(-1e15, 1e15, 8).reshape(1, 4, 2)
-    found = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
-    assert torch.equal(found, by_loop(lambda w: f(w, x[0]), w[None]))
+    result = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
+    assert torch.equal(result, by_loop(lambda w: f(w, x[0]), w[None]))
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
@@ -193,8 +193,8 @@ def test_second_derivative_of_norm_half_precision(norm: str) -> None:
     }[norm]
     x = torch.tensor([[0.5, 2.0], [-1.5, 0.25], [3.0, -2.0]])
     exact = twice_by_loop(f, x.double())
-    found = vmap(grad(lambda x: grad(f)(x).sin().sum()))(x.to(torch.bfloat16))
-    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=1e-8)
+    result = vmap(grad(lambda x: grad(f)(x).sin().sum()))(x.to(torch.bfloat16))
+    torch.testing.assert_close(result.double(), exact, rtol=0.02, atol=1e-8)
 
 
 WRITES_AFTER_USE = {
@@ -215,13 +215,13 @@ def test_grad_of_vmap_write_after_use(name: str, outer: str) -> None:
     x, a = torch.linspace(-1, 2, 6, dtype=torch.float64).reshape(2, 3), torch.tensor(0.3, dtype=torch.float64)
     one = lambda a, x: WRITES_AFTER_USE[name](a, x * 1).sum()
     both = lambda a: vmap(one, (None, 0))(a, x).sum()
-    found = {
+    result = {
         "grad": lambda: grad(both)(a),
         "vjp": lambda: vjp(both, a)[1](torch.ones((), dtype=torch.float64))[0],
         "jacrev": lambda: jacrev(both)(a),
     }[outer]()
     step = 1e-6
-    torch.testing.assert_close(found, (both(a + step) - both(a - step)) / (2 * step), rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(result, (both(a + step) - both(a - step)) / (2 * step), rtol=1e-7, atol=1e-8)
 
 
 def test_grad_of_vmap_write_to_argument() -> None:

@@ -199,11 +199,11 @@ def test_vmap_fresh_draw_randomness_same_write() -> None:
         return noise
 
     torch.manual_seed(3)
-    found = vmap(function, randomness="same")(BATCH)
+    result = vmap(function, randomness="same")(BATCH)
     torch.manual_seed(3)
     expected = torch.randn(4, dtype=torch.float64).repeat(5, 1)
     expected[:, 0] = BATCH[:, 0]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_vmap_fresh_tensor_returned_without_sample_axis() -> None:

@@ -212,11 +212,11 @@ def deferred(model: nn.Module, shared: dict[str, Any], inputs: Inputs) -> PerSam
 
 def one_by_one(model: nn.Module, shared: dict[str, Any], inputs: Inputs) -> Gradients:
     params = dict(model.named_parameters())
-    found = []
+    result = []
     for sample in range(len(next(iter(inputs.values())))):
         loss = model(**{name: value[[sample]] for name, value in inputs.items()}, **shared).loss
-        found.append(torch.autograd.grad(loss, list(params.values()), materialize_grads=True))
-    return {name: torch.stack(column) for name, column in zip(params, zip(*found, strict=True), strict=True)}
+        result.append(torch.autograd.grad(loss, list(params.values()), materialize_grads=True))
+    return {name: torch.stack(column) for name, column in zip(params, zip(*result, strict=True), strict=True)}
 
 
 @each_model
@@ -230,12 +230,12 @@ def test_hugging_face_gradients_equal_the_loop(
     expected = one_by_one(copy.deepcopy(model).double(), shared, exact)
     whole = flat(expected).norm(dim=1)
 
-    found = deferred(model, shared, inputs)
-    assert_vectors_close("deferred", found.materialise(), expected, whole, TOLERANCES[dtype])
+    result = deferred(model, shared, inputs)
+    assert_vectors_close("deferred", result.materialise(), expected, whole, TOLERANCES[dtype])
     params = {name: value.detach() for name, value in model.named_parameters()}
     mapped = vmap(grad(loss_of(model, shared)), in_dims=(None, 0))(params, inputs)
     assert_vectors_close("vmap(grad)", mapped, expected, whole, TOLERANCES[dtype])
-    for name, square in found.square_norms(per="parameter").items():
+    for name, square in result.square_norms(per="parameter").items():
         norm = rows(expected[name]).norm(dim=1)
         assert_close(
             f"norm of {name}",

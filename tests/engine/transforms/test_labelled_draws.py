@@ -148,23 +148,23 @@ def test_labelled_draws_every_random_operator_has_a_rule_or_is_refused() -> None
 @pytest.mark.parametrize("name", CALLS)
 def test_labelled_draws_independent_and_distributed_as_pytorch(name: str) -> None:
     function, labels = CALLS[name], torch.arange(SAMPLES)
-    found = by_place(drawn(function, X.expand(SAMPLES, 8), labels))
+    result = by_place(drawn(function, X.expand(SAMPLES, 8), labels))
     chosen = torch.tensor([7, 300, 2])
     state = torch.get_rng_state()
-    assert torch.equal(by_place(drawn(function, X.expand(3, 8), labels[chosen])), found[chosen])
+    assert torch.equal(by_place(drawn(function, X.expand(3, 8), labels[chosen])), result[chosen])
     assert torch.equal(torch.get_rng_state(), state)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         expected = by_place(torch.stack([function(X) for _ in range(SAMPLES)]))
-    assert found.shape == expected.shape
+    assert result.shape == expected.shape
     for place in range(
-        found.shape[1]
+        result.shape[1]
     ):  # at random some p-value of several hundred is below 1e-3, and none below 1e-6
         assert (
-            stats.ks_2samp(found[:, place].numpy(), expected[:, place].numpy(), method="asymp").pvalue > 1e-6
+            stats.ks_2samp(result[:, place].numpy(), expected[:, place].numpy(), method="asymp").pvalue > 1e-6
         ), place
-    if found.shape[1] > 1 and found.std(0).min() > 0 and name not in ("multinomial", "gumbel_softmax"):
-        neighbours = np.corrcoef(stats.rankdata(found[:, 0]), stats.rankdata(found[:, -1]))[0, 1]
+    if result.shape[1] > 1 and result.std(0).min() > 0 and name not in ("multinomial", "gumbel_softmax"):
+        neighbours = np.corrcoef(stats.rankdata(result[:, 0]), stats.rankdata(result[:, -1]))[0, 1]
         assert abs(neighbours) < (0.5 if "pool" in name or "dropout" in name or "attention" in name else 0.25)
 
 
@@ -208,13 +208,13 @@ def test_labelled_draws_nested_vmap_and_backward_pass() -> None:
 
         return vmap(of_row, randomness="different")(x, labels).sum()
 
-    found = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(weight, x, labels)
+    result = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(weight, x, labels)
     for record in range(3):
         for order in (torch.arange(5), torch.tensor([4, 2, 0, 1, 3])):
             alone = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(
                 weight, x[record : record + 1, order], labels[record : record + 1, order]
             )
-            torch.testing.assert_close(alone[0], found[record])
+            torch.testing.assert_close(alone[0], result[record])
 
 
 @pytest.mark.parametrize("rows", [False, True])

@@ -64,8 +64,8 @@ def test_cross_entropy_unreduced_first_and_second_derivative(positions: int | No
 
     scores, labels = drawn(3, positions)
     for function, expected in ((weighted, weighted), (norm(grad), norm(torch.func.grad))):
-        found = vmap(grad(function))(scores, labels)
-        for x, y, gradient in zip(scores, labels, found, strict=True):
+        result = vmap(grad(function))(scores, labels)
+        for x, y, gradient in zip(scores, labels, result, strict=True):
             torch.testing.assert_close(gradient, torch.func.grad(expected)(x, y), rtol=1e-11, atol=1e-13)
 
 

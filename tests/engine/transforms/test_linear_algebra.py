@@ -45,8 +45,8 @@ def check(
     loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor, **tolerance: float
 ) -> None:
     ours = vmap(grad(loss, argnums=tuple(range(len(arguments)))), in_dims=in_dims)(*arguments)
-    for found, expected in zip(ours, by_loop(loss, in_dims, *arguments), strict=True):
-        torch.testing.assert_close(found, expected, **tolerance)
+    for result, expected in zip(ours, by_loop(loss, in_dims, *arguments), strict=True):
+        torch.testing.assert_close(result, expected, **tolerance)
 
 
 # -- which axis is what --------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def test_determinant_derivative_at_every_rank() -> None:
     matrices = torch.stack(
         [of_rank(0), exactly_singular, of_rank(1), of_rank(2), of_rank(3), torch.eye(3, dtype=torch.float64)]
     )
-    found = vmap(grad(torch.linalg.det))(matrices)
-    torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-9, atol=1e-9)
+    result = vmap(grad(torch.linalg.det))(matrices)
+    torch.testing.assert_close(result, torch.stack([cofactors(a) for a in matrices]), rtol=1e-9, atol=1e-9)
 
 
 def test_determinant_second_derivative_at_zero() -> None:
@@ -164,8 +164,8 @@ def test_determinant_derivatives_rows_and_columns_in_unlike_units() -> None:
     rows, columns = (2.0 ** torch.tensor(e, dtype=torch.float64) for e in ([-30, 30, 0], [10, 0, 30]))
     units = torch.stack([rows[:, None] * columns, torch.ones(3, 3, dtype=torch.float64)])
     matrices = of_rank(3) * units
-    found = vmap(grad(torch.linalg.det))(matrices)
-    torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-12, atol=0)
+    result = vmap(grad(torch.linalg.det))(matrices)
+    torch.testing.assert_close(result, torch.stack([cofactors(a) for a in matrices]), rtol=1e-12, atol=0)
     second = vmap(hessian(torch.linalg.det))(matrices)
     in_its_units = (
         second
@@ -262,9 +262,9 @@ def test_qr_complete_derivative_refused() -> None:
 def test_linear_algebra_float32(loss: Callable[..., Tensor]) -> None:
     a, b = positive(draws(4, 3, 3)), draws(4, 3, seed=1)
     ours = vmap(grad(loss, argnums=(0, 1)))(a.float(), b.float())
-    for found, expected in zip(ours, by_loop(loss, (0, 0), a, b), strict=True):
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    for result, expected in zip(ours, by_loop(loss, (0, 0), a, b), strict=True):
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 # -- at work -------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ def test_vmap_view_of_convolution_with_weights_of_each_sample(
         f = lambda x, w, view=view: view(convolution(x, w))
         assert torch.allclose(vmap(f, (None if shared else 0, 0))(x[0] if shared else x, w), rows(f, x, w))
         loss = lambda w, x, f=f: f(x, w).cos().sum()
-        found = vmap(grad(loss), (0, None if shared else 0))(w, x[0] if shared else x)
-        assert torch.allclose(found, gradients_by_loop(loss, w, x)[0])
+        result = vmap(grad(loss), (0, None if shared else 0))(w, x[0] if shared else x)
+        assert torch.allclose(result, gradients_by_loop(loss, w, x)[0])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])

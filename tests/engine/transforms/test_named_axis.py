@@ -239,9 +239,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 def ways_back(x: Tensor) -> list[Any]:
-    found: list[Any] = []
-    vmap(lambda x: found.append(vjp(lambda x: psum(x, "s"), x)[1]) or x, axis_name="s")(x)
-    return found
+    result: list[Any] = []
+    vmap(lambda x: result.append(vjp(lambda x: psum(x, "s"), x)[1]) or x, axis_name="s")(x)
+    return result
 
 
 @pytest.mark.parametrize("refused", REFUSED)

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 def names_with_purpose() -> dict[str, str]:
     """The names that private_torch.py takes from PyTorch, with the comment that says what each is for."""
     lines = MODULE.read_text(encoding="utf-8").splitlines()
-    found = {}
+    result = {}
     for tree in ast.parse("\n".join(lines)).body:
         for node in ast.walk(tree) if isinstance(tree, ast.Try) else ():
             if isinstance(node, ast.ImportFrom):
@@ -40,8 +40,8 @@ def names_with_purpose() -> dict[str, str]:
                 bound = [(node.targets[0].id, node.lineno)]  # type: ignore[attr-defined]
             else:
                 continue
-            found.update({name: lines[line - 1].partition("  # ")[2] for name, line in bound})
-    return found
+            result.update({name: lines[line - 1].partition("  # ")[2] for name, line in bound})
+    return result
 
 
 class Wrapper(torch.Tensor):

@@ -211,7 +211,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: object, factor: float) -> None:
     def off(make: object) -> object:
         def maker(out: object, *args: object, **kwargs: object) -> object:
             closure = make(out, *args, **kwargs)  # type: ignore[operator]
-            return lambda g: found * factor if (found := closure(g)) is not None else None
+            return lambda g: result * factor if (result := closure(g)) is not None else None
 
         return maker
 

@@ -54,8 +54,8 @@ def test_scatter_product_with_zeros(zeros: int, include_self: bool) -> None:
     def square(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda start, factors: (grad(function, argnums=1)(start, factors) ** 2).sum()
 
-    found = vmap(grad(square(scattered), argnums=(0, 1)))(start, factors)
-    torch.testing.assert_close(found, vmap(grad(square(written_out), argnums=(0, 1)))(start, factors))
+    result = vmap(grad(square(scattered), argnums=(0, 1)))(start, factors)
+    torch.testing.assert_close(result, vmap(grad(square(written_out), argnums=(0, 1)))(start, factors))
 
 
 @pytest.mark.parametrize("kind", ["amax", "amin"])

@@ -513,11 +513,11 @@ def test_transforms_in_two_threads() -> None:
 
         return vmap(grad(loss), (None, 0))({name: p.detach() for name, p in own.named_parameters()}, x)
 
-    expected, found, failed = work(), [], []
+    expected, result, failed = work(), [], []
 
     def run() -> None:
         try:
-            found.extend(work() for _ in range(5))
+            result.extend(work() for _ in range(5))
         except Exception as error:
             failed.append(error)
 
@@ -527,8 +527,8 @@ def test_transforms_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert failed == []
-    assert len(found) == 15
-    for answer in found:
+    assert len(result) == 15
+    for answer in result:
         same(answer, expected)
 
 

@@ -72,7 +72,7 @@ def test_shapes_refused_for_one_sample_in_all_products_and_layers(name: str) -> 
 
 @pytest.mark.sweep
 def test_shapes_refused_for_one_sample_in_all_operators() -> None:
-    assert {name: found for name in sorted(set(DATABASE) - LEFT_OUT) if (found := accepted(name))} == {}
+    assert {name: result for name in sorted(set(DATABASE) - LEFT_OUT) if (result := accepted(name))} == {}
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str]] = {
@@ -127,13 +127,13 @@ def test_shapes_checker_notices_unchecked_operator(monkeypatch: pytest.MonkeyPat
 )
 def test_vmap_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
     x = torch.randn(3, dtype=torch.float64)
-    found, wanted = vmap(lambda x: function(x, **keywords))(x), [function(one, **keywords) for one in x]
-    if isinstance(found, tuple):
+    result, wanted = vmap(lambda x: function(x, **keywords))(x), [function(one, **keywords) for one in x]
+    if isinstance(result, tuple):
         torch.testing.assert_close(
-            found, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True
+            result, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True
         )
     else:
-        torch.testing.assert_close(found, torch.stack(wanted), equal_nan=True)
+        torch.testing.assert_close(result, torch.stack(wanted), equal_nan=True)
 
 
 def outcome(function: Callable[..., Any], *tensors: torch.Tensor | None) -> str:
@@ -250,12 +250,12 @@ def test_shapes_native_batch_norm_without_statistics_refused() -> None:
         lambda x, w, b, m, v, *rest: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, *rest),
     ):
         for size, wanted in (((3,), "taken"), ((), "refused"), ((2,), "refused"), ((2, 3), "refused")):
-            found = outcome(
+            result = outcome(
                 mapped(lambda x, w, op=op: op(x, w, None, None, None, True, 0.1, 1e-5)),
                 torch.randn(2, 3),
                 torch.randn(size),
             )
-            assert found == wanted, size
+            assert result == wanted, size
 
 
 @pytest.mark.parametrize("named", ["lengths", "offsets"])

@@ -63,10 +63,10 @@ def test_group_norm_of_shared_parameter(shape: tuple[int, ...], groups: int) -> 
         pytest.skip("channels do not divide into groups")
     program = Program(lambda p: F.group_norm(p, groups), (shape,))
     given, mapped = tensors(program, (False, True)), (False, True)
-    found = vmap(grad(loss(program)), (None, 0))(*given)
-    torch.testing.assert_close(found, by_loop(loss(program), given, mapped)[0])
-    assert found.abs().max() > 0
-    assert len(found) == SAMPLES
+    result = vmap(grad(loss(program)), (None, 0))(*given)
+    torch.testing.assert_close(result, by_loop(loss(program), given, mapped)[0])
+    assert result.abs().max() > 0
+    assert len(result) == SAMPLES
 
 
 # -- the kernels themselves ----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_kernels_reading_contiguous_memory_listed_fifth_of_all_operators() -> No
     names = sorted(set(entries()) - set(UNJUDGED))[
         date.today().toordinal() % 5 :: 5
     ]  # another fifth each day
-    assert {name: found for name in names if (found := unlisted(called_by_operators(name)))} == {}
+    assert {name: result for name in names if (result := unlisted(called_by_operators(name)))} == {}
 
 
 def test_kernels_checker_notices_expanded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -470,6 +470,6 @@ def test_vmap_grad_write_into_value_of_batched_closure() -> None:
 
     xs = torch.randn(4, 3, dtype=torch.float64)
     torch.manual_seed(0)
-    found = vmap(lambda x: grad(lambda w: written_after_use(x, w))(x.cos()), randomness="different")(xs)
+    result = vmap(lambda x: grad(lambda w: written_after_use(x, w))(x.cos()), randomness="different")(xs)
     torch.manual_seed(0)
-    torch.testing.assert_close(found, xs * 2 + torch.zeros_like(xs).uniform_())
+    torch.testing.assert_close(result, xs * 2 + torch.zeros_like(xs).uniform_())

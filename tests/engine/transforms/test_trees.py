@@ -39,18 +39,18 @@ trees = st.recursive(
 @settings(max_examples=80, deadline=None)
 @given(trees, trees)
 def test_tree_flatten_as_pytorch(tree: Any, other: Any) -> None:
-    found, structure = flatten(tree)
+    result, structure = flatten(tree)
     expected, spec = tree_flatten(tree)
-    assert len(found) == len(expected) == structure.leaves
-    assert all(x is y for x, y in zip(found, expected, strict=True))
+    assert len(result) == len(expected) == structure.leaves
+    assert all(x is y for x, y in zip(result, expected, strict=True))
     assert (flatten(other)[1] == structure) == (tree_flatten(other)[1] == spec)
 
 
 @settings(max_examples=80, deadline=None)
 @given(trees)
 def test_tree_unflatten_as_pytorch(tree: Any) -> None:
-    found, structure = flatten(tree)
-    numbers = list(range(len(found)))
+    result, structure = flatten(tree)
+    numbers = list(range(len(result)))
     count = iter(numbers)
     assert unflatten(numbers, structure) == tree_map(lambda _: next(count), tree)
     again = iter(numbers)

@@ -203,8 +203,8 @@ def clipped_and_summed(tf: Any) -> Any:
         norm = torch.stack([value.norm() for value in gradient.values()]).norm()
         return {name: value * (0.5 / norm).clamp(max=1) for name, value in gradient.items()}, norm
 
-    found, norms = tf.vmap(clipped, (None, 0, 0))(params, torch.randn(7, 5), torch.randint(3, (7,)))
-    return {name: value.sum(0) for name, value in found.items()}, norms
+    result, norms = tf.vmap(clipped, (None, 0, 0))(params, torch.randn(7, 5), torch.randint(3, (7,)))
+    return {name: value.sum(0) for name, value in result.items()}, norms
 
 
 @program
@@ -646,8 +646,8 @@ def test_worked_example_equals_torch_func(name: str) -> None:
     torch.manual_seed(0)
     theirs = PROGRAMS[name](torch.func)
     torch.manual_seed(0)
-    found = PROGRAMS[name](ours)
-    torch.testing.assert_close(found, theirs, rtol=1e-9, atol=1e-11)
+    result = PROGRAMS[name](ours)
+    torch.testing.assert_close(result, theirs, rtol=1e-9, atol=1e-11)
 
 
 # -- what they mean ------------------------------------------------------------------------------------------
@@ -663,29 +663,29 @@ def test_worked_example_sine() -> None:
 
 def test_worked_example_linear_regression() -> None:
     weights, x, y = torch.randn(3), torch.randn(8, 3), torch.randn(8)
-    found = ours.vmap(ours.grad(lambda w, x, y: (x.dot(w) - y) ** 2), (None, 0, 0))(weights, x, y)
-    torch.testing.assert_close(found, 2 * (x @ weights - y)[:, None] * x)
+    result = ours.vmap(ours.grad(lambda w, x, y: (x.dot(w) - y) ** 2), (None, 0, 0))(weights, x, y)
+    torch.testing.assert_close(result, 2 * (x @ weights - y)[:, None] * x)
 
 
 def test_worked_example_cnn_equals_the_loop() -> None:
     model = digit_network()
     images, labels = digits(6)
-    found = ours.vmap(ours.grad(image_loss(ours, model)), (None, None, 0, 0))(
+    result = ours.vmap(ours.grad(image_loss(ours, model)), (None, None, 0, 0))(
         detached(model), {}, images, labels
     )
     for sample in range(6):
         loss = F.cross_entropy(model(images[[sample]]), labels[[sample]])
         expected = torch.autograd.grad(loss, list(model.parameters()))
         torch.testing.assert_close(
-            [value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12
+            [value[sample] for value in result.values()], list(expected), rtol=1e-10, atol=1e-12
         )
 
 
 def test_worked_example_logistic_regression_hessian() -> None:
     weights, x, y = torch.randn(3), torch.randn(5, 3), torch.randn(5).sign()
-    found = ours.vmap(ours.hessian(lambda w, x, y: F.softplus(-y * (x @ w))), (None, 0, 0))(weights, x, y)
+    result = ours.vmap(ours.hessian(lambda w, x, y: F.softplus(-y * (x @ w))), (None, 0, 0))(weights, x, y)
     share = torch.sigmoid(x @ weights)
-    torch.testing.assert_close(found, (share * (1 - share))[:, None, None] * x[:, :, None] * x[:, None, :])
+    torch.testing.assert_close(result, (share * (1 - share))[:, None, None] * x[:, :, None] * x[:, None, :])
 
 
 def test_worked_example_tangent_kernel() -> None:
@@ -715,10 +715,10 @@ def test_worked_example_ensemble() -> None:
     params, buffers = ours.stack_module_state(models)
     assert all(value.requires_grad and value.is_leaf for value in params.values())
     x = torch.randn(6, 4)
-    found = ours.vmap(lambda params, buffers: ours.functional_call(models[0], (params, buffers), (x,)))(
+    result = ours.vmap(lambda params, buffers: ours.functional_call(models[0], (params, buffers), (x,)))(
         params, buffers
     )
-    torch.testing.assert_close(found, torch.stack([model(x) for model in models]))
+    torch.testing.assert_close(result, torch.stack([model(x) for model in models]))
 
 
 def test_worked_example_integrated_gradients() -> None:

@@ -18,7 +18,7 @@ from psgrad.engine.influence.methods.gradient_products import (
     GradientProducts,
     TracIn,
 )
-from psgrad.engine.influence.methods.projected import Projected
+from psgrad.engine.influence.methods.projected import TRAK, Projected, ProjectedInfluence
 from psgrad.errors import InfluenceError
 
 
@@ -105,7 +105,7 @@ def from_index(method: Method, store: IndexStore) -> Method:
     return _Indexed(method, store)
 
 
-_ANSWERED = (GradientDot, GradientCosine, TracIn, Projected)
+_ANSWERED = (GradientDot, GradientCosine, TracIn, ProjectedInfluence, TRAK)
 
 
 class _Indexed(Method):

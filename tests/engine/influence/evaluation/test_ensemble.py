@@ -105,35 +105,35 @@ def test_trainer_independent_of_order_and_group(order: list[int], sizes: list[in
     wanted = [jobs(1, size, seed)[0] for seed, size in enumerate(sizes)]
     wanted = [replace(job, seed=number) for number, job in enumerate(wanted)]
     recipe = replace(RECIPE, epochs=1, together=together)
-    found = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
+    result = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
     for place, number in enumerate(order):
         torch.testing.assert_close(
-            member(found, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10
+            member(result, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10
         )
 
 
 def test_trainer_long_training_uses_capture() -> None:
     recipe, wanted = replace(RECIPE, epochs=26), jobs(2)
     assert recipe.epochs * 4 >= _CAPTURED_FROM
-    found = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
+    result = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
     for number, job in enumerate(wanted):
-        torch.testing.assert_close(member(found, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(member(result, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
 
 
 def test_trainer_labels_of_a_job() -> None:
     wanted = jobs(3)
     wanted[1] = replace(wanted[1], target=(LABELS + 1) % 3)
-    found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(wanted)
+    result = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(wanted)
     for number, job in enumerate(wanted):
-        torch.testing.assert_close(member(found, number), trained_alone(job, RECIPE), rtol=1e-9, atol=1e-10)
-    assert not torch.allclose(member(found, 1), trained_alone(jobs(3)[1], RECIPE))
+        torch.testing.assert_close(member(result, number), trained_alone(job, RECIPE), rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(member(result, 1), trained_alone(jobs(3)[1], RECIPE))
 
 
 def test_trainer_seed() -> None:
     one, same, other = (Job("a", np.arange(20), seed) for seed in (1, 1, 2))
-    found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
-    torch.testing.assert_close(member(found, 0), member(found, 1), rtol=1e-12, atol=0)
-    assert (member(found, 0) - member(found, 2)).abs().max() > 0.1
+    result = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
+    torch.testing.assert_close(member(result, 0), member(result, 1), rtol=1e-12, atol=0)
+    assert (member(result, 0) - member(result, 2)).abs().max() > 0.1
 
 
 def test_trainer_frozen_parameters_stay() -> None:
@@ -143,10 +143,10 @@ def test_trainer_frozen_parameters_stay() -> None:
             parameter.requires_grad_(False)
         return model
 
-    found = EnsembleTrainer(half_frozen, ROWS, cross_entropy, RECIPE)(jobs(2))
+    result = EnsembleTrainer(half_frozen, ROWS, cross_entropy, RECIPE)(jobs(2))
     start = fresh_model(half_frozen, 100)
-    torch.testing.assert_close(found.state["0.weight"][0], start[0].weight, rtol=0, atol=0)  # type: ignore[index]
-    assert not torch.allclose(found.state["2.weight"][0], start[2].weight)  # type: ignore[index]
+    torch.testing.assert_close(result.state["0.weight"][0], start[0].weight, rtol=0, atol=0)  # type: ignore[index]
+    assert not torch.allclose(result.state["2.weight"][0], start[2].weight)  # type: ignore[index]
 
 
 def test_trainer_diverged_model_refused() -> None:
@@ -175,25 +175,25 @@ def test_trainer_dropout_in_training_only() -> None:
     def dropping(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 30), nn.Dropout(0.5), nn.Linear(30, 3)).double()
 
-    found = EnsembleTrainer(dropping, ROWS, cross_entropy, RECIPE)(jobs(2))
-    np.testing.assert_array_equal(found.measured(ROWS, cross_entropy), found.measured(ROWS, cross_entropy))
+    result = EnsembleTrainer(dropping, ROWS, cross_entropy, RECIPE)(jobs(2))
+    np.testing.assert_array_equal(result.measured(ROWS, cross_entropy), result.measured(ROWS, cross_entropy))
     plain = EnsembleTrainer(
         lambda seed: nn.Sequential(*[dropping(seed)[0], nn.Linear(30, 3).double()]),
         ROWS,
         cross_entropy,
         RECIPE,
     )(jobs(2))  # type: ignore[index]
-    assert not torch.allclose(found.state["0.weight"], plain.state["0.weight"])
+    assert not torch.allclose(result.state["0.weight"], plain.state["0.weight"])
 
 
 def test_trainer_outputs_of_members() -> None:
-    found = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(jobs(3))
-    measured, outputs = found.measured(ROWS, cross_entropy), found.outputs(ROWS)
+    result = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)(jobs(3))
+    measured, outputs = result.measured(ROWS, cross_entropy), result.outputs(ROWS)
     assert measured.shape == (3, 40)
     assert measured.dtype == np.float64
     for number in range(3):
         with torch.no_grad():
-            said = found.member(number)(INPUTS)
+            said = result.member(number)(INPUTS)
         np.testing.assert_allclose(outputs[number], said.numpy(), rtol=1e-12)
         np.testing.assert_allclose(
             measured[number], F.cross_entropy(said, LABELS, reduction="none").numpy(), rtol=1e-12
@@ -216,15 +216,15 @@ def test_trainer_training_function_arguments() -> None:
 
     flipped = (LABELS + 1) % 3
     wanted = [Job("a", np.array([3, 5]), 7), Job("b", np.array([0]), 8, flipped)]
-    found = FunctionTrainer(fresh, ROWS, train)(wanted)
+    result = FunctionTrainer(fresh, ROWS, train)(wanted)
     assert [seed for _, _, seed in seen] == [7, 8]
     assert torch.equal(seen[0][0], INPUTS[[3, 5]])
     assert torch.equal(seen[0][1], LABELS[[3, 5]])
     assert torch.equal(seen[1][1], flipped[[0]])
     torch.testing.assert_close(
-        found.state["0.weight"][1], fresh_model(fresh, 8)[0].weight.detach(), rtol=0, atol=0
+        result.state["0.weight"][1], fresh_model(fresh, 8)[0].weight.detach(), rtol=0, atol=0
     )  # type: ignore[index]
-    assert not found.model.training
+    assert not result.model.training
 
 
 def test_trainer_other_model_shape_refused() -> None:
@@ -250,22 +250,22 @@ def test_trainer_newton_minimum_with_weight_decay() -> None:
         Job("all", everything, 0),
         *(Job(f"without {row}", np.delete(everything, row), 0) for row in (0, 17, 39)),
     ]
-    found = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
+    result = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, problem in enumerate([whole, *(whole.without(row) for row in (0, 17, 39))]):
         np.testing.assert_allclose(
-            member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
+            member(result, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
         )
 
 
 def test_trainer_newton_warm_start() -> None:
     wanted = jobs(6, 20)
-    found = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
+    result = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, job in enumerate(wanted):
         problem = SoftmaxRegression(
             np.c_[INPUTS[job.rows], np.ones(20)], LABELS[job.rows].numpy(), 3, 40 * DECAY
         )
         np.testing.assert_allclose(
-            member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
+            member(result, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
         )
 
 

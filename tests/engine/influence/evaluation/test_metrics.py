@@ -113,10 +113,10 @@ def test_metrics_interval_coverage(noise: float) -> None:
     missed = by_percentiles = 0
     for seed in range(100, 160):
         scores, subsets, outcomes = datamodel(50, noise, seed=seed)
-        found = lds({"true": scores}, subsets, outcomes, "true", seed)["true"]
-        low, high = found.interval
+        result = lds({"true": scores}, subsets, outcomes, "true", seed)["true"]
+        low, high = result.interval
         missed += not low <= population <= high
-        by_percentiles += not 2 * found.mean - high <= population <= 2 * found.mean - low
+        by_percentiles += not 2 * result.mean - high <= population <= 2 * result.mean - low
     most = stats.binom.isf(1e-3, 60, 0.05)
     assert missed <= most
     assert (by_percentiles > most) == (noise < 1)
@@ -128,13 +128,13 @@ def test_metrics_interval_coverage(noise: float) -> None:
 def test_metrics_lds_of_true_and_opposite_and_random_datamodel() -> None:
     scores, subsets, outcomes = datamodel(80, 0.0)
     random = np.random.default_rng(1).normal(size=scores.shape)
-    found = lds({"true": scores, "opposite": -scores, "random": random}, subsets, outcomes, "true")
-    assert found["true"].mean == pytest.approx(1)
-    assert found["true"].interval == pytest.approx((1, 1))
-    assert found["opposite"].mean == pytest.approx(-1)
-    assert found["random"].interval[0] < 0 < found["random"].interval[1]
-    assert found["opposite"].ahead == pytest.approx(2)
-    assert found["true"].ahead is None
+    result = lds({"true": scores, "opposite": -scores, "random": random}, subsets, outcomes, "true")
+    assert result["true"].mean == pytest.approx(1)
+    assert result["true"].interval == pytest.approx((1, 1))
+    assert result["opposite"].mean == pytest.approx(-1)
+    assert result["random"].interval[0] < 0 < result["random"].interval[1]
+    assert result["opposite"].ahead == pytest.approx(2)
+    assert result["true"].ahead is None
 
 
 def test_metrics_lds_equals_scipy() -> None:
@@ -142,10 +142,10 @@ def test_metrics_lds_equals_scipy() -> None:
     expected = [
         stats.spearmanr(subsets @ scores[:, q], -outcomes[:, :, q].mean(1)).statistic for q in range(M)
     ]
-    found = lds({"a": scores}, subsets, outcomes, "a")["a"]
-    np.testing.assert_allclose(found.per_query, expected, atol=1e-12)
-    assert found.mean == pytest.approx(np.mean(expected))
-    assert lds_mean(scores, subsets, outcomes) == pytest.approx(found.mean)
+    result = lds({"a": scores}, subsets, outcomes, "a")["a"]
+    np.testing.assert_allclose(result.per_query, expected, atol=1e-12)
+    assert result.mean == pytest.approx(np.mean(expected))
+    assert lds_mean(scores, subsets, outcomes) == pytest.approx(result.mean)
 
 
 def test_metrics_lds_undefined_correlation_counts_zero() -> None:
@@ -153,11 +153,11 @@ def test_metrics_lds_undefined_correlation_counts_zero() -> None:
     spoilt = scores.copy()
     spoilt[:, 0] = 1.0  # every subset of one size has the same sum
     spoilt[3, 1] = np.nan
-    found = lds({"whole": scores, "spoilt": spoilt}, subsets, outcomes, "whole")["spoilt"]
-    assert found.undefined == 2
-    assert np.isnan(found.per_query[:2]).all()
-    assert found.mean == pytest.approx((M - 2) / M)
-    assert found.interval == pytest.approx(((M - 2) / M, (M - 2) / M))
+    result = lds({"whole": scores, "spoilt": spoilt}, subsets, outcomes, "whole")["spoilt"]
+    assert result.undefined == 2
+    assert np.isnan(result.per_query[:2]).all()
+    assert result.mean == pytest.approx((M - 2) / M)
+    assert result.interval == pytest.approx(((M - 2) / M, (M - 2) / M))
 
 
 def test_metrics_lds_paired_difference() -> None:
@@ -166,12 +166,12 @@ def test_metrics_lds_paired_difference() -> None:
     """
     scores, subsets, outcomes = datamodel(40, 2.0)
     near = scores + 0.05 * np.random.default_rng(2).normal(size=scores.shape)
-    found = lds({"a": scores, "b": near}, subsets, outcomes, "a")
-    assert found["b"].ahead == pytest.approx(found["a"].mean - found["b"].mean)
-    assert found["b"].ahead_interval is not None
-    low, high = found["b"].ahead_interval
-    assert low <= found["b"].ahead <= high
-    assert high - low < (found["a"].interval[1] - found["a"].interval[0]) / 4
+    result = lds({"a": scores, "b": near}, subsets, outcomes, "a")
+    assert result["b"].ahead == pytest.approx(result["a"].mean - result["b"].mean)
+    assert result["b"].ahead_interval is not None
+    low, high = result["b"].ahead_interval
+    assert low <= result["b"].ahead <= high
+    assert high - low < (result["a"].interval[1] - result["a"].interval[0]) / 4
 
 
 @pytest.mark.parametrize(("seeds", "noise"), [(2, 1.0), (3, 0.7), (4, 1.5), (5, 1.0)])
@@ -184,11 +184,11 @@ def test_metrics_lds_ceiling(seeds: int, noise: float) -> None:
         return 6 / np.pi * np.arcsin(correlation / 2)  # Pearson's of two normal variables to Spearman's
 
     scores, subsets, outcomes = datamodel(2500, noise, seeds=seeds)
-    found = ceiling(outcomes)
-    assert found is not None
-    assert found.single == pytest.approx(ranked(1 / (1 + noise**2)), abs=0.02)
-    assert found.best == pytest.approx(lds_mean(scores, subsets, outcomes), abs=0.02)
-    assert found.best == pytest.approx(np.sqrt(found.reliability))
+    result = ceiling(outcomes)
+    assert result is not None
+    assert result.single == pytest.approx(ranked(1 / (1 + noise**2)), abs=0.02)
+    assert result.best == pytest.approx(lds_mean(scores, subsets, outcomes), abs=0.02)
+    assert result.best == pytest.approx(np.sqrt(result.reliability))
 
 
 def test_metrics_lds_ceiling_one_seed() -> None:
@@ -217,31 +217,31 @@ def test_metrics_leave_one_out_equals_scipy() -> None:
     random = np.random.default_rng(0)
     scores, removed = random.normal(size=(N, M)), np.arange(0, N, 2)
     rises = 1.7 * scores[removed] + 0.2 + 0.3 * random.normal(size=(len(removed), M))
-    found = leave_one_out({"a": scores, "half": scores / 2}, removed, rises)
+    result = leave_one_out({"a": scores, "half": scores / 2}, removed, rises)
     line = stats.linregress(scores[removed].ravel(), rises.ravel())
-    assert found["a"].slope == pytest.approx(line.slope)
-    assert found["a"].intercept == pytest.approx(line.intercept)
-    assert found["a"].pooled == pytest.approx(line.rvalue)
+    assert result["a"].slope == pytest.approx(line.slope)
+    assert result["a"].intercept == pytest.approx(line.intercept)
+    assert result["a"].pooled == pytest.approx(line.rvalue)
     each = [stats.pearsonr(scores[removed, q], rises[:, q]).statistic for q in range(M)]
-    np.testing.assert_allclose(found["a"].per_query, each, atol=1e-12)
-    assert found["a"].pearson == pytest.approx(np.mean(each))
-    assert found["a"].spearman == pytest.approx(
+    np.testing.assert_allclose(result["a"].per_query, each, atol=1e-12)
+    assert result["a"].pearson == pytest.approx(np.mean(each))
+    assert result["a"].spearman == pytest.approx(
         np.mean([stats.spearmanr(scores[removed, q], rises[:, q]).statistic for q in range(M)])
     )
-    assert found["a"].interval[0] < found["a"].pearson < found["a"].interval[1]
-    assert found["half"].slope == pytest.approx(
+    assert result["a"].interval[0] < result["a"].pearson < result["a"].interval[1]
+    assert result["half"].slope == pytest.approx(
         2 * line.slope
     )  # a method that is off by a factor shows in the slope alone
-    assert found["half"].pearson == pytest.approx(found["a"].pearson)
+    assert result["half"].pearson == pytest.approx(result["a"].pearson)
 
 
 def test_metrics_leave_one_out_constant_scores() -> None:
-    found = leave_one_out(
+    result = leave_one_out(
         {"flat": np.ones((5, 3)), "missing": np.full((5, 3), np.nan)},
         np.arange(5),
         np.random.default_rng(0).normal(size=(5, 3)),
     )
-    for score in found.values():
+    for score in result.values():
         assert score.undefined == 3
         assert score.pearson == 0
         assert np.isnan(score.slope)
@@ -250,11 +250,11 @@ def test_metrics_leave_one_out_constant_scores() -> None:
 def test_metrics_removals() -> None:
     own = np.random.default_rng(0).permutation(100).astype(float)
     own[7] = np.nan
-    found = choose_removals(own, 30, 10, np.random.default_rng(1))
-    assert len(set(found)) == 30
-    assert set(np.argsort(-np.nan_to_num(own, nan=-1))[:10]) <= set(found)
-    assert (np.diff(found) > 0).all()
-    assert not np.array_equal(found, choose_removals(own, 30, 10, np.random.default_rng(2)))
+    result = choose_removals(own, 30, 10, np.random.default_rng(1))
+    assert len(set(result)) == 30
+    assert set(np.argsort(-np.nan_to_num(own, nan=-1))[:10]) <= set(result)
+    assert (np.diff(result) > 0).all()
+    assert not np.array_equal(result, choose_removals(own, 30, 10, np.random.default_rng(2)))
     assert choose_removals(own, 500, 10, np.random.default_rng(1)).tolist() == list(range(100))
 
 
@@ -282,52 +282,52 @@ def test_metrics_detection_equals_sklearn(seed: int, levels: int) -> None:
     random = np.random.default_rng(seed)
     flipped = random.permutation(50) < 5
     score = with_ties(random, (50,), levels) + 2.0 * flipped
-    found = detect(score, flipped)
-    assert found.auc == pytest.approx(roc_auc_score(flipped, score))
-    assert found.average_precision == pytest.approx(average_precision_score(flipped, score))
+    result = detect(score, flipped)
+    assert result.auc == pytest.approx(roc_auc_score(flipped, score))
+    assert result.average_precision == pytest.approx(average_precision_score(flipped, score))
     if levels > 50:
-        assert found.recall == pytest.approx(flipped[np.argsort(-score)[:5]].sum() / 5)
+        assert result.recall == pytest.approx(flipped[np.argsort(-score)[:5]].sum() / 5)
 
 
 def test_metrics_detection_missing_and_infinite_scores() -> None:
     flipped = np.array([True] * 2 + [False] * 18)
     score = np.r_[np.inf, np.nan, np.arange(18.0)]
-    found = detect(score, flipped)
-    assert found.undefined == 1
-    assert found.recall == 0.5  # the infinite one is first of two, the missing one last
-    assert found.auc == pytest.approx(0.5)
+    result = detect(score, flipped)
+    assert result.undefined == 1
+    assert result.recall == 0.5  # the infinite one is first of two, the missing one last
+    assert result.auc == pytest.approx(0.5)
 
 
 def test_metrics_detection_mean_and_deviation_over_flips() -> None:
     flipped = np.array([True, False, False, False])
-    found = over_flips(
+    result = over_flips(
         [
             detect(np.array(score, dtype=float), flipped)
             for score in ([4, 3, 2, 1], [3, 4, 2, 1], [1, 2, 3, 4])
         ]
     )
     aucs = [1.0, 2 / 3, 0.0]
-    assert found.auc == pytest.approx(np.mean(aucs))
-    assert found.auc_deviation == pytest.approx(np.std(aucs, ddof=1))
+    assert result.auc == pytest.approx(np.mean(aucs))
+    assert result.auc_deviation == pytest.approx(np.std(aucs, ddof=1))
     assert np.isnan(over_flips([detect(np.arange(4.0), flipped)]).auc_deviation)
 
 
 def test_metrics_folds() -> None:
-    found = folds(23, np.random.default_rng(0))
-    assert len(found) == 5
-    assert sorted(np.concatenate(found)) == list(range(23))
-    assert {len(part) for part in found} == {4, 5}
+    result = folds(23, np.random.default_rng(0))
+    assert len(result) == 5
+    assert sorted(np.concatenate(result)) == list(range(23))
+    assert {len(part) for part in result} == {4, 5}
 
 
 def test_metrics_suspicion_formulas() -> None:
     random = np.random.default_rng(0)
     outputs, labels = random.normal(size=(6, 3)), random.integers(0, 3, 6)
-    found = suspicion(outputs, labels)
+    result = suspicion(outputs, labels)
     for row, (z, y) in enumerate(zip(outputs, labels, strict=True)):
         p = np.exp(z) / np.exp(z).sum()
-        assert found["1 - p(label)"][row] == pytest.approx(1 - p[y])
-        assert found["EL2N"][row] == pytest.approx(np.linalg.norm(p - np.eye(3)[y]))
-        assert found["margin"][row] == pytest.approx(np.delete(z, y).max() - z[y])
+        assert result["1 - p(label)"][row] == pytest.approx(1 - p[y])
+        assert result["EL2N"][row] == pytest.approx(np.linalg.norm(p - np.eye(3)[y]))
+        assert result["margin"][row] == pytest.approx(np.delete(z, y).max() - z[y])
 
 
 # -- removals ------------------------------------------------------------------------------------------------
@@ -343,9 +343,9 @@ def test_metrics_removal_mean_and_paired_differences() -> None:
     random = np.random.default_rng(0)
     shared = random.exponential(size=15)
     rises: dict[str, dict[int, Any]] = {"a": {10: shared + 1, 20: shared + 2}, "b": {10: shared, 20: shared}}
-    found = removal(rises, "a")
-    assert found["a"][20].rise == pytest.approx((shared + 2).mean())
-    assert found["a"][20].ahead is None
-    assert found["b"][10].ahead_interval == pytest.approx((1, 1))
-    assert found["b"][20].ahead == pytest.approx(2)
-    assert found["b"][10].interval == interval_of(shared.mean(), drawn_counts(15, 0) @ shared / 15)
+    result = removal(rises, "a")
+    assert result["a"][20].rise == pytest.approx((shared + 2).mean())
+    assert result["a"][20].ahead is None
+    assert result["b"][10].ahead_interval == pytest.approx((1, 1))
+    assert result["b"][20].ahead == pytest.approx(2)
+    assert result["b"][10].interval == interval_of(shared.mean(), drawn_counts(15, 0) @ shared / 15)

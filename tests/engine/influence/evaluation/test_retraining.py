@@ -55,24 +55,24 @@ QUERIES, ASKED = classified(5, seed=2)
 
 def test_evaluation_controls_equal_sklearn_and_the_loop() -> None:
     model = mlp()
-    found, notes = controls(
+    result, notes = controls(
         examples(model, cross_entropy, INPUTS, LABELS), examples(model, cross_entropy, QUERIES, ASKED)
     )
     assert notes == []
-    assert all(matrix.shape == (14, 5) for matrix in found.values())
+    assert all(matrix.shape == (14, 5) for matrix in result.values())
     with torch.no_grad():
         hidden = [model[1](model[0](x)).numpy() for x in (INPUTS, QUERIES)]  # type: ignore[index, operator]
         losses = F.cross_entropy(model(INPUTS), LABELS, reduction="none").numpy()
-    np.testing.assert_array_equal(found[LABEL], LABELS.numpy()[:, None] == ASKED.numpy()[None])
+    np.testing.assert_array_equal(result[LABEL], LABELS.numpy()[:, None] == ASKED.numpy()[None])
     np.testing.assert_allclose(
-        found[NEIGHBOUR], -euclidean_distances(INPUTS.numpy(), QUERIES.numpy()), rtol=1e-9
+        result[NEIGHBOUR], -euclidean_distances(INPUTS.numpy(), QUERIES.numpy()), rtol=1e-9
     )
-    np.testing.assert_allclose(found[PENULTIMATE], cosine_similarity(*hidden), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(result[PENULTIMATE], cosine_similarity(*hidden), rtol=1e-9, atol=1e-12)
     norms = np.linalg.norm(gradient_rows(model, cross_entropy, INPUTS, LABELS), axis=1)
     for query in range(5):
-        np.testing.assert_allclose(found[LOSS][:, query], losses, rtol=1e-10)
-        np.testing.assert_allclose(found[NORM][:, query], norms, rtol=1e-10)
-    assert abs(found[RANDOM].mean()) < 0.5
+        np.testing.assert_allclose(result[LOSS][:, query], losses, rtol=1e-10)
+        np.testing.assert_allclose(result[NORM][:, query], norms, rtol=1e-10)
+    assert abs(result[RANDOM].mean()) < 0.5
 
 
 def test_evaluation_penultimate_layer() -> None:
@@ -87,9 +87,9 @@ def test_evaluation_penultimate_layer() -> None:
             return self.head(self.body(x).tanh())
 
     model = Backwards()
-    found = penultimate(Objective(model, F.cross_entropy), LoadedRows((INPUTS,), LABELS))
-    assert found is not None
-    torch.testing.assert_close(found, model.body(INPUTS).tanh().detach())
+    result = penultimate(Objective(model, F.cross_entropy), LoadedRows((INPUTS,), LABELS))
+    assert result is not None
+    torch.testing.assert_close(result, model.body(INPUTS).tanh().detach())
     assert not any(module._forward_pre_hooks for module in model.modules())
     pictures, _ = classified(4, (1, 6, 6))
     deep = convolution()
@@ -101,10 +101,10 @@ def test_evaluation_penultimate_layer() -> None:
 def test_evaluation_missing_controls_refused() -> None:
     tokens, values = torch.arange(6).reshape(3, 2), torch.randn(3, 1, dtype=torch.float64)
     model = nn.Sequential(nn.Embedding(6, 1), nn.Flatten(), nn.Linear(2, 1)).double()
-    found, notes = controls(*[examples(model, squared_error, tokens, values)] * 2)
-    assert LABEL not in found
-    assert NEIGHBOUR not in found
-    assert PENULTIMATE in found
+    result, notes = controls(*[examples(model, squared_error, tokens, values)] * 2)
+    assert LABEL not in result
+    assert NEIGHBOUR not in result
+    assert PENULTIMATE in result
     assert [note.split(":")[0] for note in notes] == [f"no control {LABEL!r}", f"no control {NEIGHBOUR!r}"]
     lookup, _ = controls(
         *[
@@ -157,8 +157,8 @@ SAID = [[len(job.rows), job.seed, int(job.rows[0])] for job in JOBS]
 @pytest.mark.parametrize("together", [1, 3, 4, 100])
 def test_evaluation_order_of_jobs(together: int) -> None:
     train, told = Counting(), list[int]()
-    found = measured(JOBS, train, as_is, Memory(), "", together, told.append)
-    assert found.tolist() == SAID
+    result = measured(JOBS, train, as_is, Memory(), "", together, told.append)
+    assert result.tolist() == SAID
     assert told[-1] == 10
     assert sum(len(set(batch)) > 1 for batch in train.batches) <= 1  # models of one size are trained together
 

@@ -82,12 +82,12 @@ def verdict(game: Game) -> AuditVerdict:
     ],
 )
 def test_audit_game_correct_mechanism(game: Game) -> None:
-    found, played = verdict(game), game.play()
-    assert found.declared
+    result, played = verdict(game), game.play()
+    assert result.declared
     assert played.noise.alarms == []
     accounted = smallest_epsilon(profile_of(game.events()), DELTA)
-    assert 0.1 * accounted < found.epsilon < accounted
-    assert all(bound.epsilon <= found.epsilon for bound in found.bounds)
+    assert 0.1 * accounted < result.epsilon < accounted
+    assert all(bound.epsilon <= result.epsilon for bound in result.bounds)
 
 
 def test_audit_game_false_alarm_rate() -> None:
@@ -119,10 +119,10 @@ def test_audit_game_scores_differ_by_sensitivity(
 
 def test_audit_game_finds_half_noise() -> None:
     game = Game(FLAT, noise=HalfNoise)
-    found, played = verdict(game), game.play()
-    assert not found.declared
-    assert found.epsilon > smallest_epsilon(profile_of(game.events()), DELTA)
-    rates = next(bound for bound in found.bounds if bound.method == "rates")
+    result, played = verdict(game), game.play()
+    assert not result.declared
+    assert result.epsilon > smallest_epsilon(profile_of(game.events()), DELTA)
+    rates = next(bound for bound in result.bounds if bound.method == "rates")
     assert rates.noise is not None
     assert 0.5 <= rates.noise < 0.7
     assert played.noise.alarms
@@ -132,24 +132,24 @@ def test_audit_game_finds_half_noise() -> None:
 
 def test_audit_game_finds_half_noise_under_amplification() -> None:
     game = Game(FLAT, noise=HalfNoise, sampling=Sampling("poisson", sample_rate=0.2), steps=10)
-    found, played = verdict(game), game.play()
-    assert not found.declared
+    result, played = verdict(game), game.play()
+    assert not result.declared
     assert "spread" in played.noise.alarms
 
 
 def test_audit_game_finds_missing_noise() -> None:
     game = Game(FLAT, noise=NoNoise)
-    found, played = verdict(game), game.play()
-    assert not found.declared
-    assert found.epsilon > 30
+    result, played = verdict(game), game.play()
+    assert not result.declared
+    assert result.epsilon > 30
     assert "spread" in played.noise.alarms
     assert played.noise.spread == 0
 
 
 def test_audit_game_finds_missing_clipping() -> None:
-    found = verdict(Game(Unclipped.flat(PARAMETERS, 0.5)))
-    assert not found.declared
-    assert found.epsilon > 30
+    result = verdict(Game(Unclipped.flat(PARAMETERS, 0.5)))
+    assert not result.declared
+    assert result.epsilon > 30
 
 
 class Repeating:
@@ -172,10 +172,10 @@ def test_audit_game_no_alarm_without_declared_noise() -> None:
     game = Game(FLAT, multiplier=0.0)
     played = game.play()
     assert (played.noise.numbers, played.noise.alarms) == (0, [])
-    found = judge(played, game.events(), DELTA, 0.95, float("inf"))
-    assert found.declared
-    assert [bound.method for bound in found.bounds] == ["guesses"]
-    assert found.epsilon > 2
+    result = judge(played, game.events(), DELTA, 0.95, float("inf"))
+    assert result.declared
+    assert [bound.method for bound in result.bounds] == ["guesses"]
+    assert result.epsilon > 2
 
 
 # -- records go along ----------------------------------------------------------------------------------------
@@ -202,9 +202,9 @@ def test_audit_game_scores_independent_of_other_records() -> None:
         alone.scores, abs=grid_of(game.multiplier * 0.5) / 0.5
     )  # in units of the sensitivity
     assert together.noise.alarms == []
-    found = judge(together, game.events(), DELTA, 0.95, None)
-    assert found.declared
-    assert found.epsilon > 0.3
+    result = judge(together, game.events(), DELTA, 0.95, None)
+    assert result.declared
+    assert result.epsilon > 0.3
 
 
 def test_audit_game_canaries_added_to_records() -> None:

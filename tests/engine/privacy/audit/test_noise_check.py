@@ -48,9 +48,9 @@ def test_noise_check_declared_noise_no_alarm() -> None:
     checks = [logged(normal, seed) for seed in range(60)]
     assert all(check.alarms == [] for check in checks)
     for question in ("spread", "mean", "shape"):
-        found = np.array([check.p_values[question] for check in checks])
-        assert found.min() > 1e-4
-        assert 15 <= np.count_nonzero(found < 0.5) <= 45
+        result = np.array([check.p_values[question] for check in checks])
+        assert result.min() > 1e-4
+        assert 15 <= np.count_nonzero(result < 0.5) <= 45
     for question in (
         "alike in two steps",
         "alike in two tensors",

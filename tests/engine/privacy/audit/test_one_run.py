@@ -88,9 +88,9 @@ def test_one_run_limit_attained_by_randomised_response(delta: float) -> None:
 
 
 def test_one_run_epsilon_bound() -> None:
-    found = [Guesses(1000, 100, 95), Guesses(1000, 400, 300)]
-    bound, best = epsilon_for_any_mechanism(found, DELTA, 0.05)
-    assert best is found[0]
+    result = [Guesses(1000, 100, 95), Guesses(1000, 400, 300)]
+    bound, best = epsilon_for_any_mechanism(result, DELTA, 0.05)
+    assert best is result[0]
     assert p_value(best, bound, DELTA) <= 0.025 < p_value(best, bound + 1e-6, DELTA)
 
 
@@ -146,8 +146,8 @@ def level_that_is_just_refuted(profile: Profile, found: Guesses) -> float:
 )
 def test_one_run_limit_equals_linear_program(m: int, r: int, v: int, mu: float) -> None:
     profile = gaussian(mu)
-    found = level_that_is_just_refuted(profile, Guesses(m, r, v))
-    assert found == pytest.approx(largest_probability(profile, m, r, v), rel=1e-6)
+    result = level_that_is_just_refuted(profile, Guesses(m, r, v))
+    assert result == pytest.approx(largest_probability(profile, m, r, v), rel=1e-6)
 
 
 def test_one_run_no_right_guess() -> None:
@@ -184,8 +184,8 @@ def test_one_run_strategies(canaries: int) -> None:
 
 
 def test_one_run_rates() -> None:
-    found = rates(np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, False, False, True]), 2.5)
-    assert (found.hits, found.inside, found.alarms, found.outside) == (1, 2, 1, 2)
+    result = rates(np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, False, False, True]), 2.5)
+    assert (result.hits, result.inside, result.alarms, result.outside) == (1, 2, 1, 2)
 
 
 MU = 1.0
@@ -205,10 +205,10 @@ def test_one_run_false_alarm_rate_and_power() -> None:
         inside = random.random(canaries) < 0.5
         scores = inside * MU + random.normal(size=canaries)
         guesses = [guess(scores, inside, strategy) for strategy in strategies(canaries)]
-        found = [rates(scores, inside, threshold) for threshold in thresholds]
+        result = [rates(scores, inside, threshold) for threshold in thresholds]
         wrong["guesses"] += any(p_value(each, epsilon, DELTA) <= level / len(guesses) for each in guesses)
         wrong["profile"] += any(is_refuted(claimed, each, level / len(guesses)) for each in guesses)
-        wrong["rates"] += any(each.is_refuted_by(claimed, level / len(found)) for each in found)
+        wrong["rates"] += any(each.is_refuted_by(claimed, level / len(result)) for each in result)
     assert max(wrong.values()) <= binom.isf(1e-4, TRIALS, level)
     inside = random.random(4000) < 0.5
     leaking = inside * 2 * MU + random.normal(size=4000)

@@ -81,5 +81,5 @@ def test_profile_of_composed_steps_equals_accountant(events: list[tuple[StepEven
 def test_profile_of_less_noise() -> None:
     events = [(StepEvent(1.0, poisson(0.1), "add_or_remove_one"), 4)]
     assert [event.noise_multiplier for event, _ in scaled(events, 0.5)] == [0.5]
-    found = [smallest_epsilon(profile_of(scaled(events, share)), 1e-5) for share in (2.0, 1.0, 0.5)]
-    assert found == sorted(found)
+    result = [smallest_epsilon(profile_of(scaled(events, share)), 1e-5) for share in (2.0, 1.0, 0.5)]
+    assert result == sorted(result)

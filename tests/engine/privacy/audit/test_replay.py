@@ -99,18 +99,18 @@ def replayed(
 @pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_neighbours_added_or_removed_record(change: Any, clipping: Any, dtype: torch.dtype) -> None:
-    found = replayed(change, clipping, "add_or_remove_one", dtype)
-    assert found.holds
-    assert found.differing == ()
-    assert found.ratio <= 1 + 1e-5
+    result = replayed(change, clipping, "add_or_remove_one", dtype)
+    assert result.holds
+    assert result.differing == ()
+    assert result.ratio <= 1 + 1e-5
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
 @pytest.mark.parametrize("change", REPLACEMENTS.values(), ids=REPLACEMENTS)
 def test_neighbours_replaced_record(change: Any, clipping: Any) -> None:
-    found = replayed(change, clipping, "replace_one")
-    assert found.holds
-    assert found.sensitivity == pytest.approx(0.6)
+    result = replayed(change, clipping, "replace_one")
+    assert result.holds
+    assert result.sensitivity == pytest.approx(0.6)
 
 
 def test_neighbours_measured_sensitivity() -> None:
@@ -128,9 +128,9 @@ def test_neighbours_empty_batch() -> None:
     def two_of_one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return batch(torch.float64)[0][:1], batch(torch.float64)[1][:1]
 
-    found = replayed(two_of_one, CLIPPINGS["flat"], "add_or_remove_one", empty=True)
-    assert found.holds
-    assert found.ratio == pytest.approx(1, abs=1e-6)
+    result = replayed(two_of_one, CLIPPINGS["flat"], "add_or_remove_one", empty=True)
+    assert result.holds
+    assert result.ratio == pytest.approx(1, abs=1e-6)
 
 
 def test_neighbours_record_of_several_rows() -> None:
@@ -160,20 +160,20 @@ def test_neighbours_record_of_several_rows() -> None:
 @pytest.mark.parametrize("change", [*CHANGES.values()], ids=[*CHANGES])
 def test_neighbours_count_of_adaptive_bound(change: Any) -> None:
     adaptive = AdaptiveBound(0.3, count_multiplier=3.0)
-    found = replayed(
+    result = replayed(
         change, CLIPPINGS["flat"], "add_or_remove_one", adaptive=adaptive, expected_batch_size=10.0
     )
-    assert found.holds
-    assert (found.count_distance, found.count_sensitivity) == (0.5, 0.5)
+    assert result.holds
+    assert (result.count_distance, result.count_sensitivity) == (0.5, 0.5)
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------
 
 
 def test_neighbours_finds_missing_clipping() -> None:
-    found = replayed(CHANGES["removed"], lambda params: Unclipped.flat(params, 0.3), "add_or_remove_one")
-    assert not found.holds
-    assert found.ratio > 2
+    result = replayed(CHANGES["removed"], lambda params: Unclipped.flat(params, 0.3), "add_or_remove_one")
+    assert not result.holds
+    assert result.ratio > 2
 
 
 def test_neighbours_finds_wrong_relation() -> None:
@@ -185,30 +185,30 @@ def test_neighbours_finds_wrong_relation() -> None:
 
 def test_neighbours_finds_nonfinite_sum() -> None:
     def poisoned(clipping: Clipping) -> ClippedSum:
-        found = plain(clipping)
-        return replace(found, sums={name: value * math.nan for name, value in found.sums.items()})
+        result = plain(clipping)
+        return replace(result, sums={name: value * math.nan for name, value in result.sums.items()})
 
     params, data = parameters(torch.float64), batch(torch.float64)
     plain: GradientSource = batch_source(loss, params, *data)
-    found = compare_neighbours(
+    result = compare_neighbours(
         plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator("aes")
     )
-    assert not found.finite
-    assert not found.holds
-    assert math.isnan(found.ratio)
+    assert not result.finite
+    assert not result.holds
+    assert math.isnan(result.ratio)
 
 
 def test_neighbours_finds_data_dependent_public_value() -> None:
     """A divisor that is the size of the batch, as is common."""
-    found = replayed(
+    result = replayed(
         CHANGES["removed"],
         CLIPPINGS["flat"],
         "add_or_remove_one",
         public=lambda noisy: {"the divisor": len(noisy.records.norms), "the std": noisy.noise_std},
     )
-    assert found.differing == ("the divisor",)
-    assert not found.holds
-    assert found.ratio <= 1 + 1e-5
+    assert result.differing == ("the divisor",)
+    assert not result.holds
+    assert result.ratio <= 1 + 1e-5
 
 
 class SkipsEmpty(Noise):
@@ -228,11 +228,11 @@ def test_neighbours_finds_data_dependent_draws(empty_first: bool) -> None:
     sources = [
         batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))
     ]
-    found = compare_neighbours(
+    result = compare_neighbours(
         *sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator("aes")
     )
-    assert "the random draws" in found.differing
-    assert not found.holds
+    assert "the random draws" in result.differing
+    assert not result.holds
 
 
 def test_neighbours_half_noise_not_detected() -> None:

@@ -1,0 +1,211 @@
+"""How each task makes tensors of a row, where the library's loss does not show it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from psgrad.errors import ConfigError, DataError, PsgradError
+from tests.hugging_face import CHAT_TEMPLATE
+from tests.text_tasks import NAMED, refusal_of, samples_of
+
+TEXT = "a dog ran over the hill and far away"
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+
+
+def target_of(*arguments: Any, **options: Any) -> torch.Tensor:
+    target = samples_of(*arguments, **options).read(0, 1).target
+    assert target is not None
+    return target[0]
+
+
+def test_completion_begins_at_the_token_with_its_first_character(tmp_path: Path) -> None:
+    row = {"p": "the c", "c": "at sat"}  # one token has characters of both
+    samples = samples_of(tmp_path, "causal-lm", [row], kind="gpt", prompt="p", completion="c")
+    block = samples.read(0, 1)
+    assert block.target is not None
+    ids, target = block.inputs[0][0].tolist(), block.target[0].tolist()
+    counted = [place + 1 for place, label in enumerate(target) if label != -100]
+    assert counted == list(range(counted[0], len(ids)))
+    assert [ids[place] for place in counted] == [label for label in target if label != -100]
+    assert "".join(samples.pieces(ids[: counted[0]]) or []) in "the c"
+    assert "".join(samples.pieces(ids[counted[0] :]) or []).endswith("at sat")
+    assert target[-1] == -100
+
+
+def test_completion_cut_away_leaves_no_label(tmp_path: Path) -> None:
+    row = {"p": TEXT, "c": " sat"}
+    options = {"kind": "gpt", "prompt": "p", "completion": "c", "max_length": 4}
+    assert (target_of(tmp_path, "causal-lm", [row], truncation="right", **options) == -100).all()
+    assert (target_of(tmp_path, "causal-lm", [row], truncation="left", **options) != -100).any()
+    said = refusal_of(DataError, tmp_path, "causal-lm", [row], **options)
+    assert "tokens\n  expected: at most 4, which is data.max_length" in said
+    assert "set data.truncation: right" in said
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE
+    if not marked:  # found by the tokens that each turn adds
+        template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    rows = [{"m": [*CHAT, {"role": "user", "content": "a dog"}, {"role": "assistant", "content": "ran"}]}]
+    samples = samples_of(
+        tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
+    )
+    target = samples.read(0, 1).target
+    assert target is not None
+    labels = [int(label) for label in target[0] if label != -100]
+    said = "".join(samples.pieces(labels) or [])
+    assert said.replace("\n", "") == "sat</s>ran</s>"
+    assert samples.describe(0) == "user: the cat\nassistant: sat\nuser: a dog\nassistant: ran"
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "words"),
+    [
+        (CHAT[:1], CHAT_TEMPLATE, "the chat has no turn of the assistant; its roles: user"),
+        ([], CHAT_TEMPLATE, "the chat has no turn of the assistant"),
+        (CHAT, None, "the tokenizer has no chat template, and data.messages needs one"),
+        (
+            CHAT,
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template raised TemplateError: roles",
+        ),
+        (
+            CHAT,
+            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "the chat template does not tell the tokens of message 1",
+        ),
+    ],
+)
+def test_chat_refused(chat: list[Any], template: str | None, words: str, tmp_path: Path) -> None:
+    rows = [{"m": CHAT}, {"m": chat}]
+    options = {} if template is None else {"chat_template": template}
+    said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")
+    assert words in said
+
+
+def test_masked_tokens_are_the_same_each_time_and_as_many_as_asked(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [{"t": " ".join(draw.permutation(TEXT.split()))} for _ in range(200)]
+    first = samples_of(tmp_path, "masked-lm", rows, text="t", masked=0.3).read(0, 200)
+    again = samples_of(tmp_path, "masked-lm", rows[100:], text="t", masked=0.3).read(0, 100)
+    other = samples_of(tmp_path, "masked-lm", rows, text="t", masked=0.3, seed=1).read(0, 200)
+    assert first.target is not None
+    assert again.target is not None
+    assert other.target is not None
+    assert torch.equal(first.target[100:], again.target)
+    assert not torch.equal(first.target, other.target)
+    ids, hidden = first.inputs[0], first.target != -100
+    words = (ids > 3) | hidden  # neither padding nor [CLS] and [SEP]
+    assert hidden.sum() / words.sum() == pytest.approx(0.3, abs=0.06)
+    assert hidden.any(1).all()
+    assert (ids[hidden] == 4).float().mean() == pytest.approx(0.8, abs=0.08)
+    assert (ids[hidden] == first.target[hidden]).float().mean() == pytest.approx(0.1, abs=0.06)
+
+
+def test_token_labels_for_each_token_of_a_text(tmp_path: Path) -> None:
+    row = {"t": "the cat sat", "y": ["odd", -100, "dull"]}
+    row["y"] = [2, -100, 0]
+    target = target_of(tmp_path, "token-classification", [row], config=NAMED, text="t", target="y")
+    assert target.tolist() == [-100, 2, -100, 0, -100]
+
+
+SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "data", "kind", "words"),
+    [
+        ("causal-lm", {"t": " "}, {"text": "t"}, DataError, "the text in 't' is empty"),
+        ("causal-lm", {"t": None}, {"text": "t"}, DataError, "'t' is of type null"),
+        (
+            "causal-lm",
+            {"t": 5},
+            {"text": "t"},
+            DataError,
+            "'t' is of type int64\n  expected: a column of text",
+        ),
+        (
+            "causal-lm",
+            {"t": TEXT},
+            {"text": "t", "target": "t"},
+            ConfigError,
+            "the labels are the text's",
+        ),
+        ("causal-lm", {"t": TEXT}, {"text": ["t", "u"]}, ConfigError, "two columns of text"),
+        (
+            "seq2seq-lm",
+            {"t": TEXT},
+            {"text": "t"},
+            ConfigError,
+            "data.target is missing for the task seq2seq-lm",
+        ),
+        ("image-classification", {"t": TEXT}, {"text": "t"}, ConfigError, "and model.task is image-class"),
+        (
+            "masked-lm",
+            {"t": "the [MASK] sat", "y": "the films sat"},
+            {"text": "t", "target": "y"},
+            DataError,
+            "one mask token stands for a word of several tokens",
+        ),
+        (
+            "token-classification",
+            {"t": ["the", "cat"], "y": [0]},
+            {"text": "t", "target": "y"},
+            DataError,
+            "has 2 words and 1 labels",
+        ),
+        (
+            "token-classification",
+            {"t": [], "y": []},
+            {"text": "t", "target": "y"},
+            DataError,
+            "expected: lists of words, or texts",
+        ),
+        (
+            "token-classification",
+            {"t": "the cat", "y": [0]},
+            {"text": "t", "target": "y"},
+            DataError,
+            "has 1 labels, and its text has 2 tokens",
+        ),
+        (
+            "multiple-choice",
+            {"t": "the cat", "a": "sat", "b": "ran", "y": 2},
+            {"text": ["t", "a", "b"], "target": "y"},
+            DataError,
+            "has the target 2\n  expected: the place of the right choice, from 0 to 1",
+        ),
+        (
+            "question-answering",
+            {**SQUAD, "y": {"answer_start": [4], "text": ["sat"]}},
+            {"text": ["q", "c"], "target": "y"},
+            DataError,
+            "the context has 'cat' at character 4, and the answer is 'sat'",
+        ),
+        (
+            "question-answering",
+            {**SQUAD, "y": {"start": 4, "end": 70}},
+            {"text": ["q", "c"], "target": "y"},
+            DataError,
+            "the answer has the characters 4 to 70, and the context has 22",
+        ),
+        (
+            "regression",
+            {"t": TEXT, "y": [1.0, 2.0]},
+            {"text": "t", "target": "y"},
+            DataError,
+            "has 2 numbers in 'y'\n  expected: 1, as many as the model returns",
+        ),
+    ],
+)
+def test_task_refuses(
+    task: str, row: dict[str, Any], data: dict[str, Any], kind: type[PsgradError], words: str, tmp_path: Path
+) -> None:
+    tokenizer = {"causal-lm": "gpt", "seq2seq-lm": "t5"}.get(task, "bert")
+    assert words in refusal_of(kind, tmp_path, task, [row], kind=tokenizer, **data)

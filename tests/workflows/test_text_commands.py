@@ -1,0 +1,61 @@
+"""One short YAML file for texts and a pretrained model, without Python: analyze, influence and dp-step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from tests.text_tasks import CASES
+from tests.workplace import run_command
+
+QUERIES = "influence: {queries: {rows: [0, 1, 2]}}"
+PRIVACY = (
+    "privacy: {steps: 1, delta: 1e-5, expected_batch_size: 3, sampling: {scheme: poisson, sample_rate: 0.4},"
+    " clipping: {norm: 1.0}, noise: {multiplier: 1.0}, optimizer: {name: SGD, kwargs: {lr: 0.1}}}"
+)
+
+
+def write_adapter(model: Path, folder: Path) -> None:
+    """A LoRA adapter with random weights on top of the model, as peft saves it."""
+    peft = pytest.importorskip("peft", reason="the extra hugging-face is not installed")
+    from transformers import AutoModelForCausalLM
+
+    made = peft.LoraConfig(
+        r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    with torch.random.fork_rng(devices=[]):
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), made).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["classification", "completion", "seq2seq", "tokens"])
+def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    private = name in ("classification", "completion")
+    path = CASES[name].write(tmp_path, f"{QUERIES}\n{PRIVACY}" if private else QUERIES)
+    if name == "completion":
+        write_adapter(tmp_path / "model", tmp_path / "lora")
+        path.write_text(path.read_text().replace("task: causal-lm", "task: causal-lm, adapter: lora"))
+    assert len(path.read_text().splitlines()) <= 12
+    count, commands = len(CASES[name].rows), ["analyze", "influence", *(["dp-step"] if private else [])]
+
+    for command in commands:
+        options = ["--output", str(tmp_path / command), *(["--no-report"] if command != "dp-step" else [])]
+        outcome = run_command(monkeypatch, capfd, command, str(path), *options)
+        assert outcome.code == 0, outcome.err
+
+    samples = pd.read_parquet(tmp_path / "analyze" / "samples.parquet")
+    assert len(samples) == count
+    assert (samples["status"] == "ok").all()
+    scores = pd.read_parquet(tmp_path / "influence" / "scores.parquet")
+    assert len(scores) == 3 * count
+    assert scores["score"].notna().all()
+    manifest = json.loads((tmp_path / "analyze" / "manifest.json").read_text())
+    if name == "completion":
+        assert manifest["model"]["trainable"] < manifest["model"]["parameters"] / 10
+    if name in ("classification", "tokens"):
+        assert manifest["config"]["data"]["class_names"] == ["dull", "fine", "odd"]
