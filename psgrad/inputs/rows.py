@@ -101,6 +101,12 @@ class Samples(ABC):
         """A row's input as text for people; None where numbers or a picture say it best."""
         return None
 
+    def picture(self, row: int) -> Any:
+        """A row's image as it is in the data, of Pillow; None where rows are no images. `read` has it as the
+        model sees it.
+        """
+        return None
+
     def input_names(self) -> list[str]:
         """What the numbers of a row's inputs are called: a name a column of numbers, or a name an input."""
         return []

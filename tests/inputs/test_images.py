@@ -76,6 +76,8 @@ def test_a_folder_for_each_class(folder: Path) -> None:
         values = np.asarray(Image.open(folder / "images" / f"{name}.png"))
         assert torch.equal(block.inputs[0][row], expected(values))
     assert torch.equal(samples.take(np.array([2, 0])).inputs[0], block.inputs[0][[2, 0]])
+    original = samples.picture(1)
+    assert np.array_equal(np.asarray(original), np.asarray(Image.open(folder / "images" / "dog" / "a2.png")))
     assert load(folder, images="images", id="file_name").ids.tolist() == [
         "cat/c.png",
         "dog/a2.png",
