@@ -226,8 +226,19 @@ class _Checks:
             header = joined_header(headers)
             self._labels(where, header, data)
             self.found.facts[where] = _described(header, data)
+            self._texts(where, data)
             return header.rows
         return None
+
+    def _texts(self, where: str, data: DataConfig) -> None:
+        """Columns of text, looked at where nothing is wrong by now."""
+        model = self.sections.get("model")
+        of_text = data.text or data.prompt or data.messages
+        if not of_text or model is None or model.pretrained is None or self.found.problems:
+            return
+        from psgrad.inputs.text.checks import text_facts
+
+        self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
 
     def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
         loss = self.sections.get("loss")

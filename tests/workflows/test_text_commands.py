@@ -52,10 +52,33 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
     assert len(samples) == count
     assert (samples["status"] == "ok").all()
     scores = pd.read_parquet(tmp_path / "influence" / "scores.parquet")
-    assert len(scores) == 3 * count
+    assert (scores["query_index"] >= 0).sum() == 3 * count
     assert scores["score"].notna().all()
     manifest = json.loads((tmp_path / "analyze" / "manifest.json").read_text())
     if name == "completion":
         assert manifest["model"]["trainable"] < manifest["model"]["parameters"] / 10
     if name in ("classification", "tokens"):
         assert manifest["config"]["data"]["class_names"] == ["dull", "fine", "odd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("", ("data (texts): rows of 3 to 19 tokens, at most 64 are taken", "no problems found")),
+        ("target: text", ("has the label 'the cat sat on the mat'", "expected: one of dull, fine, odd")),
+        ("target: label, max_length: 5", ("has 8 tokens", "expected: at most 5")),
+    ],
+)
+def test_validate_looks_at_texts_without_weights(
+    change: str,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = CASES["classification"].write(tmp_path)
+    if change:
+        path.write_text(path.read_text().replace("target: label", change))
+    outcome = run_command(monkeypatch, capfd, "validate", str(path))
+    assert outcome.code == (3 if change else 0)
+    assert all(word in outcome.out + outcome.err for word in words), outcome

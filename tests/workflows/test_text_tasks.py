@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,3 +43,16 @@ def test_analyze_rows_of_equal_length_together_where_padding_changes_the_loss(tm
     assert any("rows are padded with </s>" in note for note in manifest["model"]["notes"])
     other = CASES["classification"].write(tmp_path / "other")
     assert psgrad.analyze(other, report=False).manifest["model"]["notes"] == []
+
+
+def test_analyze_keeps_a_row_whose_completion_was_cut_away(tmp_path: Path) -> None:
+    path = CASES["completion"].write(tmp_path)
+    path.write_text(
+        path.read_text().replace("prompt: prompt", "max_length: 8, truncation: right, prompt: prompt")
+    )
+    samples = psgrad.analyze(path, report=False).samples.sort_values("index")
+    cut = samples["length"] == 0
+    assert 0 < cut.sum() < len(samples)
+    assert (samples["status"] == np.where(cut, "skipped", "ok")).all()
+    assert (samples["loss"][cut] == 0).all()
+    assert (samples["reasons"][cut] == "not judged: no position of it counts in the loss").all()

@@ -10,6 +10,7 @@ import torch
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.reader import digests
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
 from psgrad.inputs.tasks.causal_lm import CausalLM
@@ -38,6 +39,13 @@ def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:
         assert expected.lengths is not None
         assert torch.equal(part.lengths, expected.lengths)
     assert torch.equal(made(tmp_path).take(rows).inputs[0], whole.at(rows).inputs[0])  # without whole blocks
+
+
+def test_digest_of_a_row_leaves_padding_out(tmp_path: Path) -> None:
+    samples = made(tmp_path)
+    alone = [digests(samples.read(row, row + 1))[0] for row in range(4)]
+    assert digests(samples.read(0, 4)) == alone
+    assert len(set(alone)) == 4
 
 
 def test_tokens_are_kept_with_a_run_and_not_made_again(
