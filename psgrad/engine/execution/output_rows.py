@@ -183,15 +183,15 @@ class OutputRows(Examples):
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
-        if outputs[0].numel() != self.per_sample:
+        found = self.cotangents(outputs, target, numbers)
+        if tuple(found.shape[1:]) != (self.per_sample, outputs[0].numel()):
             raise InfluenceError(
-                f"the model's output has {outputs[0].numel()} numbers for one sample and {self.per_sample}"
-                " for another, and the rows of its Jacobian are as many",
+                f"the model's output has {outputs[0].numel()} numbers for one sample and another number for"
+                " the first, and its curvature has as many rows",
                 expected="outputs of one size, whatever the length of a row",
                 next_step="set curvature: fisher, which has one row a sample",
             )
-        cotangents = self.cotangents(outputs, target, numbers)
-        cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
+        cotangents = found.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
         repeated = tuple(x.repeat_interleave(self.per_sample, 0) for x in given)
 
         def along(params: Vectors, inputs: tuple[torch.Tensor, ...], cotangent: torch.Tensor) -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
+from psgrad.ragged import Block
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -30,19 +31,13 @@ def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 0.5 * (output - target).square().sum()
 
 
-@dataclass
-class Rows:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-
 def examples(
     model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor, **options: Any
 ) -> Examples:
     """These rows as `model` sees them. Options are the Stream's."""
     return Examples(
         Objective(model, criterion),
-        lambda start, stop: Rows((inputs[start:stop],), target[start:stop]),
+        lambda start, stop: Block((inputs[start:stop],), target[start:stop]),
         len(inputs),
         options,
     )
