@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +14,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from psgrad.engine.influence.ranking import joined_scores
+from psgrad.ragged import Block
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a read of Examples returns."""
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -43,7 +35,7 @@ def examples(
     objective = Objective(model, criterion)
     objective.params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return Examples(
-        objective, lambda start, stop: Rows((inputs[start:stop],), target[start:stop]), len(inputs), options
+        objective, lambda start, stop: Block((inputs[start:stop],), target[start:stop]), len(inputs), options
     )
 
 

@@ -43,6 +43,7 @@ from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
+from psgrad.ragged import Block
 from psgrad.workflows.measures import joined_summary
 
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
@@ -75,7 +76,7 @@ class Digits:
         self.model = digits_network(torch.device("cpu"))
 
     def read(self, start: int, stop: int) -> Any:
-        return _Batch((self.images[start:stop],), self.labels[start:stop])
+        return Block((self.images[start:stop],), self.labels[start:stop])
 
     def setting(self, summary: Summary) -> Setting:
         """Made anew for each run, so that none knows what another found."""
@@ -104,12 +105,6 @@ class Digits:
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         for measure in measures:
             measure.gather(rows)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor
 
 
 def _joined(chunks: Any) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
+from psgrad.ragged import Block
 
 # At most so many times plain's peak.
 BARS = {"norms": 1.35, "clipped": 1.35}
@@ -208,14 +209,6 @@ def measure(name: str, device: torch.device, *, own_process: bool) -> dict[str, 
     return peaks
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A block of a dataset that repeats one set of rows."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-
 def stream_over(rows: int, device: torch.device, chunk: int = 64) -> Callable[[], Any]:
     """A run over so many rows of digits, chunk by chunk, that keeps nothing but the norms, as the tool's
     shards do not either.
@@ -228,9 +221,9 @@ def stream_over(rows: int, device: torch.device, chunk: int = 64) -> Callable[[]
     )
     images, target = torch.randn(512, 1, 8, 8), torch.randint(10, (512,))
 
-    def read(start: int, stop: int) -> Rows:
+    def read(start: int, stop: int) -> Block:
         places = torch.arange(start, stop) % len(images)
-        return Rows((images[places],), target[places])
+        return Block((images[places],), target[places])
 
     def run() -> None:
         stream = Stream(objective.loss, objective.params, read, chunk_size=chunk, capture="off")

@@ -44,6 +44,7 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.measures.norms import GradientNorms
+from psgrad.ragged import Block
 
 DIGITS = Path(__file__).parents[1] / "configs" / "digits"
 # |exponent - value| at most so much, by (axis, series).
@@ -81,14 +82,6 @@ class Axis:
 # -- samples -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Neighbouring rows, as a `Stream` reads them."""
-
-    inputs: tuple[Tensor, ...]
-    target: Tensor | None
-
-
 def digits_network() -> nn.Module:
     """The network of configs/digits, with fresh weights: a time does not depend on them."""
     specification = importlib.util.spec_from_file_location("digits_model", DIGITS / "model.py")
@@ -105,9 +98,9 @@ def over_samples(rows: int, device: torch.device) -> dict[str, Job]:
         images, labels = torch.from_numpy(file["image"]), torch.from_numpy(file["label"])
     objective = Objective(digits_network().to(device), F.cross_entropy)
 
-    def read(start: int, stop: int) -> Rows:
+    def read(start: int, stop: int) -> Block:
         places = torch.arange(start, stop) % len(images)
-        return Rows((images[places],), labels[places])
+        return Block((images[places],), labels[places])
 
     def run(chunk: Chunking) -> Job:
         def job() -> None:

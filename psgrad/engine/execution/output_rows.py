@@ -204,9 +204,9 @@ class OutputRows(Examples):
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
-        if outputs[0].numel() != self.per_sample:
-            raise _differing()
         cotangents = self.cotangents(outputs, target, numbers)
+        if tuple(cotangents.shape[1:]) != (self.per_sample, outputs[0].numel()):
+            raise _differing()
         cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
         repeated = tuple(x.repeat_interleave(self.per_sample, 0) for x in given)
 
