@@ -76,6 +76,7 @@ _LIMITS_OF_AUTOGRAD = re.compile(
     r" support"
     r"|leaf variable|leaf Variable"
     r"|the derivative .* is not implemented|must be contiguous|single memory location"
+    r"|Found dtype \w+ but expected \w+"
 )
 # Errors that are a program's own fault, or a thing that psgrad refuses, are of these classes.
 _SAID = (PsgradError, RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
@@ -89,7 +90,7 @@ def check(program: Program) -> Outcome:
         if error is not None:
             return _of_error(program, error, plain_error)
         if plain_error is not None:
-            if _LIMITS_OF_AUTOGRAD.search(str(plain_error)):
+            if _LIMITS_OF_AUTOGRAD.search(str(plain_error)) and _runs_forward(program):
                 return Outcome(ONLY_OURS, first_line(plain_error))
             return Outcome(ACCEPTED, first_line(plain_error))
         return _compared(program, ours, plain)
@@ -183,6 +184,11 @@ def _of_error(program: Program, error: BaseException, plain_error: BaseException
     if plain_error is not None and said:
         return Outcome(BOTH_RAISED, words)
     return Outcome(INTERNAL, words)
+
+
+def _runs_forward(program: Program) -> bool:
+    """Whether the loop can do without derivatives what it refuses."""
+    return attempted(lambda: run_loop(replace(program, mode="vmap")))[1] is None
 
 
 def _with_no_tolerance(plain: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
