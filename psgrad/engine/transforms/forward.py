@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
-from psgrad.engine.transforms.interpreter import note_autograd, rewritten
+from psgrad.engine.transforms.interpreter import cast, note_autograd, rewritten
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.reverse import GradLevel
@@ -85,10 +85,13 @@ class ForwardLevel(DerivativeLevel):
 
     def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
         """An integer has no derivative: a linear operator (a cast) would compute the tangent as if it were
-        the value.
+        the value. An operator of several dtypes may promote the tangent, which has the result's.
         """
-        differentiable = result.dtype.is_floating_point or result.dtype.is_complex
-        return traced(result, self, tangent if differentiable else None)
+        if not (result.dtype.is_floating_point or result.dtype.is_complex):
+            tangent = None
+        if tangent is not None and tangent.dtype != result.dtype:
+            tangent = cast(tangent, result.dtype)
+        return traced(result, self, tangent)
 
     def _tangents(
         self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any

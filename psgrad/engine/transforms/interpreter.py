@@ -354,6 +354,13 @@ def run(op: Op, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs) if level is None else dispatch(level, op, args, kwargs)
 
 
+def cast(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`g` in another dtype; the real part where a real value was promoted to complex."""
+    if g.dtype.is_complex and not dtype.is_complex:
+        g = torch.real(g)
+    return operators.aten._to_copy.default(g, dtype=dtype) if g.dtype != dtype else g
+
+
 def dispatch(
     level: ActiveLevel | None,
     op: Op,

@@ -49,6 +49,8 @@ READ_AS_CONTIGUOUS: dict[Any, tuple[int, ...]] = {
     aten._cdist_backward.default: (0, 1, 2, 4),
     aten._linalg_check_errors.default: (0,),
     aten.linalg_matrix_exp.default: (0,),
+    aten.median.dim: (0,),
+    aten.nanmedian.dim: (0,),
 }
 
 

@@ -132,9 +132,7 @@ class GradLevel(DerivativeLevel):
                     closure = rule.closure(position, result, values, kwargs)
                     if closure is None:
                         continue  # the derivative with respect to this argument is zero
-                node.edges.append(
-                    Edge(tracer.node, tracer.output, position, closure, is_shared(tracer.value))
-                )
+                node.edges.append(Edge(tracer, position, closure, shared=is_shared(tracer.value)))
         finally:
             if grad_mode != self.callers_grad_mode:
                 set_grad_enabled(grad_mode)
@@ -168,7 +166,7 @@ class GradLevel(DerivativeLevel):
         """
         node = Node(len(outs))
         node.joint = lambda arrived, positions: pull(arrived)
-        node.edges = [Edge(tracer.node, tracer.output, position, None, False) for position, tracer in inputs]
+        node.edges = [Edge(tracer, position) for position, tracer in inputs]
         return [
             (
                 self._place(x, None if i in constant or not node.edges else node, i)

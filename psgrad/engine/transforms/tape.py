@@ -27,6 +27,7 @@ from psgrad.engine.transforms.derivatives import DerivativeTracer
 from psgrad.engine.transforms.interpreter import (
     Tracer,
     below_autograd,
+    cast,
     innermost,
     recorded_outside,
     rules_only,
@@ -58,13 +59,14 @@ class Node:
 class Edge:
     """From an operator to one of its inputs."""
 
-    __slots__ = ("closure", "output", "position", "shared", "source")
+    __slots__ = ("closure", "dtype", "output", "position", "shared", "source")
 
     def __init__(
-        self, source: Node, output: int, position: Any, closure: Closure | None, shared: bool
+        self, tracer: Any, position: Any, closure: Closure | None = None, *, shared: bool = False
     ) -> None:
-        self.source = source  # the node that made the input
-        self.output = output  # which of its results the input is
+        self.source: Node = tracer.node  # that made the input
+        self.output: int = tracer.output  # which of its results the input is
+        self.dtype = tracer.dtype
         self.position = position  # argument number, or (argument number, place in the list)
         self.closure = closure
         self.shared = shared  # no sample axis below: this input is the same for all samples
@@ -99,6 +101,12 @@ def pull_back(
             heapq.heappush(heap, (-node.sequence, node))
         before = slots[output]
         slots[output] = cotangent if before is None else run(aten.add.Tensor, before, cotangent)
+
+    def add_along(edge: Edge, cotangent: torch.Tensor | None) -> None:
+        """An operator of several dtypes may promote the cotangent; that of an input has the input's dtype."""
+        if cotangent is not None and cotangent.dtype != edge.dtype:
+            cotangent = cast(cotangent, edge.dtype)
+        add(edge.source, edge.output, cotangent)
 
     def settle(node: Node) -> None:
         if node in uses:
@@ -142,7 +150,7 @@ def pull_back(
                     if callable(found):
                         state.cotangent_is_shared = edge.shared
                         found = found()
-                    add(edge.source, edge.output, found)
+                    add_along(edge, found)
                     settle(edge.source)
                 del results, found
             else:
@@ -151,7 +159,7 @@ def pull_back(
                     assert edge.closure is not None
                     # the contribution of an edge to a shared value's cotangent is a sum of un-run
                     # contractions, too
-                    add(edge.source, edge.output, edge.closure(arrived))
+                    add_along(edge, edge.closure(arrived))
                     settle(edge.source)
             if not keep:
                 node.edges, node.joint = [], None

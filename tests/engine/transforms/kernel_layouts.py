@@ -17,8 +17,9 @@ from psgrad.engine.transforms.interpreter import Tracer, interpret
 from psgrad.engine.transforms.operators import Op, facts, is_random
 
 # Of an order among equal elements, and of a factorisation's storage, nothing is promised; both follow the
-# layout of the argument.
-WITHOUT_ONE_ANSWER = "sort argsort median nanmedian kthvalue topk _linalg_det _linalg_slogdet"
+# layout of the argument. Of those that return values and their places, the values are compared.
+WITHOUT_ONE_ANSWER = "argsort _linalg_det _linalg_slogdet"
+VALUES_BEFORE_PLACES = frozenset(["sort", "median", "nanmedian", "kthvalue", "topk"])
 # A view that PyTorch refuses where it has none; who calls it asks before.
 REFUSES = "_unsafe_view"
 # Chosen only where the last axis is contiguous: PyTorch's own choice between attention kernels looks at that.
@@ -103,7 +104,8 @@ def arguments_read_as_contiguous(call: Call) -> set[int]:
 
 def _differs(call: Call, position: int, odd: Tensor) -> bool:
     def run(x: Tensor) -> Any:
-        return call.op(*call.args[:position], x, *call.args[position + 1 :], **call.kwargs)
+        out = call.op(*call.args[:position], x, *call.args[position + 1 :], **call.kwargs)
+        return out[0] if name_of(call.op) in VALUES_BEFORE_PLACES and isinstance(out, tuple) else out
 
     try:
         wanted = run(odd.contiguous())

@@ -615,6 +615,38 @@ def test_linear_cross_entropy_in_chunks_infinite_cotangent_as_without_chunks(red
     torch.testing.assert_close(found, loop, equal_nan=True)
 
 
+OF_TWO_DTYPES = {
+    "solve_triangular": lambda x, y: torch.linalg.solve_triangular(
+        x.reshape(2, 2), y.reshape(2, 2), upper=True
+    ),
+    "binary_cross_entropy_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y),
+    "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y),
+    "as_strided_scatter": lambda x, y: x.detach().clone().as_strided_scatter(y[:3], (3,), (1,), 1) + 0 * x,
+    "atan2": torch.atan2,
+}
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
+@pytest.mark.parametrize("name", OF_TWO_DTYPES)
+def test_derivatives_of_operator_of_two_dtypes_have_those_of_arguments_and_result(
+    name: str, dtypes: tuple[str, str]
+) -> None:
+    x, y = (torch.rand(3, 4).add(0.5).to(getattr(torch, dtype)) for dtype in dtypes)
+    loss = lambda x, y: OF_TWO_DTYPES[name](x, y).sum()
+    torch.testing.assert_close(vmap(grad(loss, (0, 1)))(x, y), by_loop(loss, x, y), rtol=1e-5, atol=1e-6)
+    for tangents in ((x[0], torch.zeros_like(y[0])), (torch.zeros_like(x[0]), y[0])):
+        out, tangent = jvp(OF_TWO_DTYPES[name], (x[0], y[0]), tangents)
+        assert tangent.dtype == out.dtype
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
+def test_huber_loss_of_two_dtypes_which_autograd_refuses(dtypes: tuple[str, str]) -> None:
+    x, y = (torch.rand(3, 4).to(getattr(torch, dtype)) for dtype in dtypes)
+    found = vmap(grad(lambda x, y: F.huber_loss(x, y, delta=0.5, reduction="sum"), (0, 1)))(x, y)
+    slope = (x.double() - y).clamp(-0.5, 0.5)
+    torch.testing.assert_close(found, (slope.to(x.dtype), -slope.to(y.dtype)))
+
+
 # -- the checker itself --------------------------------------------------------------------------------------
 
 

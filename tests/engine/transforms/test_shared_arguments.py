@@ -125,6 +125,27 @@ def test_kernels_reading_contiguous_memory_listed_fifth_of_all_operators() -> No
     assert {name: result for name in names if (result := unlisted(called_by_operators(name)))} == {}
 
 
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_median_of_expanded_memory(name: str) -> None:
+    """PyTorch's kernel reads outside the tensor."""
+    x = torch.tensor([0.5, 2.0, -3.0], dtype=torch.float64)
+    median = lambda x: getattr(x, name)
+    assert torch.equal(vmap(lambda x: median(x.expand(4))())(x), x)
+    assert torch.equal(vmap(lambda x: median(x.expand(4))(0).values)(x), x)
+    assert torch.equal(
+        vmap(lambda x: getattr(torch, name)(x.expand(2, 4), 1).values)(x), x[:, None].expand(3, 2)
+    )
+    assert torch.equal(vmap(grad(lambda x: median(x.expand(4))()))(x), torch.ones_like(x))
+
+
+def test_kernels_order_statistics_of_expanded_memory_listed() -> None:
+    kernels, x = Kernels(most=4), torch.linspace(-1, 1, 12).sin().reshape(3, 4)
+    with kernels:
+        x.median(1), x.nanmedian(1), x.kthvalue(2, 1), x.topk(2, 1), x.sort(1), x.mode(1)
+    assert unlisted(kernels) == []
+    assert {"aten::median.dim", "aten::nanmedian.dim"} <= set(reads_as_contiguous(kernels))
+
+
 def test_kernels_checker_notices_expanded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     right, backward = (
         operators.contiguous,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import cast as cast
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.operators import aten as aten
 from psgrad.engine.transforms.private_torch import schema_of
@@ -30,13 +31,6 @@ def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
         if g.shape != shape:
             g = run(aten.reshape.default, g, shape)
     return g if g.dtype == dtype else cast(g, dtype)
-
-
-def cast(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`g` in another dtype; the real part where a real value was promoted to complex."""
-    if g.dtype.is_complex and not dtype.is_complex:
-        g = torch.real(g)
-    return aten._to_copy.default(g, dtype=dtype) if g.dtype != dtype else g
 
 
 def broadcasting(make: Maker, position: int) -> Maker:

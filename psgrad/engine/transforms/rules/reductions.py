@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, cast, shifted, without_unit_axis, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
@@ -146,8 +147,8 @@ def _one_of_all(kernel: Callable[..., Any]) -> Callable[..., Any]:
 for _whole, _kernel in (
     (aten.max.default, lambda rows: aten.amax.default(rows, [1])),
     (aten.min.default, lambda rows: aten.amin.default(rows, [1])),
-    (aten.median.default, lambda rows: aten.median.dim(rows, 1)[0]),
-    (aten.nanmedian.default, lambda rows: aten.nanmedian.dim(rows, 1)[0]),
+    (aten.median.default, lambda rows: run(aten.median.dim, rows, 1)[0]),
+    (aten.nanmedian.default, lambda rows: run(aten.nanmedian.dim, rows, 1)[0]),
 ):
     define(_whole, vjp={0: _max_all_back}, batch=_one_of_all(_kernel))
 

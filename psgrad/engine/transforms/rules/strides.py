@@ -13,7 +13,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import Tracer, refuse_new_data
-from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.families import aten, cast
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.errors import TransformError
 
@@ -110,9 +110,8 @@ def _strided_scatter(
             f"strides {tuple(stride)}, to be written to",
             "several elements of what is written lie at one place",
         )
-    return aten.index_put.default(x.reshape(-1), [places], source.expand(tuple(size)).reshape(-1)).reshape(
-        x.shape
-    )
+    written = cast(source, x.dtype).expand(tuple(size)).reshape(-1)
+    return aten.index_put.default(x.reshape(-1), [places], written).reshape(x.shape)
 
 
 @replace(aten._has_compatible_shallow_copy_type.default)
