@@ -187,7 +187,8 @@ class Passes:
         return {key: value.cpu().numpy() for key, value in state.items()}
 
     def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        positions = (int(state[_POSITIONS][0]), int(state[_POSITIONS][1])) if _POSITIONS in state else None
+        tokens, longest, by_factors = state[_POSITIONS].tolist() if _POSITIONS in state else (None, 0, 0)
+        positions = None if tokens is None else (tokens, longest, by_factors)
         self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]), positions)
         for place, measure in enumerate(measures):
             own = {

@@ -10,7 +10,8 @@ from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.ragged import Block
 
 # What a chunk has of the positions that are computed at once, where rows are as long as the longest, and its
-# least number of rows; and what it has of them where the factors of all buckets are kept.
+# least number of rows; and what it has of them where the factors of all buckets are kept, or a bucket where
+# none are.
 _BUCKETS_OF_A_CHUNK, _LEAST_ROWS = 16, 64
 _BUCKETS_OF_FACTORS = 2
 # Positions of padding behind the longest row of a bucket. Models of the transformers library take another way
@@ -31,12 +32,13 @@ class RaggedChunks:
     Attributes:
         tokens: the bound in force.
         longest: the positions of the row that it was found by; None where it was not found here.
+        by_factors: whether it is for passes that keep factors.
     """
 
     def __init__(self, tokens: int | None, once: float, cut: bool, say: Callable[[str], None]) -> None:
         self.tokens, self.once, self._cut, self._say = tokens, once, cut, say
         self.longest: int | None = None
-        self._told = False
+        self._told = self.by_factors = False
 
     def computed(
         self,
@@ -52,7 +54,10 @@ class RaggedChunks:
         """
         assert block.ragged is not None
         assert block.lengths is not None
-        waiting = plan_buckets(block.lengths, block.ragged, once=self.once, most=self.tokens)[::-1]
+        most = self.tokens
+        if most is not None and self.by_factors and not keeps_factors:
+            most *= _BUCKETS_OF_FACTORS
+        waiting = plan_buckets(block.lengths, block.ragged, once=self.once, most=most)[::-1]
         parts, groups = [], []
         while waiting:
             places = waiting.pop()
@@ -75,6 +80,7 @@ class RaggedChunks:
         assert block.ragged is not None
         assert block.lengths is not None
         longest = block.lengths.amax(0, keepdim=True).numpy()
+        self.by_factors = False
         self.tokens = max(1, len(block) * int(positions_of(longest, block.ragged)[0]) // 2)
         self._say(
             f"out of memory on {len(block)} rows of up to {longest.max()} positions; going on with"
@@ -88,10 +94,13 @@ class RaggedChunks:
         positions = positions_of(block.lengths.numpy(), block.ragged).cumsum()
         return max(1, int((positions <= _BUCKETS_OF_FACTORS * self.tokens).sum()))
 
-    def take(self, tokens: int, longest: int) -> int:
+    def take(self, tokens: int, longest: int, by_factors: bool = False) -> int:
         """So many positions at a time from now on, or as many as were asked for. The number of rows of a
         chunk: enough to find rows of like length among them.
+
+        by_factors: whether `tokens` is for passes that keep factors; others take half of the memory.
         """
+        self.by_factors = by_factors and self.tokens is None
         self.tokens = tokens if self.tokens is None else self.tokens
         self.longest = max(1, longest)
         return max(_BUCKETS_OF_A_CHUNK * self.tokens // self.longest, _LEAST_ROWS)

@@ -42,6 +42,9 @@ LARGEST_AUTO_CHUNK = 1024
 PREDICTED_FROM = 2048
 
 
+Positions = tuple[int, int, int]
+
+
 class Measure(Protocol):
     """Something that is computed from deferred gradients, sample by sample.
 
@@ -234,21 +237,24 @@ class Stream:
 
         return found
 
-    def fix_chunk_size(self, size: int, positions: tuple[int, int] | None = None) -> None:
+    def fix_chunk_size(self, size: int, positions: Positions | None = None) -> None:
         """Take so many rows at a time from now on, as an earlier run did, with its `positions`: then the
         numbers are the same to the last bit.
         """
         self.chunk_size, self.automatic, self._measured = size, False, False
         if positions is not None:
-            self.ragged.tokens, self.ragged.longest = positions
+            self.ragged.tokens, self.ragged.longest = positions[:2]
+            self.ragged.by_factors = bool(positions[2])
 
     @property
-    def positions(self) -> tuple[int, int] | None:
-        """Where rows differ in length: how many positions are computed at once, and those of the row that
-        this was found by; None where it was not found here.
+    def positions(self) -> Positions | None:
+        """Where rows differ in length: how many positions are computed at once, those of the row that this
+        was found by, and whether it is for passes that keep factors; None where it was not found here.
         """
         tokens, longest = self.ragged.tokens, self.ragged.longest
-        return None if tokens is None or longest is None else (tokens, longest)
+        if tokens is None or longest is None:
+            return None
+        return tokens, longest, int(self.ragged.by_factors)
 
     @property
     def rows_at_longest(self) -> int:
@@ -257,7 +263,7 @@ class Stream:
         """
         if self.positions is None:
             return self.chunk_size
-        tokens, longest = self.positions
+        tokens, longest, _ = self.positions
         return max(1, min(self.chunk_size, tokens // longest))
 
     @property
@@ -484,7 +490,8 @@ class Stream:
             return
         positions = positions_of(block.lengths.numpy(), block.ragged)
         tokens = chunk_for_factors(gradients, int(positions.sum()), budget, budget)
-        self.chunk_size = min(self.ragged.take(tokens, int(positions.max())), LARGEST_AUTO_CHUNK)
+        rows = self.ragged.take(tokens, int(positions.max()), by_factors=True)
+        self.chunk_size = min(rows, LARGEST_AUTO_CHUNK)
 
     # -- rows that fail --------------------------------------------------------------------------------------
 
