@@ -113,8 +113,8 @@ class Tokenizer:
         return slice(length - self.limit, None) if self.truncation == "left" else slice(self.limit)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id."""
-        return [str(self.inner.decode([each])) for each in ids]
+        """The text of each id; empty for -100, which stands where there is none."""
+        return [str(self.inner.decode([each])) if each >= 0 else "" for each in ids]
 
 
 def _encodings(batch: Any) -> list[Encoding]:

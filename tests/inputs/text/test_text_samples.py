@@ -89,6 +89,7 @@ def test_text_of_rows_and_of_tokens(tmp_path: Path) -> None:
     samples = made(tmp_path)
     assert samples.describe(2) == ROWS[2]["t"]
     assert "".join(samples.pieces(samples.read(2, 3).inputs[0][0].tolist()) or []) == ROWS[2]["t"]
+    assert samples.pieces([-100]) == [""]
     assert samples.input_names() == ["input_ids", "attention_mask"]
 
 
