@@ -102,7 +102,7 @@ class Program:
         plain: bool = False,
         after: Callable[[dict[str, Any], Statement], None] | None = None,
         again: Callable[[Any], Any] | None = None,
-        written_out: bool | None = None,
+        written_out: bool | type[WrittenOut] | None = None,
         inside: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Callable[..., Any]:
         """The program as a function of its arguments. plain: as the oracle runs it. after: called when a
@@ -120,7 +120,8 @@ class Program:
         ]
 
         def f(*args: Tensor) -> tuple[Tensor, ...]:
-            functional: Any = WrittenOut(inside) if written_out else Conventions() if plain else F
+            writer = WrittenOut if isinstance(written_out, bool) else written_out
+            functional: Any = writer(inside) if written_out else Conventions() if plain else F
             if functional is not F and "jvp" not in self.mode and "jacfwd" not in self.mode:
                 # double backward passes are no tangents here, but second derivatives
                 functional.embedding, functional.embedding_bag = F.embedding, F.embedding_bag

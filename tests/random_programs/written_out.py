@@ -165,6 +165,18 @@ class WrittenOut(Conventions):
         return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
 
 
+class WithVariance(WrittenOut):
+    """The same by PyTorch's variance, as PyTorch's own decompositions have it: beside an infinite scale other
+    places of the derivative are infinite, and not NaN.
+    """
+
+    def _normal(self, x: Tensor, axes: list[int], eps: float) -> Tensor:
+        moved = self.moved(x)
+        return (moved - x.mean(axes, keepdim=True)) * (
+            moved.var(axes, correction=0, keepdim=True) + eps
+        ).rsqrt()
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The derivatives that PyTorch has, without what its second derivatives add to what they divide by."""
 

@@ -21,7 +21,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vjp, vmap
 from psgrad.engine.transforms.rules import registry
 from psgrad.errors import TransformError
-from tests.random_programs.checking import Outcome, check
+from tests.random_programs.checking import NOT_NOTICED, Outcome, check
 from tests.random_programs.noticed import NOTICED
 from tests.random_programs.planting import exactly, operator, planted
 from tests.random_programs.programs import Argument, Program, Statement
@@ -647,6 +647,26 @@ def test_huber_loss_of_two_dtypes_which_autograd_refuses(dtypes: tuple[str, str]
     torch.testing.assert_close(found, (slope.to(x.dtype), -slope.to(y.dtype)))
 
 
+def test_vmap_eigvalsh_of_matrix_not_finite_refused_as_one_sample() -> None:
+    """With eigenvectors PyTorch's kernel returns NaN, without them it refuses."""
+    x = torch.eye(3).repeat(2, 1, 1)
+    x[1] = torch.tensor([[3.4, -1e30, -1.1], [-1e30, INF, 1e30], [-1.1, 1e30, 2.9]])
+    with pytest.raises(RuntimeError, match="failed to converge"):
+        torch.linalg.eigvalsh(x[1])
+    with pytest.raises(RuntimeError, match="failed to converge"):
+        vmap(torch.linalg.eigvalsh)(x)
+    torch.testing.assert_close(vmap(torch.linalg.eigvalsh)(x[:1]), torch.ones(1, 3))
+
+
+def test_vmap_outer_autograd_eigvalsh() -> None:
+    x = (V[:, :3, :3] + torch.diag(P[:3])).requires_grad_()
+    found, loop = (
+        torch.autograd.grad((out * torch.tensor([0.5, 1.0, 2.0])).sum(), x)[0]
+        for out in (vmap(lambda x: torch.linalg.eigvalsh(x @ x.mT))(x), torch.linalg.eigvalsh(x @ x.mT))
+    )
+    torch.testing.assert_close(found, loop)
+
+
 # -- the checker itself --------------------------------------------------------------------------------------
 
 
@@ -755,6 +775,34 @@ def test_random_programs_checker_convolution_of_infinite_weight_many_samples(mod
     lines = (Statement("t0 = F.conv1d(a0, a1, padding=1)", "t0"),)
     program = Program(arguments, lines, ("t0",), 20, torch.float32, mode, extreme=True)
     assert check(program) == Outcome("equal")
+
+
+def test_random_programs_checker_write_that_autograd_misses_and_that_changes_nothing() -> None:
+    """PyTorch's `kron` keeps its arguments' memory without their counts of writes."""
+    arguments = (
+        Argument("a0", (1, 2), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
+        Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
+    )
+    lines = (
+        Statement("t0 = a0.clone()", "t0"),
+        Statement("t1 = torch.kron(t0, a1)", "t1"),
+        Statement("t0.clamp_(min=-4.0)", "t0", writes=True),
+    )
+    program = Program(arguments, lines, ("t1",), 2, torch.float32, "autograd of vmap")
+    assert check(program).kind == NOT_NOTICED
+
+
+def test_random_programs_checker_layer_norm_infinite_scale_by_two_formulas() -> None:
+    arguments = (
+        Argument("a0", (4,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=1),
+        Argument(
+            "a1", (4,), "torch.randn({shape}, dtype=torch.float64)", ("{name}[0] = float('inf')",), seed=2
+        ),
+        Argument("a2", (2,), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=3),
+    )
+    lines = (Statement("t0 = F.layer_norm(a0, (4,), a1, a1)", "t0"),)
+    for mode in ("autograd of vmap", "autograd of vmap(vmap)"):
+        assert not check(Program(arguments, lines, ("t0",), 2, torch.float64, mode, extreme=True)).failed
 
 
 def test_random_programs_checker_names_first_use_and_others() -> None:

@@ -19,6 +19,7 @@ from psgrad.engine.transforms.rules.families import aten, cast, leading
 from psgrad.engine.transforms.rules.linear_systems import everywhere, eye_like, with_empty
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
 
@@ -180,7 +181,22 @@ def _with_vectors(level: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _eigh_batch(batch: Any, op: Op, a: torch.Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
-    return with_empty(batch, op(batch.physical(a), UPLO, compute_v), () if compute_v else (1,))
+    matrices = batch.physical(a)
+    results = op(matrices, UPLO, compute_v or _recorded(matrices))
+    return with_empty(batch, results, () if compute_v else (1,))
+
+
+def _recorded(a: torch.Tensor) -> bool:
+    """Whether PyTorch's autograd records what is done with a plain tensor."""
+    return state.attached and a.requires_grad
+
+
+@replace(aten.linalg_eigvalsh.default)
+def _eigvalsh(a: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    """Without the vectors, which PyTorch's own computes of all tensors that are not plain: for matrices that
+    are not finite its kernel raises without them, and returns NaN with them.
+    """
+    return aten._linalg_eigh.default(a, UPLO, _recorded(a))[0]
 
 
 define(aten._linalg_eigh.default, vjp={0: _eigh_back}, batch=_eigh_batch, instead=_with_vectors)
