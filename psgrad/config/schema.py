@@ -24,7 +24,10 @@ from psgrad.config.values import Section
 from psgrad.config.whole import Config
 from psgrad.yaml12 import parse
 
-FILLED_IN: Mapping[str, tuple[str, ...]] = {"PrivacyConfig": ("relation", "steps", "expected_batch_size")}
+FILLED_IN: Mapping[str, tuple[str, ...]] = {
+    "Config": ("loss",),
+    "PrivacyConfig": ("relation", "steps", "expected_batch_size"),
+}
 """Keys without a default that validators fill in from others."""
 
 
@@ -273,13 +276,14 @@ def _as_item(lines: list[str], indent: str) -> Iterator[str]:
 
 
 def _inside(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """(the section that a key holds or lists, whether it lists them)."""
+    """(the section that a key holds or lists, whether it lists them); none for one among a mapping's values."""
     direct = [
         kind
         for kind in (annotation, *(() if get_origin(annotation) is list else get_args(annotation)))
         if isinstance(kind, type)
     ]
-    found = next(sections_in(annotation), None)
+    kinds = [annotation] if get_origin(annotation) is list else get_args(annotation) or [annotation]
+    found = next((each for kind in kinds if get_origin(kind) is not dict for each in sections_in(kind)), None)
     return found, found is not None and found not in direct
 
 

@@ -171,7 +171,7 @@ def test_a_pickle_is_said_to_be_unchecked(workplace: Workplace) -> None:
     workplace.config["model"]["checkpoint"] = "model.pt"
     outcome = validated(workplace)
     assert outcome.code == 0
-    assert "model.pt is a pickle inside" in outcome.err
+    assert "what model.pt holds is checked with --deep" in outcome.err
 
 
 def test_an_index_whose_shard_is_missing_or_lacks_a_tensor(workplace: Workplace) -> None:

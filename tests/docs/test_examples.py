@@ -104,6 +104,8 @@ def shown_configs() -> Iterator[tuple[str, dict[str, Any]]]:
                 content = parse(block, page.name).content
             except ConfigError:
                 continue  # of another tool, with more than YAML 1.2's plain values
+            if isinstance(content, dict) and "pretrained" in content.get("model", {}):
+                continue  # test_task_guides and test_models_page run these on models that they make
             if isinstance(content, dict) and set(content) <= set(Config.model_fields):
                 yield (
                     f"{page.relative_to(CONFIGS.parent)} {number}{'' if 'version' in content else PART}",
