@@ -658,13 +658,15 @@ def test_vmap_eigvalsh_of_matrix_not_finite_refused_as_one_sample() -> None:
     torch.testing.assert_close(vmap(torch.linalg.eigvalsh)(x[:1]), torch.ones(1, 3))
 
 
-def test_vmap_outer_autograd_eigvalsh() -> None:
+@pytest.mark.parametrize("mapped", [True, False])
+def test_vmap_outer_autograd_eigvalsh(mapped: bool) -> None:
     x = (V[:, :3, :3] + torch.diag(P[:3])).requires_grad_()
-    found, loop = (
-        torch.autograd.grad((out * torch.tensor([0.5, 1.0, 2.0])).sum(), x)[0]
-        for out in (vmap(lambda x: torch.linalg.eigvalsh(x @ x.mT))(x), torch.linalg.eigvalsh(x @ x.mT))
-    )
-    torch.testing.assert_close(found, loop)
+    weight = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    values = lambda x: torch.linalg.eigvalsh(x @ x.mT)
+    out = vmap(values)(x) if mapped else vmap(lambda v: values(x) * v)(weight)
+    loop = values(x) if mapped else torch.stack([values(x) * v for v in weight])
+    found, expected = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (out, loop))
+    torch.testing.assert_close(found, expected)
 
 
 # -- the checker itself --------------------------------------------------------------------------------------

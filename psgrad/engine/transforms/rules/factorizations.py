@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, cast, leading
 from psgrad.engine.transforms.rules.linear_systems import everywhere, eye_like, with_empty
@@ -181,13 +182,13 @@ def _with_vectors(level: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _eigh_batch(batch: Any, op: Op, a: torch.Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
-    matrices = batch.physical(a)
-    results = op(matrices, UPLO, compute_v or _recorded(matrices))
-    return with_empty(batch, results, () if compute_v else (1,))
+    return with_empty(batch, op(batch.physical(a), UPLO, compute_v), () if compute_v else (1,))
 
 
 def _recorded(a: torch.Tensor) -> bool:
-    """Whether PyTorch's autograd records what is done with a plain tensor."""
+    """Whether PyTorch's autograd outside records what is done with a value."""
+    while isinstance(a, Tracer):
+        a = a.below()
     return state.attached and a.requires_grad
 
 
