@@ -94,6 +94,14 @@ _ALSO_TAKEN: Mapping[str, Mapping[str, Any]] = {
             {"type": "null"},
         ]
     },
+    "ModelConfig.adapter": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            {"$ref": "#/definitions/NewAdapterConfig"},
+            {"type": "null"},
+        ]
+    },
     "Config.version": {"const": 1},
 }
 
@@ -276,7 +284,7 @@ def _as_item(lines: list[str], indent: str) -> Iterator[str]:
 
 
 def _inside(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """(the section that a key holds or lists, whether it lists them); none for one among a mapping's values."""
+    """(the section that a key holds or lists, whether it lists them); not one among a mapping's values."""
     direct = [
         kind
         for kind in (annotation, *(() if get_origin(annotation) is list else get_args(annotation)))
