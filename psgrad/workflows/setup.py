@@ -195,6 +195,7 @@ def load(
     )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
+    _require_loss_of_several_labels(loaded, criterion)
     samples = samples_of(
         config.data,
         config.base,
@@ -243,6 +244,17 @@ def samples_of(
             expected="one row a sample: a loss with columns does not go with data.group",
         )
     return SamplesWithColumns(found, columns, criterion.columns)
+
+
+def _require_loss_of_several_labels(loaded: LoadedModel, criterion: Criterion) -> None:
+    """Raises ConfigError where a head of several labels a row would be compared with one class."""
+    problem = None if loaded.pretrained is None else getattr(loaded.pretrained.config, "problem_type", None)
+    if problem == "multi_label_classification" and criterion.kind == "class":
+        raise ConfigError(
+            f"the model has several labels a row ({problem}), and the loss {criterion.name} has one",
+            expected="loss: bce_with_logits, or a loss of your own",
+            next_step="say the loss in the config; the task's own is that of one label",
+        )
 
 
 def set_up(config: Config, kept: Path | None = None) -> Setup:

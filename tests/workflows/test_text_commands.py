@@ -85,3 +85,19 @@ def test_validate_looks_at_texts_without_weights(
     outcome = run_command(monkeypatch, capfd, "validate", str(path))
     assert outcome.code == (3 if change else 0)
     assert all(word in outcome.out + outcome.err for word in words), outcome
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_multi_label_head_needs_a_loss_of_several_labels(
+    said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = CASES["classification"].write(tmp_path, "loss: bce_with_logits" if said else "")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["problem_type"] = "multi_label_classification"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    rows.write_text("\n".join(json.dumps({**line, "label": [line["label"]]}) for line in lines))
+    outcome = run_command(monkeypatch, capfd, "analyze", str(path), "--no-report")
+    assert outcome.code == (0 if said else 2), outcome.err
+    assert said or "expected: loss: bce_with_logits" in outcome.err
