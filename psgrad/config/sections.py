@@ -107,6 +107,14 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     def _bare_name(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
 
+    def decisive(self) -> dict[str, Any]:
+        """The keys that indexes and ledgers compare: all, but those of later versions only where they are
+        set, so that earlier files still fit.
+        """
+        later = {name for name in ("reduction", "columns") if getattr(self, name) in ("mean", [])}
+        found: dict[str, Any] = self.model_dump(mode="json", exclude=later)
+        return found
+
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> LossConfig:
         takes = LOSS_OPTIONS.get(self.name, frozenset())

@@ -62,19 +62,21 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def written_atomically(target: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which is at its place when the block ends, whole, and never before: temporary file,
-    fsync, rename, fsync of the folder.
+def _replacing(target: Path) -> Iterator[int]:
+    """The descriptor of a file that is at its place when the block ends, whole, and never before: temporary
+    file, fsync, rename, fsync of the folder.
 
     Raises OSError; then, and where the block raises, the file is as it was, and no temporary file is left.
     """
     temporary = temporary_for(target)
     try:
         point()
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            sync(file.fileno())
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            yield descriptor
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
         point()
         os.replace(temporary, target)  # noqa: PTH105 (one module, one style: everything here is a call of os)
     except BaseException:
@@ -89,8 +91,15 @@ def write_atomically(target: Path, data: bytes | memoryview) -> None:
 
     Raises OSError; the file is then as it was, and no temporary file is left.
     """
-    with written_atomically(target) as file:
-        write_all(file.fileno(), data)
+    with _replacing(target) as descriptor:
+        write_all(descriptor, data)
+
+
+@contextmanager
+def written_atomically(target: Path) -> Iterator[BinaryIO]:
+    """A file to write to, in the way of `write_atomically`, which is at its place when the block ends."""
+    with _replacing(target) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        yield file
 
 
 def temporary_for(target: Path) -> Path:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from psgrad.config import Config, is_callable_spec
+from psgrad.config import Config, DataConfig, EngineConfig, LossConfig, ModelConfig, is_callable_spec
+from psgrad.config.values import Section
 from psgrad.errors import ConfigError
 from psgrad.inputs.code_identity import CodeIdentity, code_identity
 from psgrad.storage.folders import RunFolder, manifest_of
@@ -166,7 +167,7 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
             next_step="begin anew with --overwrite, or another --output",
         )
     parts = _parts_that_differ(path, names_of(run))
-    changed = _changes(then, now, parts)
+    changed = _changes(_without_defaults(then), _without_defaults(now), parts)
     if list(changed) != [_CHECKPOINT] and changed:  # alone: it was saved again, with the same weights
         raise ConfigError(
             f"the run in {path} was begun with something else, and rows of two runs can't be mixed:"
@@ -221,6 +222,25 @@ def _listed(changed: Mapping[str, str]) -> str:
     """The first changes, a line each."""
     lines = [f"\n  {key}: {words}" for key, words in list(changed.items())[:_LISTED]]
     return "".join(lines) + (f"\n  and {len(changed) - _LISTED} more" if len(changed) > _LISTED else "")
+
+
+def _without_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without the keys that are at their default: a run of an earlier version did not know all of
+    them.
+    """
+    sections: dict[str, type[Section]] = {
+        "model": ModelConfig,
+        "loss": LossConfig,
+        "data": DataConfig,
+        "engine": EngineConfig,
+    }
+    defaults = {
+        f"{name}.{key}": info.get_default(call_default_factory=True)
+        for name, section in sections.items()
+        for key, info in section.model_fields.items()
+        if not info.is_required()
+    }
+    return {key: value for key, value in found.items() if key not in defaults or value != defaults[key]}
 
 
 def _flat(content: Any, above: str = "") -> dict[str, Any]:

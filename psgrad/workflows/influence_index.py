@@ -126,7 +126,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **config.model.decisive(),
-        "loss": config.loss.model_dump(mode="json"),
+        "loss": config.loss.decisive(),
         "dtype": config.engine.dtype,
     }
     training = Examples(run.objective, run.reader, len(run.samples))

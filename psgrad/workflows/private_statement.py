@@ -73,7 +73,7 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
             "checkpoint_sha256": run.loaded.sha256,
             "architecture_sha256": architecture_hash(run.model),
         },
-        "loss": run.config.loss.model_dump(),
+        "loss": run.config.loss.decisive(),
         "dtype": run.config.engine.dtype,
     }
 

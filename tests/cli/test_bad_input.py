@@ -196,9 +196,10 @@ def test_label_of_the_wrong_type(workplace: Workplace) -> None:
     workplace.refused(3, "targets are of type torch.float32", "save the target column as integers")
 
 
-def test_labels_as_text(workplace: Workplace) -> None:
+def test_labels_as_text_that_class_names_lack(workplace: Workplace) -> None:
     workplace.save(y=np.array(["cat", "dog", "cow"])[workplace.arrays["y"]])
-    workplace.refused(3, "'y' is of type", "encode classes as 0, 1, 2")
+    workplace.config["data"]["class_names"] = ["cat", "dog", "horse"]
+    workplace.refused(3, "cow", "cat, dog, horse")
 
 
 def test_ragged_rows(workplace: Workplace) -> None:

@@ -315,6 +315,7 @@ def test_a_checkpoint_of_timms_training(timm: ModuleType, tmp_path: Path) -> Non
 
 
 def test_names_and_arguments_that_timm_does_not_know(timm: ModuleType, tmp_path: Path) -> None:
+    save_file({"1.weight": torch.ones(3, 4)}, tmp_path / "best.safetensors")
     with pytest.raises(ConfigError, match=r"timm has no model 'resnet5'; did you mean resnet50\?"):
         load_timm(tmp_path, timm="resnet5")
     with pytest.raises(ModelError, match="timm can't build resnet50"):
@@ -327,5 +328,6 @@ def test_names_and_arguments_that_timm_does_not_know(timm: ModuleType, tmp_path:
 
 def test_timm_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
+    save_file({"1.weight": torch.ones(3, 4)}, tmp_path / "best.safetensors")
     with pytest.raises(ModelError, match=r"pip install 'psgrad\[vision\]'"):
         load_timm(tmp_path)

@@ -74,7 +74,7 @@ class Sequences(Samples):
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Sequences:
     found = Sequences()
-    monkeypatch.setattr(setup, "load_data", lambda *_: found)
+    monkeypatch.setattr(setup, "load_data", lambda *_, **__: found)
     return found
 
 

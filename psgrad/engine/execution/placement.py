@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.transforms.private_torch import no_torch_function, tree_map
+from psgrad.engine.transforms.private_torch import (
+    make_wrapper,
+    no_torch_function,
+    parameter_store,
+    schema_of,
+    tree_map,
+)
 from psgrad.errors import ModelError
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -49,7 +55,7 @@ def place(model: nn.Module, device: torch.device, dtype: torch.dtype, frozen: st
             buffer.data = buffer.data.to(dtype)
     made: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(parameter_store(module).items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
@@ -82,7 +88,7 @@ class Widened(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Tensor, dtype: torch.dtype) -> Widened:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return make_wrapper(  # type: ignore[no-any-return]
             cls,
             stored.shape,
             strides=stored.stride(),
@@ -105,7 +111,9 @@ class Widened(Tensor):
             return Widened(args[0].stored, kwargs["dtype"])
         if op is _aten.embedding.default and isinstance(args[0], Widened):
             return op(args[0].stored, *args[1:], **kwargs).to(args[0].dtype)
-        if op._schema.is_mutable and any(_is_written(op, place, value) for place, value in enumerate(args)):
+        if schema_of(op).is_mutable and any(
+            _is_written(op, place, value) for place, value in enumerate(args)
+        ):
             raise ModelError(
                 f"the model writes into a frozen weight that is stored as {args[0].stored.dtype} ({op})",
                 next_step="set model.dtype: float32",
@@ -127,7 +135,7 @@ def _widened(value: Any) -> Any:
 
 
 def _is_written(op: Any, place: int, value: Any) -> bool:
-    written = op._schema.arguments[place].alias_info
+    written = schema_of(op).arguments[place].alias_info
     return isinstance(value, Widened) and written is not None and written.is_write
 
 

@@ -91,7 +91,7 @@ def test_ragged_kronecker_factors_and_blocks(pair: tuple[Examples, Examples]) ->
 
 
 def test_ragged_outputs_of_several_sizes_have_no_jacobian_rows() -> None:
-    with pytest.raises(PsgradError, match=r"has \d+ numbers for one sample and another number for the first"):
+    with pytest.raises(PsgradError, match="has more numbers for long samples than for short ones"):
         gauss_newton_rows(examples(case("gpt2"), 6)).materialise()
 
 
