@@ -167,7 +167,7 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
             next_step="begin anew with --overwrite, or another --output",
         )
     parts = _parts_that_differ(path, names_of(run))
-    changed = _changes(_without_defaults(then), _without_defaults(now), parts)
+    changed = _changes(_with_later_keys(then, now), now, parts)
     if list(changed) != [_CHECKPOINT] and changed:  # alone: it was saved again, with the same weights
         raise ConfigError(
             f"the run in {path} was begun with something else, and rows of two runs can't be mixed:"
@@ -224,10 +224,8 @@ def _listed(changed: Mapping[str, str]) -> str:
     return "".join(lines) + (f"\n  and {len(changed) - _LISTED} more" if len(changed) > _LISTED else "")
 
 
-def _without_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity without the keys that are at their default: a run of an earlier version did not know all of
-    them.
-    """
+def _with_later_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with the defaults of the config's keys that a run of an earlier version did not know."""
     sections: dict[str, type[Section]] = {
         "model": ModelConfig,
         "loss": LossConfig,
@@ -240,7 +238,7 @@ def _without_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
         for key, info in section.model_fields.items()
         if not info.is_required()
     }
-    return {key: value for key, value in found.items() if key not in defaults or value != defaults[key]}
+    return {**{key: value for key, value in defaults.items() if key in now}, **then}
 
 
 def _flat(content: Any, above: str = "") -> dict[str, Any]:
