@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -61,6 +61,21 @@ def _adapters(value: object) -> object:
 class ModelConfig(Section):
     """The model: what builds it, which task it does, and the weights to put in."""
 
+    later: ClassVar[frozenset[str]] = frozenset(
+        {
+            "pretrained",
+            "revision",
+            "timm",
+            "task",
+            "adapter",
+            "dtype",
+            "attention",
+            "trust_remote_code",
+            "state_dict_prefix",
+            "strict",
+        }
+    )
+
     factory: CallableSpec | None = None
     """What builds the model: module:callable or file.py:callable; files are relative to this config."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -93,14 +108,6 @@ class ModelConfig(Section):
     """Whether the checkpoint must fit exactly; with false, what does not fit is left out and listed."""
     mode: Literal["eval", "train"] = "eval"
     """Whether the model runs as in evaluation or as in training (dropout on)."""
-
-    def decisive(self) -> dict[str, Any]:
-        """What of the section decides what is computed, beside the checkpoint. Keys that earlier versions did
-        not have are left out at their defaults.
-        """
-        old = {"factory", "kwargs", "mode", "state_dict_key"}
-        newer = self.model_dump(mode="json", exclude={*old, "checkpoint"}, exclude_defaults=True)
-        return {**self.model_dump(mode="json", include=old), **newer}
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:

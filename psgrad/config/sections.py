@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
@@ -99,6 +99,8 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     is the name alone.
     """
 
+    later: ClassVar[frozenset[str]] = frozenset({"columns", "reduction"})
+
     columns: list[str] = Field(default_factory=list)
     """Of a callable of your own: columns of the data whose values of a sample it gets after the target."""
 
@@ -106,14 +108,6 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     @classmethod
     def _bare_name(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
-
-    def decisive(self) -> dict[str, Any]:
-        """The keys that indexes and ledgers compare: all, but those of later versions only where they are
-        set, so that earlier files still fit.
-        """
-        later = {name for name in ("reduction", "columns") if getattr(self, name) in ("mean", [])}
-        found: dict[str, Any] = self.model_dump(mode="json", exclude=later)
-        return found
 
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> LossConfig:

@@ -74,12 +74,26 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class Section(BaseModel):
     """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with
-    the reason.
+    the reason; `later` those of its keys that earlier versions did not have.
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {}
+    later: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    def decisive(self) -> dict[str, Any]:
+        """The values that indexes and ledgers compare, as JSON has them. A key of `later` is left out at its
+        default, so that files of earlier versions still fit.
+        """
+        fields = type(self).model_fields
+        same = {
+            name
+            for name in self.later
+            if getattr(self, name) == fields[name].get_default(call_default_factory=True)
+        }
+        found: dict[str, Any] = self.model_dump(mode="json", exclude=same)
+        return found
 
 
 class NamedSection(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,7 +86,11 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
     model, data or settings.
     """
     store = GradientIndex.open(require_index(config).path)
-    store.require(described_index(config, run))
+    expected = described_index(config, run)
+    ours, theirs = expected["fingerprint"], store.description.get("fingerprint", {})
+    for now, then in ((ours, theirs), (ours["loss"], theirs.get("loss", {}))):
+        now |= dict.fromkeys(then.keys() - now.keys())  # what it was built with, and is at its default now
+    store.require(expected)
     _require_its_losses(store, run)
     return store
 
@@ -118,14 +121,19 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
     hashes = hashes_of(run)
-    fingerprint: Mapping[str, Any] = {
+    model = {
+        "frozen dtype" if key == "dtype" else key: value
+        for key, value in config.model.decisive().items()
+        if key != "checkpoint"
+    }
+    fingerprint: dict[str, Any] = {
         "data": run.samples.content(),
         "columns": {"inputs": config.data.inputs, "target": config.data.target},
         # Of the first one what was loaded; of the others the files, which the same code loads in the same
         # manner.
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
-        **config.model.decisive(),
+        **model,
         "loss": config.loss.decisive(),
         "dtype": config.engine.dtype,
     }

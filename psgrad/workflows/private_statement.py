@@ -41,6 +41,7 @@ def model_of(setup: PrivateSetup) -> dict[str, Any]:
     as text.
     """
     section = setup.run.config.model.decisive()
+    section.pop("checkpoint")  # known by its hash
     found: dict[str, Any] = json.loads(json.dumps(section), parse_constant=str)
     return found
 

@@ -5,6 +5,7 @@ with its row.
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,11 @@ def test_each_row_group_is_read_once_and_not_kept(tmp_path: Path, monkeypatch: p
 
     assert table.num_rows == 8
     assert groups == sorted(set(groups))
-    assert pa.total_allocated_bytes() - before < 2 * 4_000 * 8  # one group that is held, and eight numbers
+    most = 2 * 4_000 * 8  # one group that is held, and eight numbers
+    until = time.monotonic() + 10  # Arrow's threads give back what they decoded a moment later
+    while pa.total_allocated_bytes() - before >= most and time.monotonic() < until:
+        time.sleep(0.01)
+    assert pa.total_allocated_bytes() - before < most
 
 
 def test_rows_are_taken_from_row_groups_with_categories_of_their_own(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_an_index_of_another_target_column_is_refused(place: InfluenceWorkplace)
     place.influence().refused(3, "the index index is of something else: fingerprint.columns.target differs")
 
 
+@pytest.mark.parametrize("later", ["bfloat16", "as-saved"])
+def test_an_index_of_another_type_of_frozen_weights_is_refused(place: InfluenceWorkplace, later: str) -> None:
+    place.config["influence"]["parameters"] = ["2.*"]
+    place.config["model"]["dtype"] = {"bfloat16": "as-saved", "as-saved": "bfloat16"}[later]
+    with_index(place)
+    place.config["model"]["dtype"] = later
+    place.influence().refused(3, "the index index is of something else: fingerprint.frozen dtype differs")
+
+
 def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: InfluenceWorkplace) -> None:
     state = place.model.state_dict()
     torch.save(

@@ -170,7 +170,6 @@ class TokenShare(_TokenMeasure):
         "token_share_max": "the largest share of a token in the squared gradient norm",
         "token_share_rest": "the share of the parameters that no single token has a part in",
     }
-    needs_factors = True
 
     def of_tokens(self, number: int, inputs: Inputs, target: torch.Tensor | None) -> torch.Tensor:
         lengths = [inputs[other].shape[1] for other in self._tokens]
