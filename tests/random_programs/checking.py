@@ -248,7 +248,7 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
         return Outcome(EQUAL)
     if _is_moderate(program) and _shrinks_with_the_unit(program, ours, plain, off):
         return Outcome(ROUNDED, found)
-    if program.extreme and not _differences(
+    if (program.extreme or program.dtype == torch.bfloat16) and not _differences(
         program,
         ours,
         plain,

@@ -147,27 +147,6 @@ def _described(result: Any) -> Iterator[tuple[torch.Size, Strides]]:
             yield from _described(item)
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
-def overlaps_itself(shape: torch.Size, strides: Strides) -> bool:
-    """Whether two elements of a tensor of these strides are one place in memory, as in windows of
-    `unfold`.
-    """
-    if 0 in shape:
-        return False
-    extent = 0  # of the axes so far, those of small strides first
-    for stride, length in sorted(zip(strides, shape, strict=True)):
-        if length > 1:
-            if stride <= extent:
-                break
-            extent += (length - 1) * stride
-    else:
-        return False
-    with without_modes():
-        last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-        places = torch.arange(last + 1, device="cpu").as_strided(shape, strides)
-        return places.unique().numel() < places.numel()
-
-
 def has_other_layout(value: torch.Tensor, strides: Strides) -> bool:
     """Whether the memory layout of a batched value [n, *shape] differs from n tensors of these strides, or
     several samples share a place.

@@ -15,12 +15,12 @@ from psgrad.engine.transforms.aliasing import (
     dense_strides,
     has_other_layout,
     is_ordinary,
-    overlaps_itself,
     strides_of_one_sample,
 )
 from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, traced
 from psgrad.engine.transforms.fresh_tensors import FreshTracer, content, process_fresh
 from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, strides_of
+from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -92,7 +92,7 @@ class BatchLevel(SampleAxis):
                 return result
         operator = known(op)
         if operator.facts.mutated:
-            _refuse_where_memory_overlaps(op, args)
+            refuse_overlapping_memory(op, args)
         if operator.facts.is_random and is_random(op, args, kwargs):
             return self._draw(op, args, kwargs)
         if operator.writes:
@@ -274,29 +274,6 @@ class BatchLevel(SampleAxis):
     def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
         """A random operator one level below; levels further out may handle it."""
         return interpret(op, args, kwargs, below=self)
-
-
-# What these write is the same number at every place, so that the order of their writes does not matter.
-_WRITES_ONE_NUMBER: frozenset[Op] = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-
-
-def _refuse_where_memory_overlaps(op: Op, args: tuple[Any, ...]) -> None:
-    """Refuse a write into one place in memory several times: which of the values stays, and which an operator
-    reads that reads what it writes, would go by the order of a kernel.
-    """
-    if op in _WRITES_ONE_NUMBER or torch.Tag.inplace_view in op.tags:
-        return
-    for position in facts(op).mutated:
-        target = args[position]
-        if isinstance(target, torch.Tensor) and overlaps_itself(target.shape, target.stride()):
-            refuse_mutation(
-                op,
-                "a tensor that has one place in memory for several elements",
-                "unfold, as_strided or expand made it; what several writes to one place leave there goes by"
-                " their order",
-                expected="a target whose elements are each a place of their own",
-                next_step="write into a clone of it, or use the operator that returns a new tensor",
-            )
 
 
 def _version(physical: Any) -> int | None:

@@ -25,6 +25,7 @@ from psgrad.engine.transforms.interpreter import (
     strides_of,
     tensors_in,
 )
+from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -306,6 +307,10 @@ class DerivativeLevel(AdoptingLevel):
                 "the tensor was made outside the transformed function (a buffer, a cache), so what is written"
                 " would be lost",
             )
+        for x in args:
+            if isinstance(x, DerivativeTracer) and self.owns(x):
+                self.refresh(x)
+        refuse_overlapping_memory(op, args)
         if reshapes_in_place(op):
             return self._reshape(op, args, kwargs)
         if self.has_outside and (base := _base_of(target)).from_outside:

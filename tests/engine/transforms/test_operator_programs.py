@@ -31,8 +31,6 @@ from tests.random_programs.writer import write
 BLOCKS = 8
 SEEDS = sorted({*range(100), *NOTICED.values()})
 SECONDS = 60
-# How many of a run's programs may fail: so many, or this share of them.
-FEW, SHARE = 1, 0.00005
 
 
 def failure(seed: int, program: Program | None = None) -> str:
@@ -62,8 +60,7 @@ def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> N
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
     """One minute of new programs; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
-    The aim is that none fails. About one of twenty thousand still does, most of them with infinities, NaN or
-    numbers of 1e30; each is printed. What turns this test red is more than that: a fault that is new.
+    None may fail: each that does is printed, made small.
     """
     day = int(
         os.environ.get("PSGRAD_PROGRAMS_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
@@ -77,9 +74,7 @@ def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[
         seed += 1
     with capsys.disabled():
         print(f"\nrandom programs, PSGRAD_PROGRAMS_SEED={day}: {dict(counts)}", *found, sep="\n\n")
-    assert len(found) <= max(FEW, SHARE * counts.total()), (
-        f"PSGRAD_PROGRAMS_SEED={day}: {len(found)} of {counts.total()} programs fail"
-    )
+    assert not found, f"PSGRAD_PROGRAMS_SEED={day}: {len(found)} of {counts.total()} programs fail"
 
 
 # -- one test for each class of fault that was found ---------------------------------------------------------

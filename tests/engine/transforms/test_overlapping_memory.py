@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.engine.transforms import grad, jvp, vmap
-from psgrad.engine.transforms.aliasing import overlaps_itself
+from psgrad.engine.transforms.memory_overlap import overlaps_itself
 from psgrad.errors import TransformError
 
 Write = Callable[[Tensor], object]
@@ -112,3 +112,45 @@ def test_overlaps_itself_as_counted() -> None:
             found.add(expected)
             assert overlaps_itself(torch.Size(shape), strides) == expected, (shape, strides)
     assert found == {True, False}
+
+
+READS_ELSEWHERE: dict[str, Write] = {
+    "its diagonal": lambda t: t[:, 1:].addcmul_(torch.ones(2, 3), t[:, 1:].diagonal(1), value=0.5),
+    "a shifted view": lambda t: t[:, 1:].add_(t[:, :-1]),
+    "its transpose": lambda t: t[:, :3].mul_(t[:, :3].t()),
+    "one of its columns": lambda t: t.sub_(t[:, 2:3]),
+    "reversed by a copy into a part": lambda t: t[:2, 1:].copy_(t[1:, :3]),
+}
+READS_THE_SAME: dict[str, Write] = {
+    "itself": lambda t: t.mul_(t),
+    "the same view taken twice": lambda t: t[:, 1:].addcmul_(t[:, 1:], t[:, 1:]),
+    "another half": lambda t: t[:, :2].add_(t[:, 2:]),
+    "every second column": lambda t: t[:, ::2].mul_(t[:, 1::2]),
+}
+
+
+@pytest.mark.parametrize("write", READS_ELSEWHERE)
+def test_write_that_reads_what_it_writes_refused(write: str) -> None:
+    """PyTorch refuses some of them, and for the rest returns a number that depends on its kernel's order."""
+    f, x = written(lambda t: t, READS_ELSEWHERE[write]), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    for refused in (
+        lambda: vmap(f)(x),
+        lambda: vmap(grad(lambda x: f(x).sum()))(x),
+        lambda: grad(lambda x: vmap(f)(x).sum())(x),
+        lambda: jvp(f, (x[0],), (x[0],)),
+    ):
+        with pytest.raises(TransformError, match="memory that another argument reads as other elements"):
+            refused()
+
+
+@pytest.mark.parametrize("write", READS_THE_SAME)
+def test_write_that_reads_the_same_elements_or_others_apart(write: str) -> None:
+    f, x = written(lambda t: t, READS_THE_SAME[write]), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    torch.testing.assert_close(vmap(f)(x), torch.stack([f(one) for one in x]))
+    expected = []
+    for one in x:
+        leaf = one.clone().requires_grad_()
+        # autograd keeps what it needs as it was before the write
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+            expected += torch.autograd.grad(f(leaf).sum(), leaf)
+    torch.testing.assert_close(vmap(grad(lambda x: f(x).sum()))(x), torch.stack(expected))
